@@ -86,7 +86,7 @@ test-slurm: $(SLURM_STAMP) ## real jobs on a SLURM of two virtual nodes
 	$(PY) -m pytest -m slurm tests/slurm $(ARGS)
 
 $(SLURM_STAMP): $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,slurm]'
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
 	@touch $@
 
 bench: $(STAMP) ## speed beside DDP and FSDP2 (docs/benchmarks.md)

@@ -309,7 +309,7 @@ def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
     from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 
     engine.settle()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     held = held_bytes(engine)
     planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=ADAM_STATES, moment=moment)
     if held != planned:

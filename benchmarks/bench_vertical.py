@@ -29,7 +29,7 @@ def side(
 
     torch.manual_seed(0)
     model = GPT(**SIZES)
-    settings: dict[str, Any] = {"micro_batches": parts} if vertical else {}
+    settings: dict[str, Any] = {"vertical_chunks": parts} if vertical else {}
     engine = lightning_zero.shard(
         model,
         stage=3,

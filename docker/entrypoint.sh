@@ -3,6 +3,7 @@
 #
 #   lightning-zero experiment=tiny trainer.max_steps=50     the main job with overrides of Hydra
 #   lightning-zero --help                                   all groups and values
+#   lightning-zero plan|submit|env|checkpoint ...           the other commands
 #   lightning-zero torchrun -m lightning_zero.train ...     another program of the image, in place of the main job
 #
 # Outputs go below $LIGHTNING_ZERO_RUNS (/runs). It checks that something can be written there before anything starts.
@@ -54,4 +55,4 @@ EOF
     fi
 fi
 
-exec python -m lightning_zero.train "$@"
+exec python -m lightning_zero "$@"

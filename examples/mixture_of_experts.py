@@ -1,7 +1,7 @@
 """A mixture of experts (as in Switch Transformer, Fedus et al. 2021) whose ranks send tokens to other experts.
 
 An expert is a unit: it is gathered for those who use it, and an expert that a rank does not need in a step is not
-computed there. ``dynamic=True`` lets ranks take different paths through the model.
+computed there. ``dynamic_graph=True`` lets ranks take different paths through the model.
 
 python examples/mixture_of_experts.py
 """
@@ -80,7 +80,7 @@ def make_data(n_points: int, seed: int) -> TensorDataset:
 def main() -> None:
     seed_everything(0, verbose=False)
     trainer = Trainer(
-        strategy=ZeroStrategy("zero3", dynamic=True, unit={"classes": ["Expert"]}),
+        strategy=ZeroStrategy("zero3", dynamic_graph=True, unit={"classes": ["Expert"]}),
         accelerator="auto",
         devices="auto" if torch.cuda.is_available() else 2,
         max_epochs=6,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Whole, ZeroConfig, check_decided, make_config
+from lightning_zero.config import ConfigError, Sharding, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
@@ -103,13 +103,13 @@ def _make_stepper(engine: Engine, optimizer: Optimizer) -> Stepper:
             engine.comm,
             {bucket: number for number, bucket in enumerate(engine.buckets)},
             window_nbytes=engine.config.reduce_bucket_bytes,
-            unprobed=settings.whole is Whole.true,
+            unprobed=settings.sharding is Sharding.tensors,
         )
     return ShardedOptimizer(
         optimizer,
         engine.around_step,
         device_type=engine.comm.device.type,
-        declared_elementwise=settings.elementwise,
+        declared_elementwise=settings.sharding is Sharding.slices,
         stochastic_rounding=rounds,
         state_dtype=settings.state_dtype,
     )

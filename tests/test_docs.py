@@ -22,7 +22,7 @@ from lightning_zero.presets import PRESETS
 from tests.structure import modules
 
 ROOT = Path(__file__).parent.parent
-CONF = ROOT / "conf"
+CONF = ROOT / "lightning_zero" / "conf"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUPS = {f.parent.relative_to(CONF).as_posix() for f in CONF.rglob("*.yaml")} - {"."}
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -90,7 +90,7 @@ def test_objects_and_commands_are_there(page: Path) -> None:
         )
     for name in set(re.findall(r"`(zero\d\w*)`", text)):
         assert name in PRESETS or (CONF / "zero" / "stage" / f"{name}.yaml").is_file() or "notebook" in name, name
-    for file in set(re.findall(r"`((?:examples|conf|docs|lightning_zero|tests|benchmarks)/[\w/.]+\.\w+)`", text)):
+    for file in set(re.findall(r"`((?:examples|docs|lightning_zero|tests|benchmarks)/[\w/.]+\.\w+)`", text)):
         assert (ROOT / file).is_file(), f"{page.name}: {file}"
 
 

@@ -127,6 +127,11 @@ def test_long_sequences(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "long_sequences.py")) > 0.9
 
 
+@pytest.mark.slow
+def test_muon(tmp_path: Path) -> None:
+    assert value(run(tmp_path, "muon.py"), "training loss") < 1.5
+
+
 def test_every_example_has_a_test() -> None:
     here = Path(__file__).read_text()
     assert all(f'"{f.name}"' in here for f in EXAMPLES.glob("*.py"))

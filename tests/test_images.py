@@ -185,7 +185,7 @@ def in_context(path: str) -> bool:
         "outputs/train/x",
         "tests/test_images.py",
         "lightning_zero/__pycache__/train.cpython-311.pyc",
-        "conf/zero/__pycache__/x.pyc",
+        "lightning_zero/conf/zero/__pycache__/x.pyc",
         "docker/README.md",
     ],
 )
@@ -201,7 +201,7 @@ def test_the_build_sees_what_it_copies(kind: str) -> None:
                 assert (ROOT / source).exists(), source
                 assert in_context(source), source
     assert in_context("lightning_zero/conf")
-    assert in_context("conf/zero/stage/zero3.yaml")
+    assert in_context("lightning_zero/conf/zero/stage/zero3.yaml")
     assert in_context("lightning_zero/engine/engine.py")
 
 
@@ -348,7 +348,7 @@ def enter(tmp_path: Path):  # type: ignore[no-untyped-def]
 )
 def test_overrides_go_to_the_main_job(enter, tmp_path: Path, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
     done = enter(*arguments)
-    words = " ".join(("-m", "lightning_zero.train", *arguments))
+    words = " ".join(("-m", "lightning_zero", *arguments))
     assert done.stdout.splitlines()[0] == f"main job: {words} in {tmp_path}/runs"
     assert done.returncode == 7, "the exit code is that of the main job"
     assert list((tmp_path / "runs").iterdir()) == []

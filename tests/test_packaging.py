@@ -18,17 +18,36 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import lightning_zero
+import lightning_zero.__main__ as entry_point
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
 
 
-def test_conf_is_a_real_folder_and_a_link_to_it() -> None:
-    assert (ROOT / "conf").is_dir()
-    assert not (ROOT / "conf").is_symlink()
-    assert os.readlink(ROOT / "lightning_zero" / "conf") == "../conf"
-    assert (ROOT / "lightning_zero" / "conf" / "train.yaml").is_file()
+@pytest.mark.parametrize(
+    ("arguments", "called"),
+    [
+        (["plan", "model.n_layer=3"], "lightning_zero.app.plan"),
+        (["train", "seed=1"], "lightning_zero.app.train"),
+        (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
+        ([], "lightning_zero.app.train"),
+    ],
+)
+def test_one_command_for_all(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROJECT["project"]["scripts"] == {"lightning-zero": "lightning_zero.__main__:main"}
+    found: list[list[str]] = []
+    monkeypatch.setattr(called.replace("app.", "") + ".main", lambda: found.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", *arguments])
+    entry_point.main()
+    assert found == [[a for a in arguments if "=" in a]]
+
+
+def test_the_command_that_ends_with_a_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", "checkpoint", "nothing"])
+    with pytest.raises(SystemExit) as stop:
+        entry_point.main()
+    assert stop.value.code == 2
 
 
 def test_hydra_plugins_is_a_namespace() -> None:
@@ -103,7 +122,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert "-m venv no-such-venv" in done.stdout
     assert "-m lightning_zero.train seed=7" in done.stdout
     assert "-m pytest" in done.stdout
-    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test,slurm]'" in done.stdout
+    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test]'" in done.stdout
     assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
 
 
@@ -155,7 +174,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("lightning_zero", "conf", "hydra_plugins", "tests", "examples"):
+    for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)],
@@ -170,9 +189,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {
-        f"lightning_zero/conf/{f.relative_to(ROOT / 'conf').as_posix()}" for f in (ROOT / "conf").rglob("*.yaml")
-    }
+    shipped = {f.relative_to(ROOT).as_posix() for f in (ROOT / "lightning_zero" / "conf").rglob("*.yaml")}
     assert shipped <= names
     assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}

@@ -18,7 +18,7 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
     elif option == "full_wire":
-        settings = {"comm": {"grad_wire": "full"}}
+        settings = {"comm": {"grad_comm_dtype": "full"}}
     elif option:
         settings = {"offload": option}  # a row of zero/offload
     if name.endswith(COMPILED):

@@ -8,6 +8,6 @@
     submit       a run as a job                  jobs         a run as a job of a cluster
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
     env          what a bug report needs         check        every stage and tier on this machine
-    overrides    mistakes on the command line     progress     how long it will take, and the last validation
+    overrides    mistakes on the command line
     tasks        fit, validate, test, predict     sweep        runs of a sweep on this machine, and their table
 """

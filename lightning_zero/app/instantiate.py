@@ -1,15 +1,17 @@
-"""Objects from the mappings of Hydra groups, with errors that name the key to change.
+"""Objects from Hydra groups, by ``hydra.utils.instantiate``: what cannot be made ends in a sentence that names the key.
 
-``hydra.utils.instantiate`` does this too, but wraps every exception; here a wrong key is told from an exception of the
-user's own class, which is passed on with its traceback.
+A wrong key is told from an exception of the user's own class, which is passed on with its traceback.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from functools import partial
 from typing import Any
+
+from hydra._internal.utils import _locate
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 
 from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
@@ -31,21 +33,14 @@ def locate(key: str, path: Any) -> Any:
     """
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(f"{key}: expected the dotted path of a class, got {path!r}. Change {key}.")
-    parts = path.split(".")
-    for n in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:n])
-        try:
-            found = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-                continue  # perhaps a class in the module above
-            raise
-        for i, part in enumerate(parts[n:], start=n):
-            if not hasattr(found, part):
-                raise ConfigError(f"{key}: {'.'.join(parts[:i])} has no {part!r}, got {path!r}. Change {key}.")
-            found = getattr(found, part)
-        return found
-    raise ConfigError(f"{key}: there is no module {parts[0]!r} to import, got {path!r}. Change {key} or PYTHONPATH.")
+    try:
+        return _locate(path)
+    except (ImportError, ValueError) as error:
+        cause, said = error.__cause__, str(error).splitlines()[-1]
+        is_inside = isinstance(cause, ModuleNotFoundError) and not f"{path}.".startswith(f"{cause.name}.")
+        if cause is not None and (is_inside or not isinstance(cause, (AttributeError, ModuleNotFoundError))):
+            raise cause from None
+        raise ConfigError(f"{key}: cannot be imported, got {path!r}. {said} Change {key} or PYTHONPATH.") from None
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
@@ -53,34 +48,26 @@ def accepted_arguments(target: Any) -> set[str] | None:
 
     ``**kwargs`` of an ``__init__`` are taken to go to the next class of the MRO.
     """
-    if not inspect.isclass(target):
-        return _names(target)
     names: set[str] = set()
-    for cls in target.__mro__:
-        if "__init__" in cls.__dict__ and cls is not object:
-            own = inspect.signature(cls.__dict__["__init__"]).parameters.values()
-            if cls is target and _is_library(cls) and any(p.kind is p.VAR_KEYWORD for p in own):
-                return None  # it hands them on: wandb.init(**kwargs)
-            names |= {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
-            if not any(p.kind is p.VAR_KEYWORD for p in own):
-                return names
-            if _is_library(cls):
-                return names or None  # a base that takes anything is no reason to pass anything
+    for of in target.__mro__ if inspect.isclass(target) else [target]:
+        if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):
+            continue
+        try:
+            own = inspect.signature(of.__dict__["__init__"] if inspect.isclass(of) else of).parameters.values()
+        except ValueError:  # a builtin
+            return None
+        names |= {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            return names
+        if of is target and (_is_library(of) or not inspect.isclass(of)):
+            return None  # it hands them on: wandb.init(**kwargs)
+        if _is_library(of):
+            return names or None  # a base that takes anything is no reason to pass anything
     return names
 
 
 def _is_library(target: Any) -> bool:
     return str(getattr(target, "__module__", None)).split(".")[0] in ("torch", "lightning", "pytorch_lightning")
-
-
-def _names(function: Any) -> set[str] | None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {p.name for p in parameters}
 
 
 def build(
@@ -102,52 +89,56 @@ def build(
     Raises:
         ConfigError: no such target, an argument that it does not take, or one that is missing.
     """
-    arguments = {k: _nested(f"{key}.{k}", v) for k, v in node.items() if k not in ("_target_", "_partial_")}
-    target = locate(f"{key}._target_", node.get("_target_"))
-    accepted = accepted_arguments(target)
+    path = node.get("_target_")
+    target = locate(f"{key}._target_", path)
+    extra, accepted = extra or {}, accepted_arguments(target)
     if accepted is not None:
-        unknown = [k for k in arguments if k not in accepted]
-        refused = [k for k in unknown if k not in droppable]
-        if refused:
-            close = nearest(refused[0], accepted)
-            change = f"Write {key}.{close}" if close else f"Change {key}.{refused[0]}"
+        unknown = [k for k in node if k not in accepted and not k.startswith("_")]
+        for name in (k for k in unknown if k not in droppable):
+            close = nearest(name, accepted)
+            change = f"Write {key}.{close}" if close else f"Change {key}.{name}"
             raise ConfigError(
-                f"{key}.{refused[0]}: {node['_target_']} takes no such argument; it takes "
-                f"{', '.join(sorted(accepted)) or 'none'}. {change}."
+                f"{key}.{name}: {path} takes no such argument; it takes {', '.join(sorted(accepted)) or 'none'}. "
+                f"{change}."
             )
-        for k in unknown:
-            del arguments[k]
-        unused = unknown + [k for k in extra or {} if k not in accepted | needs_extra]
+        for name in sorted(needs_extra - accepted):
+            raise ConfigError(
+                f"{name}: {path} takes no argument {name!r}, so that {name}.* has no effect. Drop {name}.*, or let it "
+                f"take {name}."
+            )
+        unused = unknown + [k for k in extra if k not in accepted]
         if unused and is_first():
-            print(f"note: {node['_target_']} takes no {', '.join(unused)}: not passed to it.", flush=True)
-        for k in sorted(needs_extra - accepted):
-            raise ConfigError(
-                f"{k}: {node['_target_']} takes no argument {k!r}, so that {k}.* has no effect. "
-                f"Drop {k}.*, or let it take {k}."
-            )
-    arguments |= {k: v for k, v in (extra or {}).items() if accepted is not None and k in accepted}
-    if node.get("_partial_"):
-        return partial(target, **arguments)
-    _check_complete(key, node["_target_"], target, arguments)
-    if not _is_library(target):
-        return target(**arguments)  # whose exceptions keep their traceback
-    return _built_by_library(key, node["_target_"], target, arguments)
-
-
-def _built_by_library(key: str, name: str, target: Any, arguments: dict[str, Any]) -> Any:
-    """What it refuses is an error of the settings."""
+            print(f"note: {path} takes no {', '.join(unused)}: not passed to it.", flush=True)
+        node = {k: v for k, v in node.items() if k not in unknown}
     try:
-        return target(**arguments)
-    except ModuleNotFoundError as error:
-        said = str(error).splitlines()[0].rstrip(".")
-        install = INSTALL.get(key.split(".")[0], "")
-        raise ConfigError(f"{key}: {name} needs a package that is not installed: {said}.{install}") from error
+        given = instantiate(node, _convert_="all", _partial_=True)
+    except InstantiationException as error:  # of an object inside
+        if isinstance(error.__cause__, (ImportError, TypeError)):
+            raise ConfigError(f"{key}: {' '.join(str(error).split())}. Change {key}.*.") from error
+        raise
+    extra = {k: v for k, v in extra.items() if accepted is not None and k in accepted}
+    make = partial(target, *given.args, **given.keywords, **extra)
+    return make if node.get("_partial_") else _made(key, path, target, make)
+
+
+def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
+    """Call it. What a class of torch or Lightning refuses is an error of the settings."""
+    try:
+        return make()
     except Exception as error:
+        assert error.__traceback__ is not None
+        if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # of the call itself
+            raise ConfigError(f"{key}: {path}: {error}. Give it as +{key}.<name>=<value>.") from None
+        said = " ".join(str(error).split()).rstrip(".")
+        if not _is_library(target) or isinstance(error, ConfigError):
+            raise
+        if isinstance(error, ModuleNotFoundError):
+            install = INSTALL.get(key.split(".")[0], "")
+            raise ConfigError(f"{key}: {path} needs a package that is not installed: {said}.{install}") from error
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
-        check_numbers(key, arguments, target)
-        said = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{key}: {name} refuses these settings: {said}. Change {key}.*.") from error
+        check_numbers(key, make.keywords, target)
+        raise ConfigError(f"{key}: {path} refuses these settings: {said}. Change {key}.*.") from error
 
 
 def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
@@ -164,32 +155,7 @@ def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
     """One object for each entry; an entry that is null is left out."""
-    built = []
     for name, node in nodes.items():
-        if node is None:
-            continue
-        if not isinstance(node, dict):
+        if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")
-        built.append(build(f"{key}.{name}", node))
-    return built
-
-
-def _check_complete(key: str, path: str, target: Any, arguments: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(target)
-    except ValueError:
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {path}: {error}. Give it as +{key}.<name>=<value>.") from None
-
-
-def _nested(key: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        if "_target_" in value:
-            return build(key, value)
-        return {k: _nested(f"{key}.{k}", v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_nested(f"{key}.{i}", v) for i, v in enumerate(value)]
-    return value
+    return [build(f"{key}.{name}", node) for name, node in nodes.items() if node is not None]

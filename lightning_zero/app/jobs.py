@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -41,21 +40,20 @@ def fit_trainer(config: TrainConfig) -> None:
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
-    asked = trainer.num_nodes
+    asked, devices = trainer.get("num_nodes"), trainer.get("devices", "auto")
     if asked not in (None, cluster.nodes):
         raise ConfigError(
             f"trainer.num_nodes: expected {cluster.nodes}, which is cluster.nodes, got {asked}. Drop "
             "trainer.num_nodes, or change cluster.nodes."
         )
-    if trainer.devices not in ("auto", -1, cluster.tasks, str(cluster.tasks)):
+    if devices not in ("auto", -1, cluster.tasks, str(cluster.tasks)):
         key = "gpus_per_node" if cluster.gpus_per_node else "tasks_per_node"
         raise ConfigError(
-            f"trainer.devices: expected {cluster.tasks}, which is cluster.{key}, got {trainer.devices}. Drop "
+            f"trainer.devices: expected {cluster.tasks}, which is cluster.{key}, got {devices}. Drop "
             f"trainer.devices, or change cluster.{key}."
         )
-    config.trainer = replace(
-        trainer, num_nodes=cluster.nodes, devices=cluster.tasks, accelerator=_accelerator(cluster, trainer.accelerator)
-    )
+    accelerator = _accelerator(cluster, trainer.get("accelerator", "auto"))
+    config.trainer = trainer | {"num_nodes": cluster.nodes, "devices": cluster.tasks, "accelerator": accelerator}
 
 
 def _accelerator(cluster: ClusterConfig, asked: str) -> str:
@@ -87,7 +85,7 @@ def check_inside(cluster: ClusterConfig) -> None:
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
             "cluster=slurm: expected processes that srun has started inside a job, got none. Submit the run by "
-            "python -m lightning_zero.submit (a sweep by --multirun hydra/launcher=submitit_slurm), or drop "
+            "python -m lightning_zero.submit (a sweep by --multirun), or drop "
             "cluster=slurm."
         )
 
@@ -120,9 +118,10 @@ def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
 
 def saves_nothing(config: TrainConfig) -> str | None:
     """The setting that forbids checkpoints."""
-    if config.trainer.enable_checkpointing is False:
+    if config.trainer.get("enable_checkpointing") is False:
         return "trainer.enable_checkpointing=false"
-    return f"trainer.fast_dev_run={config.trainer.fast_dev_run}" if config.trainer.fast_dev_run else None
+    fast = config.trainer.get("fast_dev_run")
+    return f"trainer.fast_dev_run={fast}" if fast else None
 
 
 def check_saves(config: TrainConfig, explicit: set[str]) -> None:

@@ -6,17 +6,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
-from lightning_zero.app.schema import TrainConfig, trainer_precision
+from lightning_zero.app.schema import Task, TrainConfig, trainer_precision
 from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_sequence_parallel
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from lightning_zero.data.synthetic import SyntheticData
-    from lightning_zero.data.text import TextData
 
 TEXT_DATA = "lightning_zero.data.text.TextData"
+OUR_DATA = (  # tensors [batch_size, block_size + 1] of tokens
+    TEXT_DATA,
+    "lightning_zero.data.dataset.DatasetText",
+    "lightning_zero.data.synthetic.SyntheticData",
+)
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
@@ -27,7 +30,7 @@ def agreed_precision(config: TrainConfig) -> str | None:
         ConfigError: ``trainer.precision`` is given and says otherwise.
     """
     name = config.zero.precision.name
-    asked = config.trainer.precision
+    asked = config.trainer.get("precision")
     expected = trainer_precision(name)
     if name is None or expected is None:
         return asked
@@ -133,17 +136,25 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
     return set() if is_ours else accepted_arguments(ours) or set()
 
 
-def groups_of_ranks(config: TrainConfig, data: TextData | SyntheticData, world_size: int) -> int:
-    """How many batches ``world_size`` ranks train on at once: those that share sequences have one.
+def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
+    """Compare data of ours with the ranks of the run.
 
     Raises:
-        ConfigError: ranks, or the length of a sequence, that ``zero.sequence_parallel`` does not divide.
+        ConfigError: too little text for a batch of each, or ranks, or a length of sequences, that
+            ``zero.sequence_parallel`` does not divide.
     """
+    from lightning_zero.data.synthetic import SyntheticData
+    from lightning_zero.data.text import TextData
+
     n = config.zero.sequence_parallel
     check_sequence_parallel(n, world_size)
-    if data.block_size % n:
+    if config.data.get("_target_") not in OUR_DATA:
+        return
+    block_size = config.data["block_size"]
+    if block_size % n:
         raise ConfigError(
             f"data.block_size: expected a multiple of zero.sequence_parallel ({n}), whose ranks have equal parts of a "
-            f"sequence, got {data.block_size}. Change data.block_size or zero.sequence_parallel."
+            f"sequence, got {block_size}. Change data.block_size or zero.sequence_parallel."
         )
-    return world_size // n
+    if config.task is Task.fit and isinstance(data, (TextData, SyntheticData)):
+        data.check(world_size // n)

@@ -19,7 +19,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.app import train
-from lightning_zero.app.jobs import fit_trainer
+from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.plan_model import Described, describe, precision_row
 from lightning_zero.app.plan_picture import check_picture, draw
@@ -35,7 +35,7 @@ from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 from lightning_zero.planning.topology import check_sequence_parallel
 
-EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "hugging_face", "picture", "dark")
+EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "dark")
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
 
-    there = gpu_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
+    there = gpu_count() if config.trainer.get("accelerator", "auto") in GPU_ACCELERATORS else 0
     shared = not there and asked.gpu_memory is None
     gpus = asked.gpus
     if gpus is None:
@@ -62,8 +62,8 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     nvme = asked.nvme
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
-    nodes = asked.nodes or config.trainer.num_nodes or 1
-    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hierarchy)
+    nodes = asked.nodes or config.trainer.get("num_nodes") or 1
+    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hybrid_shard)
 
 
 def find_rates(asked: MachineConfig, machine: Machine) -> tuple[Rates, list[str]]:
@@ -144,8 +144,8 @@ def document(
             "optimizer_state_bytes": None if isinstance(model.states, int) else model.states.nbytes,
             "precision": described.precision,
             "whole_copy": model.copy_nbytes,
-            "after_fit": model.after_fit.value,
-            "micro_batches": model.in_parts,
+            "gather_after_fit": model.gather_after_fit,
+            "vertical_chunks": model.in_parts,
         },
         "activations": {
             "samples": model.samples,
@@ -194,12 +194,11 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         train.explicit_keys(),
         states=extras["optimizer_states"],
         activations=extras["activations"],
-        hugging_face=extras["hugging_face"],
     )
     model, machine = described.model, find_machine(asked, config)
     check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
     rates, given = find_rates(asked, machine)
-    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hierarchy)]
+    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
     advices = [
         Advice(None, None) if row.fits else advise(model, row, machine, _budgets(config, row.offload), rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.app.parts import (
+    OUR_DATA,
     PRECISION_ALIASES,
-    TEXT_DATA,
     agreed_precision,
     build_data,
     build_model,
     build_optimizer,
 )
 from lightning_zero.app.schema import TrainConfig
-from lightning_zero.config import ConfigError, Precision, Recompute, Whole, for_layout, make_config
+from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.fit import Model
 from lightning_zero.planning.memory import ADAM_STATES, Limits
@@ -61,7 +60,6 @@ def describe(
     *,
     states: int | None = None,
     activations: bool = False,
-    hugging_face: str | None = None,
     both_ways: bool = True,
 ) -> Described:
     """The model of a configuration, built without memory.
@@ -71,7 +69,6 @@ def describe(
         states: tensors of optimizer state for each parameter; ``None``: the state of the optimizer.
         activations: measure them.
         both_ways: with activation checkpointing and without.
-        hugging_face: a folder, or a ``config.json``, of a causal language model that takes the place of ``model``.
 
     Raises:
         Exception: of its own code, where it cannot be built.
@@ -81,8 +78,6 @@ def describe(
     precision, zero = precision_row(config), for_layout(config.zero)
 
     def build() -> LightningModule:
-        if hugging_face is not None:
-            return causal_lm(hugging_face)
         module = build_model(config, explicit)
         module.configure_model()
         return module
@@ -93,7 +88,7 @@ def describe(
         zero.prefetch_bytes,
         zero.keep_gathered_bytes,
         zero.reduce_bucket_bytes,
-        config.trainer.accumulate_grad_batches,
+        config.trainer.get("accumulate_grad_batches", 1),
     )
     counted = states if states is not None else counted_states(config, units, module)
     names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
@@ -104,14 +99,13 @@ def describe(
         limits,
         counted,
         recomputes=recomputes,
-        in_parts=zero.micro_batches,
-        after_fit=zero.after_fit,
+        in_parts=zero.vertical_chunks,
+        gather_after_fit=zero.gather_after_fit,
     )
     found = Described(model, precision.name)
     if not activations:
         return found
-    batch = partial(batch_of, config, explicit, is_causal_lm=hugging_face is not None)
-    return with_activations(found, module, config, batch, both_ways=both_ways)
+    return with_activations(found, module, config, partial(batch_of, config, explicit), both_ways=both_ways)
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
@@ -159,14 +153,14 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
     """The state of each parameter, where the optimizer of the configuration steps whole tensors and can be tried; else
     as many tensors for each as :func:`optimizer_states` says."""
-    from lightning_zero.models.language_model import param_groups
+    from lightning_zero.models.language_model import decay_groups
     from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
             make = build_optimizer(config)
-            made = make(param_groups(make, module))
+            made = make(decay_groups(module.parameters()))
             return planned_states(units, [made], zero.optimizer, zero.reduce_bucket_bytes)
     return optimizer_states(config)
 
@@ -178,13 +172,12 @@ def steps_slices(config: TrainConfig) -> bool:
     from lightning_zero.optimizers.refused import is_stepped_whole
 
     if not config.optimizer:
-        return config.zero.optimizer.whole is not Whole.true
+        return config.zero.optimizer.sharding is not Sharding.tensors
     try:
         made = build_optimizer(config)([torch.nn.Parameter(torch.zeros(2))])
     except ValueError:
         return False
-    asked = config.zero.optimizer
-    return not is_stepped_whole(made, whole=asked.whole, declared_elementwise=asked.elementwise)
+    return not is_stepped_whole(made, config.zero.optimizer.sharding)
 
 
 def optimizer_states(config: TrainConfig) -> int:
@@ -231,67 +224,23 @@ def with_activations(
     if both_ways and len(found.model.names) > 1:
         how = Recompute.none if found.model.recomputes else Recompute.blocks
         whole = replace(zero.unit, whole_batch=[])
-        config_of_other = make_config(zero, activation_checkpointing=how, micro_batches=1, unit=whole)
+        config_of_other = make_config(zero, activation_checkpointing=how, vertical_chunks=1, unit=whole)
         with contextlib.suppress(NotMeasured):
             other = measure(module, batch, config_of_other, precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)
 
 
-def batch_of(config: TrainConfig, explicit: set[str], *, is_causal_lm: bool) -> Any:
-    """A batch of a run: of the sizes of the default data, which is not read; else the first of the user's."""
+def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
+    """A batch of a run: of the sizes of our own data, which is not read; else the first of the user's."""
     import torch
 
     from lightning_zero.trainer.memory.auto_row import batch_from
 
     data = config.data
-    if is_causal_lm or data.get("_target_") == TEXT_DATA:
-        length = data["block_size"] + (not is_causal_lm)
-        tokens = torch.zeros(data["batch_size"], length, dtype=torch.int64, device="meta")
-        return {"input_ids": tokens, "labels": tokens} if is_causal_lm else tokens
+    if data.get("_target_") in OUR_DATA:
+        return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")
     module = build_data(config, explicit)
     with contextlib.redirect_stdout(sys.stderr):
         module.prepare_data()
         module.setup("fit")
         return batch_from(module.train_dataloader())
-
-
-def causal_lm(path: str) -> LightningModule:
-    """A LightningModule around the causal language model of a Hugging Face config, in training.
-
-    Raises:
-        ConfigError: there is none, or transformers cannot build it.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "hugging_face: expected the package transformers, which is not installed. Install it (pip install "
-            "transformers), or drop hugging_face."
-        ) from error
-    import lightning.pytorch as pl
-
-    file = path if os.path.isfile(path) else os.path.join(path, "config.json")
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"hugging_face: expected a folder with config.json, or such a file, got {path!r}: there is none. Change "
-            "hugging_face."
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(file)
-        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        text = str(error).strip().splitlines()
-        raise ConfigError(
-            f"hugging_face: expected the config of a causal language model, got {path!r}: {text[0] if text else ''}. "
-            "Change hugging_face."
-        ) from error
-
-    class CausalLM(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(**batch, use_cache=False).loss
-
-    return CausalLM()

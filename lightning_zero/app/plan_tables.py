@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.app.plan_model import Described
-from lightning_zero.config import AfterFit, ZeroConfig
+from lightning_zero.config import ZeroConfig
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice, human_bytes, seconds_text
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
@@ -181,8 +182,8 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
     """What the module is after a run, in a sentence."""
-    setting = f"zero.after_fit={model.after_fit.value}"
-    if model.after_fit is AfterFit.sharded:
+    setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
+    if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."
     size = f"{short_bytes(model.copy_nbytes)} of each host"
     sharded = [f"{row.stage.value} + {row.offload.value}" for row in rows if row.fits and not row.is_whole]
@@ -203,7 +204,7 @@ def activations_line(model: Model, described: Described) -> str:
         less = max(described.other.peak(backward=False), described.other.peak(backward=True))
         with_it = "without" if model.recomputes else "with"
         other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
-    parts = f" in {model.in_parts} parts (zero.micro_batches)" if model.in_parts > 1 else ""
+    parts = f" in {model.in_parts} parts (zero.vertical_chunks)" if model.in_parts > 1 else ""
     return (
         f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){parts}{other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."

@@ -5,7 +5,6 @@ Imported by the entry points and by the Hydra plugin only, at the start of every
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -25,69 +24,6 @@ RUN_NAME_RESOLVER = "lightning_zero_run_name"
 PRECISION_RESOLVER = "lightning_zero_precision"
 
 
-@dataclass(kw_only=True, slots=True)
-class TrainerConfig:
-    """Group ``trainer``: arguments of ``lightning.pytorch.Trainer``. ``None`` means Lightning's own default.
-
-    ``strategy``, ``callbacks`` and ``logger`` are groups of their own.
-    """
-
-    accelerator: str = "auto"
-    devices: Any = "auto"
-    num_nodes: int | None = None  # as many as torchrun, srun or mpirun has started processes on; else 1
-    precision: str | None = None  # driven by zero/precision
-    fast_dev_run: Any = False
-    max_epochs: int | None = None
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
-    max_time: str | None = None
-    limit_train_batches: int | float | None = None
-    limit_val_batches: int | float | None = None
-    limit_test_batches: int | float | None = None
-    limit_predict_batches: int | float | None = None
-    overfit_batches: int | float = 0.0
-    val_check_interval: int | float | str | None = None
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int | None = None
-    log_every_n_steps: int | None = None
-    enable_checkpointing: bool | None = None
-    enable_progress_bar: bool | None = None
-    enable_model_summary: bool | None = None
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    deterministic: bool | str | None = None
-    benchmark: bool | None = None
-    inference_mode: bool = True
-    use_distributed_sampler: bool = True
-    profiler: str | None = None
-    detect_anomaly: bool = False
-    sync_batchnorm: bool = False
-    reload_dataloaders_every_n_epochs: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least("max_steps", self.max_steps, -1)
-        _at_least("max_epochs", self.max_epochs, -1)
-        _at_least("num_nodes", self.num_nodes, 1)
-        _at_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
-        _at_least("gradient_clip_val", self.gradient_clip_val, 0)
-        _at_least("log_every_n_steps", self.log_every_n_steps, 0)
-        _at_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
-        if isinstance(self.devices, int) and not isinstance(self.devices, bool):
-            _at_least("devices", self.devices, -1)
-        is_text = isinstance(self.devices, str) and self.devices != "auto"
-        if self.devices == 0 or (is_text and not re.fullmatch(r"[-\d, ]+", self.devices)):
-            raise ConfigError(
-                f"trainer.devices: expected auto, a number > 0 or a list, got {self.devices!r}. Change trainer.devices."
-            )
-
-
-def _at_least(key: str, value: float | None, bound: int) -> None:
-    if value is not None and value < bound:
-        raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
-
-
 class Task(Enum):
     """What a run does."""
 
@@ -105,7 +41,7 @@ class TrainConfig:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
@@ -216,7 +152,6 @@ def register_schema() -> None:
         "json": BooleanNode(False),
         "optimizer_states": IntegerNode(None),
         "activations": BooleanNode(True),
-        "hugging_face": StringNode(None),
         "picture": StringNode(None),
         "dark": BooleanNode(False),
     }

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.parts import agreed_precision, build_data, groups_of_ranks
+from lightning_zero.app.parts import agreed_precision, build_data, check_data
 from lightning_zero.app.plan_model import describe
 from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
@@ -34,7 +34,7 @@ from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import (
     ConfigError,
-    Hierarchy,
+    HybridShard,
     OffloadConfig,
     PrecisionConfig,
     candidate_rows,
@@ -44,7 +44,6 @@ from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
-from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of what nobody has described
@@ -79,8 +78,6 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    from lightning_zero.data.text import TextData
-
     train.check_checkpoint(config.ckpt_path)
     agreed_precision(config)
     check_saves(config, explicit)
@@ -90,12 +87,10 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     if offload.nvme_path is not None:
         offload = replace(offload, nvme_path=os.curdir)
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload, sequence_parallel=1)
-    trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
-    check_sequence_parallel(config.zero.sequence_parallel, config.cluster.world_size)
+    trial = config.trainer | {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": None}
     with _silent():
         data = build_data(config, explicit)
-        if isinstance(data, TextData):
-            data.check(groups_of_ranks(config, data, config.cluster.world_size))
+        check_data(config, data, config.cluster.world_size)
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
 
 
@@ -112,7 +107,7 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarchy = Hierarchy.auto) -> Machine:
+def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
     """A node of the cluster for the memory plan; what was not described counts as plenty.
 
     Raises:
@@ -129,7 +124,7 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarch
     host = asked.host_memory if asked.host_memory is not None else slurm_memory(cluster.mem)
     memory, host, nvme = (PLENTY if x is None else x for x in (asked.gpu_memory, host, asked.nvme))
     shared = not cluster.gpus_per_node
-    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hierarchy=hierarchy)
+    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hybrid_shard=hybrid_shard)
 
 
 def slurm_memory(mem: str | None) -> int | None:
@@ -147,7 +142,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         ConfigError: it does not fit; says what would.
     """
     model = describe(config, train.explicit_keys()).model
-    machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
+    machine = machine_of(config.cluster, asked, config.zero.comm.hybrid_shard)
     settings = config.zero.offload
     if not is_decided(config.zero):
         candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]
@@ -156,7 +151,9 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
-        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hierarchy)]
+        rows = [
+            plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hybrid_shard)
+        ]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "
@@ -260,7 +257,7 @@ def main() -> None:
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         print(
             "error: --multirun: submit takes one run. Sweep by python -m lightning_zero.train --multirun "
-            "hydra/launcher=submitit_slurm cluster=slurm ...",
+            "cluster=slurm ...",
             file=sys.stderr,
         )
         raise SystemExit(2)

@@ -1,8 +1,8 @@
-"""Sweeps on this machine: every job by a command of its own, and a table of all at the end.
+"""Sweeps: every job by a command of its own, or a job of SLURM of its own, and a table of all at the end.
 
 Hydra's basic launcher runs jobs inside of one process, where ranks that Lightning starts would run the whole sweep
 again. Here each job is the command that one would type for it, so it may have any number of ranks, and one that fails
-takes no other with it.
+takes no other with it. With ``cluster=slurm`` it is the script that ``lightning_zero.submit`` would write for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_zero.app.slurm import script
+from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError
 
 RESULTS = "results.json"  # what app/tasks.py writes
@@ -31,31 +33,65 @@ OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mod
 failed: list[int] = []  # jobs of this process
 
 
-def check_search(arguments: Sequence[str]) -> None:
-    """Refuse optuna where it is not installed: Hydra would say that there is no such file.
+def check_packages(arguments: Sequence[str]) -> None:
+    """Refuse optuna where it is not installed (Hydra would say that there is no such file), and submitit's launcher.
 
     Raises:
-        ConfigError: says what to install.
+        ConfigError: says what to install, or to write.
     """
-    asked = any(a.lstrip("+") in ("hparams_search=optuna", "hydra/sweeper=optuna") for a in arguments)
-    if asked and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+    asked = {a.lstrip("+") for a in arguments}
+    if asked & {"hparams_search=optuna", "hydra/sweeper=optuna"} and not _is_installed("hydra_optuna_sweeper"):
         raise ConfigError(
             "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
             "'lightning-zero[search]', or choose hparams_search=grid."
         )
+    if launcher := next((a for a in asked if a.startswith("hydra/launcher=submitit")), None):
+        raise ConfigError(
+            f"{launcher}: expected our own launcher, which submits each run of a sweep where cluster=slurm. Drop "
+            f"{launcher}."
+        )
 
 
-def job_command(overrides: Sequence[str], hydra_overrides: Sequence[str], folder: Path) -> list[str]:
-    """The command of one job.
+def _is_installed(plugin: str) -> bool:
+    return importlib.util.find_spec(f"hydra_plugins.{plugin}") is not None
+
+
+def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
+    """The arguments of one job, but for its folder.
 
     Args:
         overrides: of the job, its swept values among them.
         hydra_overrides: what was given of ``hydra.*``; those of the sweep itself are left out.
-        folder: of the run.
     """
     kept = [o for o in hydra_overrides if not re.match(OF_THE_SWEEP, o.lstrip("+~"))]
-    own = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(folder))}"]
-    return [sys.executable, "-m", "lightning_zero.train", *overrides, *kept, *own]
+    return [*overrides, *kept, "hydra.mode=RUN"]
+
+
+def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """A job on this machine."""
+    command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
+    environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    return subprocess.Popen(command, env=environ, text=True)
+
+
+def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """A job of SLURM, which goes back to the queue by itself. The process ends with it, and has its exit code.
+
+    Raises:
+        ConfigError: there is no sbatch.
+    """
+    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
+    try:
+        process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise ConfigError(
+            f"sbatch: expected the command on PATH, got: {error.strerror}. Sweep from a machine of the cluster, or "
+            "drop cluster=slurm."
+        ) from None
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(text)
+    return process
 
 
 def quoted(value: str) -> str:
@@ -66,34 +102,39 @@ def quoted(value: str) -> str:
 
 
 def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Run jobs one after the other.
+    """Run jobs: one after the other on this machine, or all that SLURM has room for.
 
     Args:
         config: of the sweep.
         loader: Hydra's, which composes the configuration of a job.
         first: number of the first job.
     """
-    returns = []
+    started: list[tuple[subprocess.Popen[str], Path, JobReturn]] = []
     for number, overrides in enumerate(jobs, start=first):
         job = loader.load_sweep_config(config, list(overrides))
         with open_dict(job):
             job.hydra.job.id = job.hydra.job.num = number
-        folder = Path(str(job.hydra.sweep.dir), str(job.hydra.sweep.subdir))
+        folder = Path(str(job.hydra.sweep.dir), str(job.hydra.sweep.subdir)).absolute()
         print(f"\n=== run {number}: {shlex.join(overrides)}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).unlink(missing_ok=True)
-        environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-        command = job_command(overrides, list(config.hydra.overrides.hydra), folder.absolute())
-        status = subprocess.run(command, env=environ, check=False).returncode
-        if status:
+        arguments = job_arguments(overrides, list(config.hydra.overrides.hydra))
+        cluster = OmegaConf.to_object(job.cluster) if job.get("cluster") is not None else None
+        if isinstance(cluster, ClusterConfig) and cluster.name is ClusterName.slurm:
+            process = submit_job(cluster, arguments, folder)
+        else:
+            process = start_job(arguments, folder)
+            process.wait()
+        result = JobReturn(overrides=list(overrides), cfg=job, hydra_cfg=job, status=JobStatus.COMPLETED)
+        started.append((process, folder, result))
+    for number, (process, folder, result) in enumerate(started, start=first):
+        if status := process.wait():
             failed.append(number)
             print(f"=== run {number} has failed, with exit status {status}", flush=True)
         name = OmegaConf.select(config, "optimized_metric")
-        value = read_results(folder).get("metrics", {}).get(name, math.nan)
-        result = JobReturn(overrides=list(overrides), cfg=job, hydra_cfg=job, status=JobStatus.COMPLETED)
-        result.return_value = value  # not a number for a job that has failed: the others go on
-        returns.append(result)
-    return returns
+        # Not a number for a job that has failed: the others go on.
+        result.return_value = read_results(folder).get("metrics", {}).get(name, math.nan)
+    return [result for _, _, result in started]
 
 
 def read_results(folder: Path) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
 
 from lightning_zero.app.jobs import decided
-from lightning_zero.app.progress import LastValidation, check_metric
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,6 +114,55 @@ class WritePredictions(BasePredictionWriter):
         if trainer.is_global_zero:
             print(f"predictions: {os.path.relpath(self.folder)}", flush=True)
         self._written = []
+
+
+class LastValidation(Callback):
+    """Keeps what the last validation of a fit has logged: where no step came after it, a further one says the same.
+
+    Args:
+        wanted: refuse a run whose first validation, the sanity check if there is one, does not log this metric.
+
+    Raises:
+        ConfigError: on all ranks, in a run.
+    """
+
+    def __init__(self, wanted: str | None = None) -> None:
+        self.wanted = wanted
+        self._found: tuple[int, dict[str, float]] | None = None  # step, metrics
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.enable_validation:
+            check_metric(self.wanted, {})
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        results = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
+        found = {name: float(value) for name, value in results["log"].items()}
+        if found or not trainer.sanity_checking:  # a module may leave out all logging in a sanity check
+            check_metric(self.wanted, found)
+        if not trainer.sanity_checking:
+            self._found = trainer.global_step, found
+
+    def at_the_end(self, trainer: Trainer) -> dict[str, float] | None:
+        """The metrics of a validation behind the last step; ``None`` where there was none."""
+        if self._found is not None and self._found[0] == trainer.global_step:
+            return self._found[1]
+        return None
+
+
+def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
+    """
+    Raises:
+        ConfigError: a sweep looks at a metric of a name that was not logged.
+    """
+    if wanted is not None and wanted not in found:
+        close = nearest(wanted, found)
+        raise ConfigError(
+            f"optimized_metric: expected a metric that validation (or the task) logs, one of "
+            f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
+            f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
+        )
 
 
 class LogSettings(Callback):

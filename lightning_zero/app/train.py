@@ -13,8 +13,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_zero.app import sweep
-from lightning_zero.app.instantiate import build_all
+from lightning_zero.app.instantiate import build, build_all
 from lightning_zero.app.jobs import (
     check_inside,
     check_saves,
@@ -44,17 +44,17 @@ from lightning_zero.app.overrides import (
     hydra_raises,
 )
 from lightning_zero.app.parts import (
+    OUR_DATA,
     TEXT_DATA,
     agreed_precision,
     build_data,
     build_loggers,
     build_model,
-    groups_of_ranks,
+    check_data,
 )
 from lightning_zero.app.plan_model import describe, optimizer_states, steps_slices
-from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
-from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
-from lightning_zero.config import AfterFit, ConfigError
+from lightning_zero.app.schema import Task, TrainConfig, register_schema
+from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.ranks.verdict import REFUSED, give_verdict
@@ -62,34 +62,37 @@ from lightning_zero.ranks.verdict import REFUSED, give_verdict
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+# Of numbers that Lightning does not look at, or only once torch is imported.
+LEAST = {"max_steps": -1, "max_epochs": -1, "num_nodes": 1, "accumulate_grad_batches": 1, "gradient_clip_val": 0}
+LEAST |= {"log_every_n_steps": 0, "num_sanity_val_steps": -1}
 CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
 
 _entered = False  # Hydra has composed the configuration and called us
 
 
-def local_devices(config: TrainerConfig) -> Any:
+def local_devices(trainer: Mapping[str, Any]) -> Any:
     """``trainer.devices``, with ``auto`` made a number: that of the processes that a launcher has started on this node,
     and on CPUs two, where Lightning's own meaning is one process.
     """
-    if config.devices != "auto":
-        return config.devices
-    place = launched()
-    if place is not None and place.world_size is not None and config.num_nodes is not None and place.by != "plain":
-        return max(1, place.world_size // config.num_nodes)
+    if trainer.get("devices", "auto") != "auto":
+        return trainer["devices"]
+    place, num_nodes = launched(), trainer.get("num_nodes")
+    if place is not None and place.world_size is not None and num_nodes is not None and place.by != "plain":
+        return max(1, place.world_size // num_nodes)
     if place is not None and place.local_world_size is not None:
         return place.local_world_size
     from lightning_zero.device.cuda import gpu_count
 
-    if config.accelerator == "cpu" or not gpu_count():
+    if trainer.get("accelerator") == "cpu" or not gpu_count():
         return CPU_PROCESSES
     return "auto"
 
 
-def number_of_nodes(config: TrainerConfig) -> int:
+def number_of_nodes(trainer: Mapping[str, Any]) -> int:
     """``trainer.num_nodes``; where it is not given, that of a launcher: it may change when torchrun starts again."""
     place = launched()
     found = place.nodes if place is not None else None
-    return config.num_nodes or found or 1
+    return trainer.get("num_nodes") or found or 1
 
 
 def explicit_keys() -> set[str]:
@@ -98,49 +101,45 @@ def explicit_keys() -> set[str]:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch import Trainer
+    """The Trainer of the group ``trainer``, with the strategy of the group ``zero``.
+
+    Raises:
+        ConfigError: Lightning refuses a setting, or a callback or logger its own.
+    """
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
-    from lightning_zero.app.progress import AnnounceTime, LastValidation
-    from lightning_zero.app.tasks import LogSettings, WritePredictions
+    from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
     from lightning_zero.ranks.allocation import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
-    values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}
+    if "strategy" in config.trainer:
+        raise ConfigError(
+            "trainer.strategy: expected none (the main job trains by ZeroStrategy, which the group zero sets up), got "
+            f"{config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
+        )
+    values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
-    values |= {"precision": agreed_precision(config)}
     if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():
-        values["num_sanity_val_steps"] = values["num_sanity_val_steps"] or 1  # it tells which metrics there will be
+        values["num_sanity_val_steps"] = values.get("num_sanity_val_steps") or 1  # it tells which metrics there are
     check_srun()
     callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
     callbacks.append(LastValidation(config.optimized_metric))
     callbacks.append(LogSettings(asdict(config)))
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
-    if config.trainer.enable_progress_bar is not False:
-        callbacks.append(AnnounceTime())
-    for wanted, kind in (
-        (config.trainer.enable_progress_bar, ProgressBar),
-        (config.trainer.enable_checkpointing, Checkpoint),
-    ):
-        if wanted is False:  # Lightning refuses a callback beside its switch; the switch was asked for
+    for key, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
+        if values.get(key) is False:  # Lightning refuses a callback beside its switch; the switch was asked for
             callbacks = [c for c in callbacks if not isinstance(c, kind)]
-    loggers = build_loggers(config)
-    try:
-        return Trainer(
-            strategy=ZeroStrategy(config=config.zero),
-            callbacks=callbacks,
-            logger=loggers or False,
-            plugins=[*slurm_plugins(config.cluster)] if plugins is None else plugins,
-            default_root_dir=config.run_dir,
-            **values,
-        )
-    except ConfigError:
-        raise
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        raise ConfigError(f"trainer: Lightning refuses these settings: {error} Change trainer.*.") from error
+    ours = {
+        "strategy": ZeroStrategy(config=config.zero),
+        "callbacks": callbacks,
+        "logger": build_loggers(config) or False,
+        "plugins": [*slurm_plugins(config.cluster)] if plugins is None else plugins,
+        "default_root_dir": config.run_dir,
+    }
+    trainer: Trainer = build("trainer", values, extra=ours)
+    return trainer
 
 
 def check_launch(trainer: Trainer) -> None:
@@ -151,7 +150,7 @@ def check_launch(trainer: Trainer) -> None:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
             "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
-            "hydra/launcher=basic, give trainer.devices=1, or choose hydra/launcher=submitit_slurm."
+            "hydra/launcher=basic, or give trainer.devices=1."
         )
 
 
@@ -167,7 +166,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
-    whole = config.zero.after_fit is AfterFit.whole and strategy._speaks_for_all
+    whole = config.zero.gather_after_fit is True and strategy._speaks_for_all
     if config.zero.init_from is not None:
         SafetensorsFolder(Path(config.zero.init_from).expanduser())
     if not whole and not config.zero.unit.classes:
@@ -260,8 +259,6 @@ def run(config: TrainConfig) -> float | None:
     from lightning.pytorch import seed_everything
 
     from lightning_zero.app.tasks import check_vocabulary, optimized, perform, report
-    from lightning_zero.data.synthetic import SyntheticData
-    from lightning_zero.data.text import TextData
 
     _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
@@ -270,10 +267,7 @@ def run(config: TrainConfig) -> float | None:
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)
-    if isinstance(data, (TextData, SyntheticData)):
-        groups = groups_of_ranks(config, data, trainer.world_size)
-        if config.task is Task.fit:
-            data.check(groups)
+    check_data(config, data, trainer.world_size)
     check_vocabulary(model, data)
     check_model(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
@@ -299,7 +293,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
             return None
         return None if found is None else found.measured[0]
 
-    if config.data.get("_target_") == TEXT_DATA:  # other data would have to be asked for a batch once more
+    if config.data.get("_target_") in OUR_DATA:  # other data would have to be asked for a batch once more
         strategy.run_plan.activations = activations
 
 
@@ -332,6 +326,10 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     check_keys(cfg)
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
+    for key, bound in LEAST.items():
+        value = config.trainer.get(key)
+        if isinstance(value, int | float) and value < bound:
+            raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
     return config
 
 
@@ -368,9 +366,7 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """
     register_schema()  # also where the Hydra plugin is not found
     try:
-        check_launcher(sys.argv[1:])
-        sweep.check_search(sys.argv[1:])
-        register_launcher()
+        sweep.check_packages(sys.argv[1:])
         with hydra_raises():
             task()
     except ConfigError as error:

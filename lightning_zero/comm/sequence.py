@@ -11,6 +11,8 @@ stream of compute, which reads what it brings.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,19 +65,10 @@ class SequenceGroup:
         """Send row ``r`` of ``rows [size, elements]`` to rank ``r``, and receive one of each. Collective."""
         self.counts["all_to_all"] += 1
         recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
-        if self._through_host:
-            return self._exchange_on_host(rows.cpu(), label).to(self.device)
-        if rows.device.type == "cpu":
-            return self._exchange_on_host(rows, label)
+        rows = rows.cpu() if self._through_host else rows
         received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=self._group)
-        return received
-
-    def _exchange_on_host(self, rows: Tensor, label: str) -> Tensor:
-        received = torch.empty_like(rows)
-        work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
-        self._wait(work, label)
-        return received
+        self._send(partial(dist.all_to_all_single, received, rows), label)
+        return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         """Sum ``values [elements] float64`` over the ranks, where all of them sum the same ``kind``. Collective.
@@ -97,20 +90,16 @@ class SequenceGroup:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum a small tensor over the ranks, in place. Collective."""
         self.counts["all_reduce"] += 1
-        if self._through_host:
-            return tensor.copy_(self._sum_on_host(tensor.cpu()))
-        if tensor.device.type == "cpu":
-            return self._sum_on_host(tensor)
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        total = tensor.cpu() if self._through_host else tensor
+        self._send(partial(dist.all_reduce, total), TOKENS)
+        return tensor.copy_(total) if self._through_host else tensor
 
-    def _sum_on_host(self, tensor: Tensor) -> Tensor:
-        self._wait(dist.all_reduce(tensor, group=self._group, async_op=True), TOKENS)
-        return tensor
-
-    def _wait(self, work: Any, label: str) -> None:
+    def _send(self, collective: Callable[..., Any], label: str) -> None:
+        if self.device.type != "cpu" and not self._through_host:
+            collective(group=self._group)
+            return
         with recording.stands("sequence", label, on_host=True):
-            self.waits.wait_work(work, label)
+            self.waits.wait_work(collective(group=self._group, async_op=True), label)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Blocking: a small object from each rank of the group."""

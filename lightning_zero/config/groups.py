@@ -11,14 +11,15 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
-    GradWire,
-    Hierarchy,
+    GradCommDtype,
+    HybridShard,
     Offload,
     Precision,
+    Sharding,
     Stage,
     StateDtype,
     Transport,
-    Whole,
+    nearest,
 )
 from lightning_zero.config.values import MIB, NBytes, check_types, positive
 
@@ -59,9 +60,9 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
         )
 
 
-def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | None) -> None:
+def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtype: DType | None) -> None:
     """Gradients travel in bf16, and are summed in fp32, where they are made in bf16 to be summed in fp32."""
-    if wire is not GradWire.bf16:
+    if wire is not GradCommDtype.bf16:
         return
     mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
     if mixed and reduce_dtype is not DType.bf16:
@@ -69,13 +70,15 @@ def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | 
     if precision in (Precision.bf16, Precision.bf16_true):
         given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
         raise ConfigError(
-            f"zero.comm.grad_wire: expected auto or full with zero.precision.reduce_dtype={given} (gradients travel in "
+            f"zero.comm.grad_comm_dtype: expected auto or full with zero.precision.reduce_dtype={given} (gradients "
+            "travel in "
             "bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
-            "zero.comm.grad_wire."
+            "zero.comm.grad_comm_dtype."
         )
     raise ConfigError(
-        f"zero.comm.grad_wire: expected auto or full with zero/precision={precision.name} (gradients are not made in "
-        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_wire."
+        f"zero.comm.grad_comm_dtype: expected auto or full with zero/precision={precision.name} (gradients are not "
+        "made in "
+        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_comm_dtype."
     )
 
 
@@ -147,7 +150,6 @@ class OffloadConfig:
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.
-        io_threads: reads and writes in flight at a time. ``None``: 4.
     """
 
     name: Offload = Offload.none
@@ -156,11 +158,10 @@ class OffloadConfig:
     host_budget: NBytes | None = None
     nvme_budget: NBytes | None = None
     threads: int | None = None
-    io_threads: int | None = None
 
     def __post_init__(self) -> None:
         check_types("zero.offload", self)
-        for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
+        for key in ("device_budget", "host_budget", "nvme_budget", "threads"):
             value = getattr(self, key)
             if value is not None:
                 positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
@@ -182,7 +183,7 @@ def without_effect(row: Offload) -> list[str]:
     """The settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
     found = []
     if "nvme" not in row.name and row is not Offload.auto:
-        found += ["nvme_path", "nvme_budget", "io_threads"]
+        found += ["nvme_path", "nvme_budget"]
     if row is not Offload.auto:
         found.append("device_budget")
     if row is Offload.none:
@@ -202,7 +203,7 @@ class UnitConfig:
             of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
         min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
         max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
-        whole_batch: class names; under ``zero.micro_batches`` units of these classes, or with such a module inside,
+        whole_batch: class names; under ``zero.vertical_chunks`` units of these classes, or with such a module inside,
             run on the whole batch.
     """
 
@@ -230,30 +231,31 @@ class CommConfig:
         transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
-        hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
+        hybrid_shard: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
             (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
             a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
             nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
             into half of the memory; else ``flat``.
-        grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
-            bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
-            and an error where they would have to travel in fp32. See ``docs/communication.md``.
+        grad_comm_dtype: what gradients travel in where autograd makes them in bf16 and they are summed in fp32.
+            ``auto``: in bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``:
+            as ``auto``, and an error where they would have to travel in fp32. See ``docs/communication.md``.
         even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
             GPU. It is slower, and trains the same.
     """
 
     transport: Transport = Transport.auto
-    hierarchy: Hierarchy = Hierarchy.auto
-    grad_wire: GradWire = GradWire.auto
+    hybrid_shard: HybridShard = HybridShard.auto
+    grad_comm_dtype: GradCommDtype = GradCommDtype.auto
     even_alone: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
-        if self.grad_wire is GradWire.bf16 and self.transport is Transport.plain:
+        if self.grad_comm_dtype is GradCommDtype.bf16 and self.transport is Transport.plain:
             raise ConfigError(
-                "zero.comm.grad_wire: expected auto or full with zero.comm.transport=plain (the library adds in the "
+                "zero.comm.grad_comm_dtype: expected auto or full with zero.comm.transport=plain (the library adds in "
+                "the "
                 "dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
-                "zero.comm.grad_wire."
+                "zero.comm.grad_comm_dtype."
             )
 
 
@@ -284,13 +286,8 @@ class CheckpointConfig:
             )
 
 
-# Modes of torch.compile, and whether they record CUDA graphs.
-_MODES = {
-    "default": False,
-    "max-autotune-no-cudagraphs": False,
-    "reduce-overhead": True,
-    "max-autotune": True,
-}
+COMPILE_ARGUMENTS = ("backend", "mode", "dynamic", "options")
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 @dataclass(kw_only=True, slots=True)
@@ -300,39 +297,31 @@ class CompileConfig:
     Attributes:
         name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
             that the user has compiled stay as they are, under ``none`` too.
-        backend: of ``torch.compile``; ``inductor`` needs a C++ compiler on every node.
-        mode: of ``inductor``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs, which stage 3 refuses.
-        dynamic: whether graphs are for any sizes of inputs. ``None``: from when sizes are found to change.
+        arguments: of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. Without a backend it is
+            ``inductor``, which needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
     """
 
     name: Compile = Compile.none
-    backend: str = "inductor"
-    mode: str | None = None
-    dynamic: bool | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types("zero.compile", self)
-        if self.mode is not None and self.mode not in _MODES:
-            raise ConfigError(
-                f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
-            )
-        if self.name is Compile.none:
-            given = [k for k in ("mode", "dynamic") if getattr(self, k) is not None]
-            given += ["backend"] * (self.backend != "inductor")
-            if given:
+        for key in self.arguments:
+            if key not in COMPILE_ARGUMENTS:
+                close = nearest(key, COMPILE_ARGUMENTS)
                 raise ConfigError(
-                    f"zero.compile.{given[0]} has no effect with zero/compile=none. Drop it, or choose "
-                    "zero/compile=blocks."
+                    f"zero.compile.arguments.{key}: torch.compile takes {', '.join(COMPILE_ARGUMENTS)} here."
+                    f"{f' Did you mean {close}?' if close else ''}"
                 )
-        if self.mode is not None and self.backend != "inductor":
+        if self.name is Compile.none and self.arguments:
             raise ConfigError(
-                f"zero.compile.mode: expected none with zero.compile.backend={self.backend} (modes are those of "
-                f"inductor), got {self.mode!r}. Drop zero.compile.mode."
+                "zero.compile.arguments has no effect with zero/compile=none. Drop it, or choose zero/compile=blocks."
             )
 
     @property
     def records_cuda_graphs(self) -> bool:
-        return _MODES[self.mode or "default"]
+        options = self.arguments.get("options") or {}
+        return self.arguments.get("mode") in WITH_CUDA_GRAPHS or bool(options.get("triton.cudagraphs"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -340,31 +329,18 @@ class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
     Attributes:
-        elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
-            element's own value, gradient and state alone, so that it may step slices of parameters.
-        whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
-            element-wise; ``true``, all; ``false``, none, so that the others are refused.
+        sharding: what a rank steps: ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``: slices
+            by optimizers that are known to be element-wise, tensors by all others. ``slices`` declares the others
+            element-wise too: each element is computed from its own value, gradient and state alone.
         state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
             ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
     """
 
-    elementwise: bool = False
-    whole: Any = Whole.auto  # for Hydra, which takes true for no name of a member
+    sharding: Sharding = Sharding.auto
     state_dtype: StateDtype = StateDtype.fp32
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
-        given = str(self.whole).lower() if isinstance(self.whole, bool | str) else self.whole
-        self.whole = Whole.__members__.get(given) if isinstance(given, str) else given
-        if not isinstance(self.whole, Whole):
-            raise ConfigError(
-                f"zero.optimizer.whole: expected one of auto, true, false, got {given!r}. Change zero.optimizer.whole."
-            )
-        if self.whole is Whole.true and self.elementwise:
-            raise ConfigError(
-                "zero.optimizer.whole=true has no effect with zero.optimizer.elementwise=true, by which optimizers "
-                "step slices. Drop one of the two."
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -374,22 +350,16 @@ class DebugConfig:
     Attributes:
         timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
             installed.
-        timeline_after: steps of the optimizer before the first that is recorded. ``None``: 5.
-        timeline_steps: how many are recorded. ``None``: 2.
+        timeline_steps: two numbers: steps of the optimizer before those that are recorded, and how many these are.
     """
 
     timeline: str | None = None
-    timeline_after: int | None = None
-    timeline_steps: int | None = None
+    timeline_steps: list[int] = field(default_factory=lambda: [5, 2])
 
     def __post_init__(self) -> None:
         check_types("zero.debug", self)
-        for key in ("timeline_after", "timeline_steps"):
-            value = getattr(self, key)
-            if value is not None:
-                positive(f"zero.debug.{key}", value)
-                if self.timeline is None:
-                    raise ConfigError(
-                        f"zero.debug.{key} has no effect without zero.debug.timeline. Drop it, or give "
-                        "zero.debug.timeline=FOLDER."
-                    )
+        if len(self.timeline_steps) != 2 or min(self.timeline_steps) < 1:
+            raise ConfigError(
+                "zero.debug.timeline_steps: expected two numbers > 0 (steps before, steps recorded), got "
+                f"{self.timeline_steps}. Change zero.debug.timeline_steps."
+            )

@@ -60,7 +60,7 @@ class StateDtype(Enum):
     int8 = "int8"
 
 
-class Hierarchy(Enum):
+class HybridShard(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
@@ -83,26 +83,18 @@ class Transport(Enum):
     direct = "direct"
 
 
-class GradWire(Enum):
+class GradCommDtype(Enum):
     auto = "auto"
     full = "full"
     bf16 = "bf16"
 
 
-class AfterFit(Enum):
-    """What a module is between runs."""
+class Sharding(Enum):
+    """What of a parameter an optimizer steps on a rank."""
 
     auto = "auto"
-    whole = "whole"
-    sharded = "sharded"
-
-
-class Whole(Enum):
-    """Which optimizers step whole tensors: those not known to be element-wise, all, or none."""
-
-    auto = "auto"
-    true = True
-    false = False
+    slices = "slices"
+    tensors = "tensors"
 
 
 # The groups of zero/* that a row's name chooses from.
@@ -118,6 +110,7 @@ ROWS: dict[str, type[Enum]] = {
 # What others call a name of ours.
 OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
+OTHER_NAMES |= {"micro_batches": "vertical_chunks", "grad_wire": "grad_comm_dtype", "hierarchy": "hybrid_shard"}
 OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64": "fp64"}
 
 

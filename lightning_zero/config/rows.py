@@ -135,5 +135,9 @@ def _convert(key: str, value: Any) -> Any:
     allowed = set(kinds_of(kind))
     unknown = sorted(set(value) - allowed)
     if unknown:
-        raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}.")
+        close = nearest(unknown[0], allowed)
+        raise ConfigError(
+            f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}."
+            f"{f' Did you mean {close}?' if close else ''}"
+        )
     return kind(**value)

@@ -14,16 +14,15 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
-    check_grad_wire,
+    check_grad_comm_dtype,
     check_state_dtype,
 )
 from lightning_zero.config.names import (
-    AfterFit,
     Compile,
     ConfigError,
     DType,
-    GradWire,
-    Hierarchy,
+    GradCommDtype,
+    HybridShard,
     Offload,
     Precision,
     Recompute,
@@ -45,16 +44,16 @@ class ZeroConfig:
             travels alone): it bounds the buffers that a reduction needs.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
             in backward; ``offload``: and these inputs wait in host memory.
-        micro_batches: the batch of a step goes through each unit but the root in so many parts, one after the other,
+        vertical_chunks: the batch of a step goes through each unit but the root in so many parts, one after the other,
             before the next unit: as many backwards of accumulation would, with one gather for all (vertical
             accumulation). Needs ``activation_checkpointing``.
-        dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
+        dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small exchange.
         init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
             of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
-        after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
-            ``auto``: whole where all hosts have room.
+        gather_after_fit: whether the module is whole again after fit, test or predict, one copy per host, or stays
+            sharded. ``None``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
         sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
             ranks have one batch. What rests is sharded over all ranks as always.
@@ -73,11 +72,11 @@ class ZeroConfig:
     keep_gathered_bytes: NBytes = 0
     reduce_bucket_bytes: NBytes = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
-    micro_batches: int = 1
-    dynamic: bool = False
+    vertical_chunks: int = 1
+    dynamic_graph: bool = False
     init_from: str | None = None
     stall_timeout_s: float = 300.0
-    after_fit: AfterFit = AfterFit.auto
+    gather_after_fit: bool | None = None
     summary: bool = True
     sequence_parallel: int = 1
 
@@ -86,13 +85,13 @@ class ZeroConfig:
         check_rows(self.stage.name, self.offload.name)
         if self.precision.name is not None:
             check_state_dtype(self.optimizer.state_dtype, self.precision.name)
-        check_hierarchy(self.comm.hierarchy, self.stage.name, self.offload.name)
+        check_hybrid_shard(self.comm.hybrid_shard, self.stage.name, self.offload.name)
         positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
         positive("zero.stall_timeout_s", self.stall_timeout_s)
-        positive("zero.micro_batches", self.micro_batches)
-        self._check_micro_batches()
+        positive("zero.vertical_chunks", self.vertical_chunks)
+        self._check_vertical_chunks()
         positive("zero.sequence_parallel", self.sequence_parallel)
         self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
@@ -101,19 +100,19 @@ class ZeroConfig:
                 f"{self.keep_gathered_bytes} with zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop "
                 "zero.keep_gathered_bytes."
             )
-        if self.dynamic and self.stage.name is not Stage.zero3:
+        if self.dynamic_graph and self.stage.name is not Stage.zero3:
             raise ConfigError(
-                "zero.dynamic: expected false (only stage 3 gathers along the path of the model), got true with "
-                f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic."
+                "zero.dynamic_graph: expected false (only stage 3 gathers along the path of the model), got true with "
+                f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic_graph."
             )
         if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
             raise ConfigError(
-                "zero.compile.mode: expected default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph replays "
-                "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
-                f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
+                "zero.compile.arguments: expected mode default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph "
+                "replays kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
         if self.precision.name is not None:
-            check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
+            check_grad_comm_dtype(self.comm.grad_comm_dtype, self.precision.name, self.precision.reduce_dtype)
 
     def _check_sequence_parallel(self) -> None:
         if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
@@ -122,28 +121,31 @@ class ZeroConfig:
                 f"step, which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
                 "zero.sequence_parallel."
             )
-        if self.sequence_parallel > 1 and self.micro_batches > 1:
+        if self.sequence_parallel > 1 and self.vertical_chunks > 1:
             raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero.micro_batches above 1 (a batch is shared along its "
+                "zero.sequence_parallel: expected 1 with zero.vertical_chunks above 1 (a batch is shared along its "
                 f"sequence or divided along its samples, not both), got {self.sequence_parallel}. Drop one of them; "
                 "trainer.accumulate_grad_batches goes with zero.sequence_parallel."
             )
 
-    def _check_micro_batches(self) -> None:
-        if self.micro_batches > 1 and self.activation_checkpointing is Recompute.none:
+    def _check_vertical_chunks(self) -> None:
+        if self.vertical_chunks > 1 and self.activation_checkpointing is Recompute.none:
             raise ConfigError(
-                "zero.micro_batches: expected 1 with zero.activation_checkpointing=none (units that run in parts keep "
-                f"their inputs only, and compute the rest again), got {self.micro_batches}. Set "
-                "zero.activation_checkpointing=blocks, or offload, or drop zero.micro_batches."
+                "zero.vertical_chunks: expected 1 with zero.activation_checkpointing=none (units that run in parts "
+                "keep "
+                f"their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
+                "zero.activation_checkpointing=blocks, or offload, or drop zero.vertical_chunks."
             )
-        if self.micro_batches > 1 and self.comm.grad_wire is GradWire.bf16:
+        if self.vertical_chunks > 1 and self.comm.grad_comm_dtype is GradCommDtype.bf16:
             raise ConfigError(
-                "zero.comm.grad_wire: expected auto or full with zero.micro_batches above 1 (gradients of the parts "
-                "are added in fp32 before they travel), got bf16. Drop zero.comm.grad_wire or zero.micro_batches."
+                "zero.comm.grad_comm_dtype: expected auto or full with zero.vertical_chunks above 1 (gradients of the "
+                "parts "
+                "are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
+                "zero.vertical_chunks."
             )
-        if self.unit.whole_batch and self.micro_batches == 1:
+        if self.unit.whole_batch and self.vertical_chunks == 1:
             raise ConfigError(
-                "zero.unit.whole_batch has no effect with zero.micro_batches=1. Drop it, or set zero.micro_batches."
+                "zero.unit.whole_batch has no effect with zero.vertical_chunks=1. Drop it, or set zero.vertical_chunks."
             )
 
 
@@ -152,32 +154,33 @@ def check_accumulation(config: ZeroConfig) -> None:
     precision = config.precision
     adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
     if (
-        config.comm.grad_wire is GradWire.bf16
+        config.comm.grad_comm_dtype is GradCommDtype.bf16
         and config.stage.name in (Stage.zero0, Stage.zero1)
         and not adds_up_in_bf16
     ):
         raise ConfigError(
-            "zero.comm.grad_wire: expected auto or full where backwards add up before they are reduced "
+            "zero.comm.grad_comm_dtype: expected auto or full where backwards add up before they are reduced "
             f"(accumulate_grad_batches, no_sync, at zero/stage={config.stage.name.name}: their sum is fp32, and bf16 "
             "would lose its digits), got bf16. Choose zero/stage=zero2 or zero3, which reduce each backward, or "
-            "zero.comm.grad_wire=auto."
+            "zero.comm.grad_comm_dtype=auto."
         )
 
 
-def check_hierarchy(hierarchy: Hierarchy, stage: Stage, offload: Offload) -> None:
+def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload) -> None:
     """A shard of the node is of parameters that are gathered for the backward, and lies on the device."""
-    if hierarchy is not Hierarchy.node_backward:
+    if hybrid_shard is not HybridShard.node_backward:
         return
     if stage is not Stage.zero3:
         raise ConfigError(
-            "zero.comm.hierarchy: expected auto, flat or node below stage 3 (nothing is gathered in a backward), got "
-            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hierarchy."
+            "zero.comm.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
+            "got "
+            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
         )
     if offload in _MOVES_PARAMS:
         raise ConfigError(
-            "zero.comm.hierarchy: expected auto, flat or node where parameters rest off the device (the shard of a "
+            "zero.comm.hybrid_shard: expected auto, flat or node where parameters rest off the device (the shard of a "
             f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
-            "zero/offload=optimizer_cpu or none, or drop zero.comm.hierarchy."
+            "zero/offload=optimizer_cpu or none, or drop zero.comm.hybrid_shard."
         )
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from decimal import Decimal
 from enum import Enum
@@ -78,10 +79,14 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
     if kind is str:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         return text, "" if isinstance(text, str) else "a text"
-    if kind == list[str]:
+    if kind in (list[str], list[int]):
+        of, what = (str, "names") if kind == list[str] else (int, "whole numbers")
         items = list(value) if isinstance(value, (list, tuple)) else None
-        fine = items is not None and all(isinstance(item, str) for item in items)
-        return items, "" if fine else "a list of names"
+        fine = items is not None and all(isinstance(item, of) and not isinstance(item, bool) for item in items)
+        return items, "" if fine else f"a list of {what}"
+    if kind == dict[str, Any]:
+        fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        return value, "" if fine else "a mapping of names"
     if issubclass(kind, Enum):
         member = kind.__members__.get(value) if isinstance(value, str) else value
         return member, "" if isinstance(member, kind) else f"one of {', '.join(kind.__members__)}"

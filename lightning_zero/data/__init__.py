@@ -2,7 +2,7 @@
 
 ::
 
-    text       files of text, the default      sources    which files
-    dataset    a dataset of Hugging Face       tokenizer  tokens of a tokenizer of Hugging Face
-    synthetic  made-up tokens                  resumable  a loader that goes on in the middle of an epoch
+    text       bytes of files, the default      sources    which files
+    dataset    tokens, by the package datasets  synthetic  made-up tokens
+    resumable  a loader that goes on in the middle of an epoch
 """

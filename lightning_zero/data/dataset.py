@@ -1,84 +1,175 @@
-"""A dataset of Hugging Face on disk, as text for a language model: ``data=dataset``."""
+"""Text as tokens of a tokenizer, by the package datasets: ``data=dataset``. It reads, maps and caches."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 from lightning_zero.config import ConfigError
-from lightning_zero.data.text import TextData
+from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.data.sources import find_sources
+from lightning_zero.data.text import check_enough, check_whole_number, loader_options
+
+Encode = Callable[[list[str]], list[list[int]]]
 
 
-class DatasetText(TextData):
-    """The texts of one column of a dataset that ``datasets`` has saved (``save_to_disk``).
+class DatasetText(LightningDataModule):
+    """Language modelling over a column of text of a dataset, or over files of text.
 
     Args:
-        path: the folder. Of several splits ``split`` is taken.
-        split: ``null``: the only one, or ``train``.
-        column: that holds the text.
-        settings: as of :class:`TextData`.
+        path: a folder that ``save_to_disk`` has written; else a file, a folder or a glob of text.
+        split: of a folder with several: ``null`` is ``train``.
+        column: that holds the text; files are documents in the column ``text``.
+        tokenizer: a folder with a tokenizer of Hugging Face. ``null``: each byte is a token.
+        block_size, batch_size, val_fraction, split_seed, num_workers: as of
+            :class:`~lightning_zero.data.text.TextData`.
 
     Raises:
-        ConfigError: no such dataset, split or column; ``datasets`` is not installed.
+        ConfigError: no such dataset, split, column or tokenizer; datasets or transformers is not installed.
     """
 
     def __init__(
-        self, path: str | None = None, *, split: str | None = None, column: str = "text", **settings: Any
+        self,
+        path: str | None = None,
+        *,
+        split: str | None = None,
+        column: str = "text",
+        tokenizer: str | None = None,
+        block_size: int = 256,
+        batch_size: int = 4,
+        val_fraction: float = 0.01,
+        split_seed: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        if path is None:
+        super().__init__()
+        for key, value in {"block_size": block_size, "batch_size": batch_size}.items():
+            check_whole_number(key, value, 1)
+        self.column, self.block_size, self.batch_size, self.num_workers = column, block_size, batch_size, num_workers
+        self.val_fraction, self.split_seed = val_fraction, split_seed
+        found = (_bytes, 256, "bytes") if tokenizer is None else _tokenizer(tokenizer)
+        self.encode, self.vocab_size, self._key = found
+        self.dataset = _load(path, split)
+        if column not in self.dataset.column_names:
             raise ConfigError(
-                "data.path: expected the folder of a dataset that save_to_disk has written. Set data.path."
-            )
-        self.column, self.split_name = column, split
-        super().__init__(path, **settings)
-
-    def _find(self) -> None:
-        self._dataset = self._load()
-        self.where = f"{len(self._dataset)} rows of {self.path}"
-
-    def _load(self) -> Any:
-        assert self.path is not None
-        folder = Path(self.path).expanduser()
-        splits = None
-        if (folder / "dataset_dict.json").is_file():
-            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        elif not (folder / "state.json").is_file():
-            raise ConfigError(
-                f"data.path: expected the folder of a dataset that save_to_disk has written (with a state.json or a "
-                f"dataset_dict.json), got {self.path!r}. Change data.path."
-            )
-        name = self.split_name or (None if splits is None else "train" if "train" in splits else splits[0])
-        if name is not None and name not in (splits or []):
-            raise ConfigError(
-                f"data.split: expected {'one of ' + ', '.join(splits) if splits else 'null (there is one split)'}, got "
-                f"{name!r}. Change data.split."
-            )
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "data: expected the package datasets, which is not installed. pip install 'lightning-zero[data]'."
-            ) from error
-        dataset = datasets.load_from_disk(str(folder / name if name is not None else folder))
-        if self.column not in dataset.column_names:
-            raise ConfigError(
-                f"data.column: expected one of {', '.join(dataset.column_names)}, got {self.column!r}. Change "
+                f"data.column: expected one of {', '.join(self.dataset.column_names)}, got {column!r}. Change "
                 "data.column."
             )
-        return dataset
+        if (dtype := getattr(self.dataset.features[column], "dtype", "a list")) not in ("string", "large_string"):
+            raise ConfigError(f"data.column: expected a column of text, got {dtype} in {column!r}. Change data.column.")
 
-    def _corpus_key(self) -> str:
-        return hashlib.sha256(f"{self._dataset._fingerprint}\0{self.column}".encode()).hexdigest()[:16]
+    def _pieces(self) -> Any:
+        """Pieces of ``block_size + 1`` tokens, which overlap by one: made once, found in the library's cache later."""
+        from datasets.fingerprint import Hasher
 
-    def _documents(self) -> Iterator[bytes]:
-        for row in self._dataset.select_columns([self.column]):
-            text = row[self.column]
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f"data.column: expected a column of text, got {type(text).__name__} in {self.column!r}. Change "
-                    "data.column."
-                )
-            yield text.encode("utf-8", "surrogatepass")
+        rows = self.dataset.select_columns([self.column])
+        settings = {"column": self.column, "encode": self.encode, "block_size": self.block_size}
+        return rows.map(
+            _cut,
+            batched=True,
+            remove_columns=[self.column],
+            fn_kwargs=settings,
+            new_fingerprint=Hasher.hash([rows._fingerprint, self._key, self.block_size]),
+        )
+
+    def prepare_data(self) -> None:
+        self._pieces()
+
+    def setup(self, stage: str) -> None:
+        pieces = self._pieces()
+        count = len(pieces)
+        world_size = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) if self.trainer else 1
+        n_val = max(1, round(count * self.val_fraction))
+        check_enough(count - n_val, self.batch_size * world_size, self.block_size, f"{len(self.dataset)} documents")
+        self.bytes_per_token = sum(pieces["bytes_per_token"]) / count
+        parts = pieces.with_format("torch", columns=["tokens"]).train_test_split(n_val, seed=self.split_seed)
+        self.train_data, self.val_data = parts["train"], parts["test"]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        options = loader_options(self.num_workers) | {"collate_fn": _stacked, "drop_last": True}
+        return ResumableLoader(self.train_data, self.batch_size, trainer=self.trainer, **options)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val_data, self.batch_size, collate_fn=_stacked, **loader_options(self.num_workers))
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+
+def _load(path: str | None, split: str | None) -> Any:
+    if path is None:
+        raise ConfigError("data.path: expected a folder of save_to_disk, or files of text, got none. Set data.path.")
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "data: expected the package datasets, which is not installed. pip install 'lightning-zero[data]', or "
+            "choose data=text, whose tokens are bytes."
+        ) from error
+    folder = Path(path).expanduser()
+    if not any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        files = [str(source.path) for source in find_sources(path)]
+        return datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.Dataset):
+        if split is None:
+            return found
+        raise ConfigError(f"data.split: expected null (there is one split), got {split!r}. Change data.split.")
+    name = split or ("train" if "train" in found else next(iter(found)))
+    if name not in found:
+        raise ConfigError(f"data.split: expected one of {', '.join(found)}, got {name!r}. Change data.split.")
+    return found[name]
+
+
+def _bytes(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode("utf-8", "surrogatepass"), 0] for text in texts]
+
+
+def _tokenizer(folder: str) -> tuple[Encode, int, str]:
+    """A function to tokens, each text with the end-of-text token behind it; how many tokens there are; and a key."""
+    files = [f for f in sorted(Path(folder).expanduser().glob("*")) if f.suffix in (".json", ".model", ".txt")]
+    try:
+        from datasets.fingerprint import Hasher
+        from transformers import AutoTokenizer
+
+        inner: Any = AutoTokenizer.from_pretrained(Path(folder).expanduser(), local_files_only=True)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data.tokenizer: expected the package {error.name}, which is not installed. pip install {error.name}."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.tokenizer: expected a folder with the files of a tokenizer (tokenizer.json, ...), got {folder!r}: "
+            f"{str(error).splitlines()[0]} Set data.tokenizer=FOLDER (model=hf takes model.path), or "
+            "data.tokenizer=null for bytes."
+        ) from error
+    inner.model_max_length = 2**60  # no warning: text is cut into pieces after this
+    end = [] if inner.eos_token_id is None else [inner.eos_token_id]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [[*tokens, *end] for tokens in inner(texts, add_special_tokens=False)["input_ids"]]
+
+    return encode, len(inner), Hasher.hash([f.read_bytes() for f in files])
+
+
+def _cut(rows: Mapping[str, list[str]], column: str, encode: Encode, block_size: int) -> dict[str, list[Any]]:
+    texts = rows[column]
+    tokens = [token for found in encode(texts) for token in found]
+    starts = range(0, len(tokens) - block_size, block_size)
+    rate = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) / max(1, len(tokens))
+    return {
+        "tokens": [tokens[start : start + block_size + 1] for start in starts],
+        "bytes_per_token": [rate] * len(starts),
+    }
+
+
+def _stacked(items: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([item["tokens"] for item in items])

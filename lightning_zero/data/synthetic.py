@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
@@ -12,8 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader
-from lightning_zero.data.text import check_whole_number
-from lightning_zero.device.cuda import gpu_count
+from lightning_zero.data.text import check_whole_number, loader_options
 
 BRANCHES = 4  # tokens that may follow a token
 
@@ -88,21 +85,14 @@ class SyntheticData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return ResumableLoader(
-            self.train_data, self.batch_size, trainer=self.trainer, drop_last=True, **self._options()
+            self.train_data, self.batch_size, trainer=self.trainer, drop_last=True, **loader_options(self.num_workers)
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_data, batch_size=self.batch_size, **self._options())
+        return DataLoader(self.val_data, batch_size=self.batch_size, **loader_options(self.num_workers))
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
         return self.val_dataloader()
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "num_workers": self.num_workers,
-            "pin_memory": gpu_count() > 0,
-            "persistent_workers": self.num_workers > 0,
-        }

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engine_of, engines
-from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.shown import show_full
 
 __all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm"]
@@ -65,7 +64,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
     """The norm of the reduced gradients over all ranks, between backward and step: a 0-d tensor. All ranks call it."""
     engine, params = _resolve(target)
-    return norms.grad_norm_of(engine, params, norm_type)
+    return engine.sharded_grads.total_norm(map(engine.place_of, params), norm_type)
 
 
 def clip_grad_norm_(
@@ -77,4 +76,5 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     engine, params = _resolve(target)
-    return norms.clip_by_norm(engine, params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    places = [engine.place_of(param) for param in params]
+    return engine.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

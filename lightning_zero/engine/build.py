@@ -12,7 +12,7 @@ from lightning_zero.config import (
     Precision,
     Recompute,
     ZeroConfig,
-    check_grad_wire,
+    check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
 )
@@ -41,7 +41,7 @@ def describe_checked(
         )
     check_rounding(config.precision.stochastic_rounding, precision)
     check_state_dtype(config.optimizer.state_dtype, precision)
-    check_grad_wire(config.comm.grad_wire, precision, config.precision.reduce_dtype)
+    check_grad_comm_dtype(config.comm.grad_comm_dtype, precision, config.precision.reduce_dtype)
     check_compiler(config.compile)
     check_timeline(config.debug)
     groups = describe.describe_units(module, config, precision)
@@ -58,9 +58,9 @@ def recompute(
     blocks = [(unit, module.get_submodule(unit.name)) for unit in units[1:]]
     offload = config.activation_checkpointing is Recompute.offload
     passes.vertical = vertical = Vertical(
-        config.micro_batches, passes, module=module, offload_inputs=offload, pin_memory=pin_memory
+        config.vertical_chunks, passes, module=module, offload_inputs=offload, pin_memory=pin_memory
     )
-    if config.micro_batches == 1:
+    if config.vertical_chunks == 1:
         return recompute_blocks(blocks, config.activation_checkpointing, passes, pin_memory=pin_memory)
     names = [unit.name for unit in units]
     whole, around = whole_batch_units(module, names, config), units_around(names)
@@ -85,7 +85,7 @@ def register_hooks(
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))
-    if config.dynamic:
+    if config.dynamic_graph:
         for name, inner in module.named_modules():
             if not name or any(unit.name.startswith(f"{name}.") for unit in units):
                 hooks.watch_calls(inner)

@@ -4,7 +4,7 @@
 
     hooks ---> passes ---> order        gathers, in one order on all ranks
                       ---> reducer      gradients, over the ranks into shards
-                      ---> sentinels    what users see of gradients; grad_norms
+                      ---> sharded_grads  what users see of gradients; grad_norms
                       ---> after_step   offloaded steps, and the gathers that follow steps
     optimizers ---> around_step ---> all of these
 """
@@ -38,9 +38,6 @@ from lightning_zero.engine import build
 from lightning_zero.engine.passes.access import Access, Fence, Writes
 from lightning_zero.engine.passes.compiled import CompiledModules, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.passes.grad_changes import GradChanges
-from lightning_zero.engine.passes.grad_norms import GradNorms
-from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
@@ -217,11 +214,9 @@ class Engine:
             issued,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_gathered_bytes,
-            dynamic=config.dynamic,
+            dynamic=config.dynamic_graph,
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
-        self.grad_norms = GradNorms(self.reducer, self.comm, self.forget_zeroed)
-        self.sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
         self.after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
         )
@@ -231,19 +226,17 @@ class Engine:
             self.comm,
             order=self.order,
             reducer=self.reducer,
-            sentinels=self.sentinels,
             after_step=self.after_step,
             writes=self.writes,
             precision=self.precision,
         )
-
+        self.sharded_grads = passes.sharded_grads
         self.timeline = Timeline(config.debug, self.comm, self.settle)
         self.around_step = AroundStep(
             self.units,
             self.place_of,
             passes=passes,
             reducer=self.reducer,
-            sentinels=self.sentinels,
             writes=self.writes,
             after_step=self.after_step,
             stepped=self.timeline.stepped,
@@ -334,11 +327,9 @@ class Engine:
         self.passes.recover()
         self.after_step.settle()
 
-    def forget_zeroed(self) -> None:
-        """Wait for steps, drop the gradients that the user has cleared, and zero those that they have zeroed."""
-        self.passes.forget_failed()
-        self.after_step.wait_for_steps()
-        self.sentinels.forget_zeroed()
+    def settle_gradients(self) -> None:
+        """Wait until gradients are what users' code has left of them: those that it has cleared are gone then."""
+        self.sharded_grads.settle()
 
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
@@ -500,7 +491,7 @@ class Engine:
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 
         Raises:
-            ConfigError: on all ranks: ``zero.comm.grad_wire=bf16`` asks for what their sum does not fit into.
+            ConfigError: on all ranks: ``zero.comm.grad_comm_dtype=bf16`` asks for what their sum does not fit into.
         """
         check_accumulation(self.config)
         return self.reducer.no_sync()

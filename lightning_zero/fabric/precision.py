@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
-from lightning_zero.engine.whole import norms
 from lightning_zero.lightning_api import fabric
 from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
 
@@ -58,7 +57,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
-            self._overflowed[id(optimizer)] = norms.overflowed(engine, params)
+            self._overflowed[id(optimizer)] = engine.sharded_grads.overflowed(map(engine.place_of, params))
             engine.reducer.unscale(params)
 
     @outside_graphs

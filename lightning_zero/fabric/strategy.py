@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
+from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
-from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.fabric.precision import FabricPrecision
@@ -226,17 +225,16 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
         """
         self.precision.unscale_gradients(optimizer)
-        return norms.clip_by_norm(
-            self.engine_of_optimizer(optimizer),
-            list(self.precision.main_params(optimizer)),
-            float(max_norm),
-            float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
+        engine = self.engine_of_optimizer(optimizer)
+        places = list(map(engine.place_of, self.precision.main_params(optimizer)))
+        return engine.sharded_grads.clip_by_norm(
+            places, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         self.precision.unscale_gradients(optimizer)
-        norms.clip_by_value(self.engine_of_optimizer(optimizer), self.precision.main_params(optimizer), clip_val)
+        engine = self.engine_of_optimizer(optimizer)
+        engine.sharded_grads.clip_by_value(map(engine.place_of, self.precision.main_params(optimizer)), clip_val)
 
     def teardown(self) -> None:
         """Shards stay where they are."""
@@ -281,8 +279,9 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
             "got true. Drop zero.checkpoint.background."
         )
-    if config.after_fit is AfterFit.whole:
+    if config.gather_after_fit is True:
         raise ConfigError(
-            "zero.after_fit: expected auto or sharded with Fabric, where a strategy does not know when a run ends, got "
-            "whole. Drop zero.after_fit, and read values inside `with lightning_zero.gather(model):`."
+            "zero.gather_after_fit: expected null or false with Fabric, where a strategy does not know when a run "
+            "ends, "
+            "got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
         )

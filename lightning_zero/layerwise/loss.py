@@ -44,7 +44,7 @@ def chunked_loss(
             cross entropy, in fp32. A module, or a function whose own parameters are those of ``head``.
         hidden: ``[..., width]``.
         targets: ``[...]``, of the same sizes.
-        chunks: default: ``zero.micro_batches`` of the engine that shards ``head``; 1 without one.
+        chunks: default: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one.
         ignore_index: targets that do not count: their losses become 0.
         reduction: ``mean``: over the tokens that count, of the whole batch: exact, also where chunks have different
             numbers of them (NaN if none counts). ``sum``, or ``none``: the losses, in the shape of ``targets``.
@@ -82,11 +82,11 @@ def chunked_loss(
 
 
 def chunks_of(head: nn.Module) -> int:
-    """``zero.micro_batches`` of the engine that shards ``head``; 1 without one."""
+    """``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     engine = _engine_of(head)
-    return 1 if engine is None else engine.config.micro_batches
+    return 1 if engine is None else engine.config.vertical_chunks
 
 
 @contextlib.contextmanager

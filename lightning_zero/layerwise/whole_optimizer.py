@@ -139,8 +139,8 @@ class WholeOptimizer(Stepper):
         if self.probed.untried and self._comm.rank == 0:
             shapes = ", ".join(map(str, sorted(self.probed.untried)))
             _log.warning(
-                "zero.optimizer.whole: %s was not tried on tensors of these shapes: %s. They are too large, and it is "
-                "taken to step each by itself, as it does with smaller ones.",
+                "zero.optimizer.sharding: %s was not tried on tensors of these shapes: %s. They are too large, and it "
+                "is taken to step each by itself, as it does with smaller ones.",
                 type(self.optimizer).__qualname__,
                 shapes,
             )
@@ -162,7 +162,7 @@ class WholeOptimizer(Stepper):
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
-                f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a "
+                f"zero.optimizer.sharding: what {kind} does to a tensor depends on the other tensors that it steps (a "
                 "norm over all of them, say), on random numbers, or on what it notes outside of its param "
                 "groups: tensors stepped together came out otherwise than each alone. Ranks step different "
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
@@ -170,8 +170,8 @@ class WholeOptimizer(Stepper):
             )
         if failed is not None and not self._unprobed:
             raise ConfigError(
-                f"zero.optimizer.whole: {kind} could not be tried, to see if it steps each tensor by itself: "
-                f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.whole=true; else choose "
+                f"zero.optimizer.sharding: {kind} could not be tried, to see if it steps each tensor by itself: "
+                f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.sharding=tensors; else choose "
                 "zero/stage=zero0."
             ) from failed
 

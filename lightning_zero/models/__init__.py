@@ -2,7 +2,7 @@
 
 ::
 
-    gpt             the default one            language_model  what they have in common
-    hugging_face    causal LMs of transformers  muon            Muon for its matrices, AdamW for the rest
-    sample          text that is written when training ends
+    gpt             the default one
+    hugging_face    causal LMs of transformers
+    language_model  what they have in common
 """

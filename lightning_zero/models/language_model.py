@@ -29,7 +29,7 @@ class LanguageModel(LightningModule):
 
     Args:
         optimizer: makes the optimizer from a list of param groups, as ``functools.partial(torch.optim.SGD, lr=0.1)``
-            does. Default: AdamW at 3e-3. It gets those of :func:`param_groups`.
+            does. Default: AdamW at 3e-3. It gets those of :func:`decay_groups`.
         warmup_steps: steps over which the learning rate rises; from there it falls by a cosine.
         min_lr_ratio: what share of the learning rate is left at the end of training.
 
@@ -99,7 +99,7 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         make = self.make_optimizer or (lambda groups: torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1))
-        optimizer = make(param_groups(make, self))
+        optimizer = make(decay_groups(self.parameters()))
         warmup_steps, min_lr_ratio = self.schedule
         schedule = warmup_cosine(warmup_steps, self.trainer.estimated_stepping_batches, min_lr_ratio)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
@@ -122,13 +122,6 @@ class LanguageModel(LightningModule):
 def _on_host(value: float) -> Tensor:
     """What ``log`` takes as it is. A number it would send to the device, and the host would wait for that."""
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
-
-
-def param_groups(make: MakeOptimizer, module: nn.Module) -> list[dict[str, Any]]:
-    """Param groups for ``make``: its own, where it is of a class with ``groups_of(module)``; else
-    :func:`decay_groups`."""
-    groups_of = getattr(getattr(make, "func", make), "groups_of", None)
-    return groups_of(module) if groups_of else decay_groups(module.parameters())
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, OptimizerConfig, StateDtype, Whole
+from lightning_zero.config import ConfigError, OptimizerConfig, Sharding, StateDtype
 from lightning_zero.optimizers.known import base_of, is_known
 from lightning_zero.optimizers.low_bits import STATES
 from lightning_zero.optimizers.trial import calls_its_closure, step_of
@@ -32,38 +32,29 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
             "no part of a graph. Drop optimizer.differentiable."
         )
     _refuse_changes_outside(optimizer)
-    declared = settings.elementwise
     _refuse_own_closure(optimizer)
-    if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=declared):
+    if is_stepped_whole(optimizer, settings.sharding):
         _refuse_narrow_whole(optimizer, settings.state_dtype)
         _check_whole(optimizer, stochastic_rounding=stochastic_rounding)
         return True
-    _check_slices(optimizer, declared_elementwise=declared, stochastic_rounding=stochastic_rounding)
+    _check_slices(optimizer, settings.sharding, stochastic_rounding=stochastic_rounding)
     _check_narrow(optimizer, settings.state_dtype)
     return False
 
 
-def is_stepped_whole(optimizer: Optimizer, *, whole: Whole, declared_elementwise: bool) -> bool:
-    """Whether ``zero.optimizer.whole`` has an optimizer step whole tensors."""
-    unknown = not is_known(optimizer) and not declared_elementwise
-    return whole is Whole.true or (whole is Whole.auto and unknown)
+def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
+    """Whether ``zero.optimizer.sharding`` has an optimizer step whole tensors."""
+    return sharding is Sharding.tensors or (sharding is Sharding.auto and not is_known(optimizer))
 
 
-def _check_slices(optimizer: Optimizer, *, declared_elementwise: bool, stochastic_rounding: bool) -> None:
-    """Refuse optimizers that need more than slices of parameters.
+def _check_slices(optimizer: Optimizer, sharding: Sharding, *, stochastic_rounding: bool) -> None:
+    """Refuse optimizers that cannot step slices of parameters.
 
     Raises:
-        ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
+        ConfigError: its state is in few bits already; or to round stochastically, it must be one of torch's.
     """
     kind = type(optimizer)
-    if not is_known(optimizer) and not declared_elementwise:
-        raise ConfigError(
-            f"zero.optimizer.whole=false: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
-            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
-            "element-wise, set zero.optimizer.elementwise=true; if it may need whole tensors, as Muon and Shampoo do, "
-            "drop zero.optimizer.whole=false."
-        )
-    if declared_elementwise:
+    if sharding is Sharding.slices:
         _refuse_own_low_bits(optimizer)
     if stochastic_rounding and not is_known(optimizer):
         raise ConfigError(
@@ -106,7 +97,7 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
     if low and origins & {"torchao", "bitsandbytes"}:
         raise ConfigError(
-            f"zero.optimizer.elementwise=true: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
+            f"zero.optimizer.sharding=slices: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
             "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
             "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
             "zero.optimizer.state_dtype=int8 (or bf16)."
@@ -159,7 +150,8 @@ def _refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
         kind = type(optimizer)
         raise ConfigError(
             f"{_KEY}={state.name}: {kind.__module__}.{kind.__qualname__} steps whole tensors, and keeps state that is "
-            f"not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.whole=true), or drop {_KEY}."
+            "not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.sharding=tensors), or drop "
+            f"{_KEY}."
         )
 
 
@@ -175,6 +167,6 @@ def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
         given = given.__wrapped__
     if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
         raise ConfigError(
-            f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
+            f"zero.optimizer.sharding: a step() was set on the {kind} object itself, and here the step of its class is "
             "called, for some tensors at a time. Override step() in a subclass."
         )

@@ -37,9 +37,9 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
     """
     if differs_in_slices(optimizer, dtype_of, cut, device):
         raise ConfigError(
-            "zero.optimizer.elementwise: expected a class that computes each element from its own value, gradient and "
+            "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
             f"state alone, got {type(optimizer).__qualname__}: slices of tensors came out otherwise than the tensors. "
-            "Drop zero.optimizer.elementwise=true; whole tensors are stepped then."
+            "Drop zero.optimizer.sharding=slices; whole tensors are stepped then."
         )
 
 

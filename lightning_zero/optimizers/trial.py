@@ -83,8 +83,8 @@ class _NoMessages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"zero.optimizer.whole: the step of {self._name} sends messages between ranks itself ({func}). Ranks "
-                "step different tensors here, and their messages would not meet. Use the version of it that is for "
+                f"zero.optimizer.sharding: the step of {self._name} sends messages between ranks itself ({func}). "
+                "Ranks step different tensors here, and their messages would not meet. Use its version for "
                 "one process: dividing the work is done here."
             )
         return func(*args, **(kwargs or {}))

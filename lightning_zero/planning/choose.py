@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_zero.config import AfterFit, ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
 from lightning_zero.planning.activations import ByBatchSize
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
@@ -200,8 +200,8 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
         ways.append("set zero.activation_checkpointing=blocks")
     if not room.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
         ways.append("give zero.offload.nvme_path a folder on a local disk")
-    if model.after_fit is AfterFit.whole and any(s.tier is Tier.host for s in nearest.shortages):
-        ways.append("set zero.after_fit=auto")
+    if model.gather_after_fit is True and any(s.tier is Tier.host for s in nearest.shortages):
+        ways.append("set zero.gather_after_fit=null")
     if any(shape.trainable and not shape.whole and shape.itemsizes.compute == 4 for shape in model.shapes):
         ways.append("choose zero/precision=bf16")
     text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_zero.config import (
-    AfterFit,
     ConfigError,
-    Hierarchy,
+    HybridShard,
     Offload,
     OffloadConfig,
     Stage,
-    check_hierarchy,
+    check_hybrid_shard,
     check_rows,
 )
 from lightning_zero.planning import memory, whole
@@ -38,7 +37,7 @@ class Machine:
         gpu_memory, host_memory, nvme: bytes of one GPU, one host, one host's disk.
         nodes: hosts.
         shared: there are no GPUs: what rests on the device takes host memory.
-        hierarchy: which ranks share shards, as ``zero.comm.hierarchy``.
+        hybrid_shard: which ranks share shards, as ``zero.comm.hybrid_shard``.
 
     Raises:
         ConfigError: its ranks cannot be divided so.
@@ -50,10 +49,10 @@ class Machine:
     nvme: int
     nodes: int = 1
     shared: bool = False
-    hierarchy: Hierarchy = Hierarchy.auto
+    hybrid_shard: HybridShard = HybridShard.auto
 
     def __post_init__(self) -> None:
-        if self.hierarchy is Hierarchy.node_backward:
+        if self.hybrid_shard is HybridShard.node_backward:
             check_nodes(self.nodes, self.gpus)
 
     @property
@@ -72,7 +71,7 @@ class Model:
         samples: of a micro-batch; default: as many as the smaller one that was measured.
         recomputes: these are with activation checkpointing.
         in_parts: in how many parts a batch goes through a unit, one after the other; these are with them.
-        after_fit: whether the module is whole between runs: ``whole`` must have room, ``auto`` may.
+        gather_after_fit: whether the module is whole between runs: ``True`` must have room, ``None`` may.
     """
 
     names: tuple[str, ...]
@@ -83,7 +82,7 @@ class Model:
     samples: int | None = None
     recomputes: bool = False
     in_parts: int = 1
-    after_fit: AfterFit = AfterFit.auto
+    gather_after_fit: bool | None = None
 
     @property
     def copy_nbytes(self) -> int:
@@ -159,14 +158,14 @@ class Advice:
     offload: Offload | None
 
 
-def allowed_rows(hierarchy: Hierarchy = Hierarchy.auto) -> list[tuple[Stage, Offload]]:
-    """Every stage with every row of ``zero/offload`` that goes with it, and with ``zero.comm.hierarchy``."""
+def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
+    """Every stage with every row of ``zero/offload`` that goes with it, and with ``zero.comm.hybrid_shard``."""
     found = []
     for stage in STAGES:
         for offload in Offload:
             try:
                 check_rows(stage, offload)
-                check_hierarchy(hierarchy, stage, offload)
+                check_hybrid_shard(hybrid_shard, stage, offload)
             except ConfigError:
                 continue
             found.append((stage, offload))
@@ -192,7 +191,7 @@ def plan_row(
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    kept_by = machine.gpus if machine.hierarchy is Hierarchy.node_backward else 0
+    kept_by = machine.gpus if machine.hybrid_shard is HybridShard.node_backward else 0
     limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     states = _states(model, buckets)
@@ -211,7 +210,7 @@ def plan_row(
             buckets, limits, model.flops, rates, replicas=replicas, exchanged=exchanged, on_cpu=machine.shared
         )
     after, lack = _after_run(model, buckets, machine)
-    is_whole = bool(after) and not (lack and model.after_fit is AfterFit.auto)
+    is_whole = bool(after) and not (lack and model.gather_after_fit is None)
     moments = [*peaks.values(), *([after] if is_whole else [])]
     per_rank = {tier: max(memory.on_tier(held, tier) for held in moments) for tier in Tier}
     per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
@@ -228,7 +227,7 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
     """Bytes of one rank when a run is over and the module is whole (none, if it is to stay sharded), and what a host
     lacks for it."""
-    if model.after_fit is AfterFit.sharded or not buckets:
+    if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # of a rank's shards, some are on other hosts
     on_the_way = whole.on_the_way_nbytes(buckets, gathers=gathers)
@@ -240,18 +239,18 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
-    """The buckets of a rank, sharded over the ranks that ``zero.comm.hierarchy`` gives, as a run chooses them."""
+    """The buckets of a rank, sharded over the ranks that ``zero.comm.hybrid_shard`` gives, as a run chooses them."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
 
-    if machine.nodes == 1 or machine.hierarchy in (Hierarchy.flat, Hierarchy.node_backward):
+    if machine.nodes == 1 or machine.hybrid_shard in (HybridShard.flat, HybridShard.node_backward):
         return over(machine.world_size)
     by_node = over(machine.gpus)
     rest = memory.planned_bytes(by_node)
     gpu = 0 if machine.shared else machine.gpu_memory
     fits = len(set(tiers)) == 1 and memory.fits_half(rest, gpu, machine.host_memory, machine.gpus)
-    return by_node if machine.hierarchy is Hierarchy.node or fits else over(machine.world_size)
+    return by_node if machine.hybrid_shard is HybridShard.node or fits else over(machine.world_size)
 
 
 def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> list[TierRow]:
@@ -261,7 +260,7 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
     sizes = []
     for unit, name in enumerate(model.names):
         shapes = [shape for shape in model.shapes if shape.unit == unit]
-        ranks = machine.gpus if machine.hierarchy is Hierarchy.node else machine.world_size
+        ranks = machine.gpus if machine.hybrid_shard is HybridShard.node else machine.world_size
         sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], ranks))
     device = 0 if machine.shared else machine.gpu_memory
     found = default_budgets(device, machine.host_memory, machine.nvme // machine.gpus, machine.gpus)

@@ -6,7 +6,7 @@ Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms
     reduce-scatter   n * wire itemsize * (N - 1) / N          stage 2, 3: each micro-batch; stages 0, 1: one
     all-reduce       that, and a gather of the sum, in the reduce dtype
 
-The wire itemsize is that of the reduce dtype, or of the compute dtype where ``zero.comm.grad_wire`` says so.
+The wire itemsize is that of the reduce dtype, or of the compute dtype where ``zero.comm.grad_comm_dtype`` says so.
 
 On a GPU everything overlaps but the first gather and the last reduction, which stand alone (``speed.py``). On a CPU all
 of it is done by the same cores, so it adds up.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import CommConfig, ConfigError, GradWire, Transport
+from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, Transport
 
 EXCHANGE_MAX_RANKS = 64  # above it an all-to-all of one bucket would be many small messages
 
@@ -53,11 +53,11 @@ def flat(world_size: int) -> Topology:
     return Topology((tuple(range(world_size)),))
 
 
-def by_node(names: Sequence[str], hierarchy: str = "node") -> Topology:
+def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
     """The ranks of each node share shards; nodes hold replicas. ``names``: the node of each rank.
 
     Args:
-        hierarchy: that asks for it.
+        hybrid_shard: that asks for it.
 
     Raises:
         ConfigError: nodes have different numbers of ranks.
@@ -65,8 +65,9 @@ def by_node(names: Sequence[str], hierarchy: str = "node") -> Topology:
     if not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
-            f"zero.comm.hierarchy={hierarchy}: expected the same number of ranks on every node, got {counts}. Start as "
-            "many on each, or set zero.comm.hierarchy=flat."
+            f"zero.comm.hybrid_shard={hybrid_shard}: expected the same number of ranks on every node, got {counts}. "
+            "Start as "
+            "many on each, or set zero.comm.hybrid_shard=flat."
         )
     return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
 
@@ -85,14 +86,14 @@ def within_nodes(names: Sequence[str]) -> Topology:
 def check_nodes(nodes: int, ranks: int) -> None:
     """
     Raises:
-        ConfigError: ``zero.comm.hierarchy=node_backward`` on ``nodes`` of ``ranks`` each would do nothing.
+        ConfigError: ``zero.comm.hybrid_shard=node_backward`` on ``nodes`` of ``ranks`` each would do nothing.
     """
     if nodes > 1 and ranks > 1:
         return
     got, why = ("one node", "gathers stay on it anyway") if nodes == 1 else ("one", "there is nobody to gather from")
     raise ConfigError(
-        f"zero.comm.hierarchy=node_backward: expected several nodes of several ranks each, got {got}"
-        f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.comm.hierarchy=flat."
+        f"zero.comm.hybrid_shard=node_backward: expected several nodes of several ranks each, got {got}"
+        f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.comm.hybrid_shard=flat."
     )
 
 
@@ -102,11 +103,12 @@ def check_exchange(topology: Topology, comm: CommConfig) -> None:
         ConfigError: gradients are to travel in bf16, and too many ranks share shards.
     """
     auto = comm.transport is Transport.auto
-    if comm.grad_wire is GradWire.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
+    if comm.grad_comm_dtype is GradCommDtype.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
         raise ConfigError(
-            f"zero.comm.grad_wire: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards (an "
+            f"zero.comm.grad_comm_dtype: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards "
+            "(an "
             f"all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose zero/comm=node, or "
-            "drop zero.comm.grad_wire."
+            "drop zero.comm.grad_comm_dtype."
         )
 
 

@@ -33,7 +33,6 @@ OWN_SETTINGS = frozenset(
     {
         "zero.offload.nvme_path",
         "zero.offload.threads",
-        "zero.offload.io_threads",
         "zero.summary",
         "data.cache_dir",
         "data.num_workers",

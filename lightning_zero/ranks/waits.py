@@ -230,7 +230,7 @@ class Waits:
             f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so that nobody will come:\n"
             f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
             "parameters take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
-            "that works on rank 0). If ranks take different paths through the model, set zero.dynamic=true."
+            "that works on rank 0). If ranks take different paths through the model, set zero.dynamic_graph=true."
         )
 
     def _stall_message(self, label: str, waited: float) -> str:
@@ -246,7 +246,8 @@ class Waits:
             )
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
-            "If ranks take different paths through the model, set zero.dynamic=true; if a rank is only slow, raise "
+            "If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only slow, "
+            "raise "
             f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
         )
 

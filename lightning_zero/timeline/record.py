@@ -23,7 +23,6 @@ from lightning_zero.timeline.page import page_html
 from lightning_zero.timeline.picture import can_draw, draw
 from lightning_zero.timeline.trace import trace_json
 
-AFTER, STEPS = 5, 2  # steps before those that are recorded, and these
 ROUNDS = 20  # of messages by which clocks are compared
 
 
@@ -52,7 +51,7 @@ class Timeline:
 
     def __init__(self, config: DebugConfig, comm: Communicator, settle: Callable[[], None]) -> None:
         self._config, self._comm, self._settle = config, comm, settle
-        self._after, self._count = config.timeline_after or AFTER, config.timeline_steps or STEPS
+        self._after, self._count = config.timeline_steps
         self._steps = 0
         self._recorder: Recorder | None = None
         self._offset = Offset(0.0, 0.0)
@@ -85,7 +84,7 @@ class Timeline:
         elif 0 < self._steps < self._after and self._comm.rank == 0:
             warnings.warn(
                 f"zero.debug.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
-                f"begins after step {self._after}: lower zero.debug.timeline_after.",
+                f"begins after step {self._after}: lower zero.debug.timeline_steps.",
                 stacklevel=2,
             )
 

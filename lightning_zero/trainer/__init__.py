@@ -12,7 +12,7 @@
     registration    names for Trainer(strategy=) and Fabric(strategy=), without importing it
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     replaced        methods of Lightning that are replaced where it has no hook
-    last_batches    batches of an epoch that will not divide under zero.micro_batches
+    last_batches    batches of an epoch that will not divide under zero.vertical_chunks
     long_sequences  steps on parts of sequences; sequence_check: the first ones are tried whole and in parts before
     compiled        LightningModules that torch.compile has made
     summary         what is shown at the start and at the end

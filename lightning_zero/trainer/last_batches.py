@@ -11,13 +11,13 @@ from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import CombinedLoader, pl
 
 
-def check_last_batches(trainer: pl.Trainer, micro_batches: int) -> None:
+def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
     """
     Raises:
-        ConfigError: a batch of an epoch of training, as far as loaders say, does not divide into ``micro_batches``.
+        ConfigError: a batch of an epoch of training, as far as loaders say, does not divide into ``vertical_chunks``.
     """
     loaders: Any = trainer.fit_loop._combined_loader
-    if micro_batches == 1 or not isinstance(loaders, CombinedLoader):
+    if vertical_chunks == 1 or not isinstance(loaders, CombinedLoader):
         return
     limits: Sequence[float | None] = loaders.limits or [None] * len(loaders.flattened)
     for loader, limit in zip(loaders.flattened, limits, strict=False):
@@ -25,18 +25,20 @@ def check_last_batches(trainer: pl.Trainer, micro_batches: int) -> None:
         if not isinstance(sampler, BatchSampler):
             continue
         size = sampler.batch_size
-        if size % micro_batches:
+        if size % vertical_chunks:
             raise ConfigError(
-                f"zero.micro_batches: expected batches that divide by {micro_batches}, got batch_size={size} in the "
-                "DataLoader of training. Change it (data.batch_size), or zero.micro_batches."
+                f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got batch_size={size} in "
+                "the "
+                "DataLoader of training. Change it (data.batch_size), or zero.vertical_chunks."
             )
         try:
             batches, rest = divmod(len(sampler.sampler), size)  # type: ignore[arg-type]
         except TypeError:
             continue  # nobody knows how long it is
-        if rest % micro_batches and not sampler.drop_last and (limit is None or limit > batches):
+        if rest % vertical_chunks and not sampler.drop_last and (limit is None or limit > batches):
             raise ConfigError(
-                f"zero.micro_batches: expected batches that divide by {micro_batches}, got a DataLoader of training "
+                f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got a DataLoader of "
+                "training "
                 f"whose last batch of an epoch has {rest} samples. Set drop_last=True in it, or change its batch size "
-                "(data.batch_size) or zero.micro_batches."
+                "(data.batch_size) or zero.vertical_chunks."
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.torch_modes import outside_graphs
-from lightning_zero.engine.whole import norms
+from lightning_zero.engine.units.bucket import Place
 from lightning_zero.lightning_api import pl
 from lightning_zero.trainer.precision_row import PrecisionRow
 
@@ -47,8 +47,9 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
             self._after_closure(model, optimizer)
             return result
-        overflowed = norms.overflowed(self.strategy.engine, self.main_params(optimizer))
-        self.strategy.engine.reducer.unscale(self.main_params(optimizer))
+        engine = self.strategy.engine
+        overflowed = engine.sharded_grads.overflowed(self._places(optimizer))
+        engine.reducer.unscale(self.main_params(optimizer))
         self._after_closure(model, optimizer)
         if not overflowed:
             optimizer.step(**kwargs)
@@ -61,7 +62,10 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
             self.load_state_dict(checkpoint.get(name) or {})
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        norms.clip_by_norm(self.strategy.engine, list(self.main_params(optimizer)), clip_val)
+        self.strategy.engine.sharded_grads.clip_by_norm(self._places(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        norms.clip_by_value(self.strategy.engine, self.main_params(optimizer), clip_val)
+        self.strategy.engine.sharded_grads.clip_by_value(self._places(optimizer), clip_val)
+
+    def _places(self, optimizer: Optimizer) -> list[Place]:
+        return [self.strategy.engine.place_of(param) for param in self.main_params(optimizer)]

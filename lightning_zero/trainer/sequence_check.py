@@ -101,7 +101,8 @@ class SequenceCheck:
 
     def _try(self, name: str, step: Callable[..., Any], args: Any, window: Window, number: int, sharers: Any) -> Found:
         part, own = self._steps.cut(args[0], window, sharers)
-        computing, agreeing = part if sharers is self._group else None, Agreeing(_SEED + number)
+        in_parts, agreeing = sharers is self._group, Agreeing(_SEED + number)
+        computing = part if in_parts else None
         if part is not None and part.length is not None:
             agreeing.length = part.length * sharers.size // self._group.size
         engine, sums, evaluates = self._engine, Sums(), name != "training_step"
@@ -122,8 +123,8 @@ class SequenceCheck:
                     self._train(computing, step, own, *args[1:])
         except Exception as error:
             error.add_note(
-                f"(Raised while {name} was tried on short pieces of the first batch, {self._kind_of_run(sharers)}, "
-                "because of zero.sequence_parallel.)"
+                f"(Raised while {name} was tried on short pieces of the first batch, "
+                f"{'in parts' if in_parts else 'whole'}, because of zero.sequence_parallel.)"
             )
             raise
         finally:
@@ -131,9 +132,6 @@ class SequenceCheck:
         found.sums = sums.values()
         found.rounding = max(sums.rounding, part.rounding if part is not None else 0.0)
         return found
-
-    def _kind_of_run(self, sharers: Any) -> str:
-        return "in parts" if sharers is self._group else "whole"
 
     def _train(self, part: Any, step: Callable[..., Any], *args: Any) -> None:
         output = self._steps.train(part, step, *args)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.config import (
-    AfterFit,
     ConfigError,
     ZeroConfig,
     check_accumulation,
@@ -284,7 +283,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        if self.config.after_fit is AfterFit.whole and self._speaks_for_all and engine_of(model) is None:
+        if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             shown.check_room_here(
                 copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
@@ -421,7 +420,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
-        check_last_batches(self.lightning_module.trainer, self.config.micro_batches)
+        check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
         repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:

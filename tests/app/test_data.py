@@ -103,7 +103,7 @@ def test_too_little_text_is_refused_at_once(tmp_path: Path) -> None:
 def test_more_processes_need_more_text(texts: Path, tmp_path: Path) -> None:
     data = TextData(str(texts / "a.txt"), block_size=1000, batch_size=8, cache_dir=str(tmp_path / "c"))
     data.check(world_size=2)
-    with pytest.raises(ConfigError, match="each of 3 processes"):
+    with pytest.raises(ConfigError, match="24 pieces of 1000 tokens"):
         data.check(world_size=3)
 
 

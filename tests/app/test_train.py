@@ -9,24 +9,19 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from lightning.pytorch import LightningModule
 
-from lightning_zero.app import jobs, progress, train
+from lightning_zero.app import jobs, train
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
-from lightning_zero.models.sample import SampleText
 from tests.harness import forked
 
 ROOT = Path(__file__).parent.parent.parent
@@ -108,11 +103,6 @@ def test_the_plan_is_shown_beside_what_was_measured(finished: tuple[Path, subpro
     assert all(planned == measured for _, planned, measured in rows)
 
 
-def test_a_sample_is_printed_once(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out = finished[1].stdout
-    assert out.count("--- sample of generated text ---\ndef ") == 1
-
-
 def test_logs_are_csv(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     with (finished[0] / "run" / "csv" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -186,7 +176,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(
 def test_a_metric_that_is_not_logged_is_refused_before_the_run_is_over(
     more: tuple[str, ...], there: str, tmp_path: Path
 ) -> None:
-    settings = ("trainer.devices=1", "trainer.max_steps=3", "callbacks.sample=null", "hydra.run.dir=run")
+    settings = ("trainer.devices=1", "trainer.max_steps=3", "hydra.run.dir=run")
     done = alone(tmp_path, *SMALL, *settings, "optimized_metric=val_bits", *more)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(f"error: optimized_metric: expected .*one of {there}, got 'val_bits'", done.stderr)
@@ -197,9 +187,7 @@ def test_a_metric_that_is_not_logged_is_refused_before_the_run_is_over(
 def test_a_sweep_of_runs_of_two_ranks_ends_in_a_table(tmp_path: Path) -> None:
     """One of the three fails, which the others do not mind."""
     overrides = ("seed=1,2,-1", "hydra.sweep.dir=sweep", "optimized_metric=val_bits_per_byte")
-    done = run(
-        tmp_path, "-m", *SMALL, *overrides, "trainer.max_steps=4", "callbacks.sample=null", "data.val_fraction=0.002"
-    )
+    done = run(tmp_path, "-m", *SMALL, *overrides, "trainer.max_steps=4", "data.val_fraction=0.002")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("validation bits per byte") == 2 and "run 2 has failed" in done.stdout
     table = done.stdout[done.stdout.index("sweep: sweep") :]
@@ -237,12 +225,10 @@ def test_resumes_at_another_stage_and_precision(
         "trainer.max_steps=25",
         "zero/stage=zero2",
         "zero/precision=bf16",
-        "callbacks.sample=null",
         "hydra.run.dir=run",
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "step-25.ckpt").is_file()
-    assert "sample of generated text" not in done.stdout
     assert bits_per_byte(done.stdout) < bits_per_byte(finished[1].stdout) + 0.1
 
 
@@ -379,53 +365,6 @@ def test_learning_rate_rises_and_falls() -> None:
     assert warmup_cosine(0, float("inf"), 0.1)(10**6) == 1.0
 
 
-@pytest.mark.parametrize(("key", "value"), [("prompt", ""), ("new_tokens", 0), ("temperature", 0)])
-def test_sample_refuses(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"callbacks.sample.{key}"):
-        SampleText(**{key: value})  # type: ignore[arg-type]
-
-
-class Samples(LightningModule):
-    """Has a token that is no byte."""
-
-    vocab_size = 300
-
-    def generate(self, tokens: torch.Tensor, n: int, temperature: float, seed: int) -> torch.Tensor:
-        return torch.cat([tokens, torch.tensor([[72, 299, 105]])], dim=1)
-
-
-class OtherSamples(Samples):
-    def generate(self, tokens: torch.Tensor, max_new_tokens: int) -> torch.Tensor:  # type: ignore[override]
-        return tokens
-
-
-class FewTokens(Samples):
-    vocab_size = 50
-
-
-@pytest.mark.parametrize(
-    ("model", "said", "printed"),
-    [
-        (Samples, "some tokens cannot be decoded: ValueError", "def H\N{REPLACEMENT CHARACTER}i"),
-        (OtherSamples, r"expected generate\(tokens, n, temperature=, seed=\)", None),
-        (FewTokens, "the prompt has the token 102, and the model knows 50", None),
-    ],
-)
-def test_a_sample_ends_no_run(
-    model: type[Samples], said: str, printed: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer: Any = SimpleNamespace(
-        fast_dev_run=False,
-        is_global_zero=True,
-        strategy=None,
-        precision_plugin=SimpleNamespace(forward_context=nullcontext),
-    )
-    with pytest.warns(UserWarning, match=said):
-        SampleText().on_train_end(trainer, model())
-    out = capsys.readouterr().out
-    assert printed in out if printed is not None else out == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "path", "expected"),
     [
@@ -447,25 +386,3 @@ def test_the_command_to_go_on(
     assert said == expected
     parsed = OverridesParser.create().parse_overrides(shlex.split(said)[3:])
     assert parsed[-1].key_or_group == "ckpt_path" and parsed[-1].value() in (path, f"'{path}'")
-
-
-def test_the_time_is_announced_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    trainer = SimpleNamespace(is_global_zero=True, global_step=0, estimated_stepping_batches=100)
-    callback = progress.AnnounceTime()
-    callback.on_train_start(trainer, None)  # type: ignore[arg-type]
-    for step in range(1, 30):
-        trainer.global_step, now[0] = step, 40.0 + 3 * step  # the first step took long
-        if step == 3:
-            callback.on_validation_start(trainer, None)  # type: ignore[arg-type]
-        callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "\nabout 4.7 minutes of training left: 94 steps at 0.33 a second\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(5, "5 seconds"), (89, "89 seconds"), (90, "1.5 minutes"), (700, "12 minutes"), (86400 * 3, "3 days")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text

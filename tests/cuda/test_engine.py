@@ -156,7 +156,12 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{COMM}.small_messages:SmallMessages._run", "self.streams.wait(event)", 2, {"stage": 2}),
     (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._pushed)", 2, {"row": "optimizer_cpu", "order": SIDES}),
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
-    (f"{UNITS}.landing:Landing._land", "self.streams.accelerator.wait_on_host(arrived)", 2, {"row": "optimizer_cpu"}),
+    (
+        f"{UNITS}.grad_store:Landing._land",
+        "self.streams.accelerator.wait_on_host(arrived)",
+        2,
+        {"row": "optimizer_cpu"},
+    ),
     (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
     ("lightning_zero.engine.whole.snapshot:Snapshot.stage", "accelerator.wait_on_host(arrived)", 1, {}),
     (

@@ -151,8 +151,8 @@ def world(ranks: int) -> Iterator[None]:
 @contextlib.contextmanager
 def on_nodes(case: Case) -> Iterator[None]:
     """The other ranks would say where they are."""
-    hierarchy = case.settings.get("comm", {}).get("hierarchy", "node")
-    divided = within_nodes if hierarchy == "node_backward" else by_node
+    hybrid_shard = case.settings.get("comm", {}).get("hybrid_shard", "node")
+    divided = within_nodes if hybrid_shard == "node_backward" else by_node
     topology = divided([str(rank * case.nodes // case.ranks) for rank in range(case.ranks)])
     with mock.patch.object(capacity, "find_topology", lambda *_: topology):
         yield

@@ -217,6 +217,6 @@ def test_the_peak_is_the_planned_one(
 
 
 def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
-    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": 1200, "comm": {"hierarchy": "node_backward"}}
+    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": 1200, "comm": {"hybrid_shard": "node_backward"}}
     found = trained(Case(3, blocks=12, nodes=2, steps=(Step(2),) * 3, settings=settings))
     assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07

@@ -20,8 +20,8 @@ CASES = [
     Case(3, "cpu", "bf16", "bf16"),
     Case(0, nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, steps=MIXED),
-    Case(3, precision="bf16", nodes=2, settings={"comm": {"hierarchy": "node_backward"}}),
-    Case(3, precision="bf16", settings={"optimizer": {"whole": True}}),
+    Case(3, precision="bf16", nodes=2, settings={"comm": {"hybrid_shard": "node_backward"}}),
+    Case(3, precision="bf16", settings={"optimizer": {"sharding": "tensors"}}),
 ]
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.values import Hollow
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
@@ -68,7 +67,7 @@ def test_training_has_no_race(case: Case, trained: Trained) -> None:
 
 
 SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
-NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
+NODE_BACKWARD: dict[str, Any] = {"comm": {"hybrid_shard": "node_backward"}}
 
 
 @pytest.mark.parametrize(
@@ -78,13 +77,20 @@ NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
             *(Case(stage, steps=MIXED, settings=SMALL) for stage in range(4)),
             Case(settings={"prefetch_bytes": 0}),
             Case(settings={"keep_gathered_bytes": 1200}),
-            Case(settings={"dynamic": True}),
+            Case(settings={"dynamic_graph": True}),
             Case(settings={"activation_checkpointing": "blocks"}),
             Case(settings={"comm": {"transport": "direct"}}),
             *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
             *(
-                Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=SMALL | {"optimizer": {"whole": True}})
+                Case(
+                    stage,
+                    row,
+                    "bf16",
+                    ranks=ranks,
+                    steps=MIXED,
+                    settings=SMALL | {"optimizer": {"sharding": "tensors"}},
+                )
                 for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
             ),
             Case(precision="bf16", grad_dtype="bf16"),
@@ -104,7 +110,12 @@ NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
             *(
                 Case(3, row, "bf16", nodes=2, steps=MIXED, settings=NODE_BACKWARD | settings)
                 for row in ("none", "optimizer_cpu")
-                for settings in ({}, {"prefetch_bytes": 0}, {"dynamic": True}, {"activation_checkpointing": "blocks"})
+                for settings in (
+                    {},
+                    {"prefetch_bytes": 0},
+                    {"dynamic_graph": True},
+                    {"activation_checkpointing": "blocks"},
+                )
             ),
         ]
     ),
@@ -168,8 +179,11 @@ def reads_weights(engine: Any, model: Any, optimizer: Any) -> None:
 def looks_at_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
     engine.backward(loss_of(model))
     lightning_zero.grad_norm(model)
-    norms.clip_by_value(engine, model.parameters(), 1.0)
-    norms.overflowed(engine, list(model.parameters()))
+    engine.sharded_grads.clip_by_value(map(engine.place_of, model.parameters()), 1.0)
+    engine.sharded_grads.overflowed(map(engine.place_of, model.parameters()))
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+        param.grad.clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     train_step(Step(), engine, model, optimizer)

@@ -33,7 +33,7 @@ def live_bytes(engine: Engine) -> Bytes:
             nbytes = grads.local.untyped_storage().nbytes()
             held[Role.grad, Tier.device] -= nbytes
             held[Role.reducing, Tier.device] += nbytes
-        waiting = (*grads.waiting.values(), *grads.again.values())
+        waiting = (*grads.waiting.values(), *grads.second_arrivals.values())
         held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in waiting)
     held[Role.reducing, Tier.device] += engine.reducer.flying_nbytes + engine.reducer.spare.nbytes
     held[Role.staging, Tier.host] += engine.tiers.staging_nbytes

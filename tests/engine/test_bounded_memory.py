@@ -54,8 +54,8 @@ def test_first_values_become_the_masters_and_are_not_copied() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize(("stage", "dynamic"), [(1, False), (3, False), (3, True)])
-def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic: bool) -> None:
+@pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
+def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
     """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
     most = 0
     issue = Reducer._issue
@@ -73,7 +73,7 @@ def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int,
         mock.patch.object(Reducer, "_issue", issued),
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(Reducer, "_comes", lambda self, pending: True),
-        Sharded(module, stage=stage, dynamic=dynamic, reduce_bucket_bytes=limit) as side,
+        Sharded(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit) as side,
     ):
         of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
         largest = max(b.layout.numel * 4 for b in side.engine.buckets)
@@ -109,14 +109,16 @@ class Forks(Model):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic_graph", [False, True])
+def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
     torch.manual_seed(3)
     module = Forks(width=32, depth=9)
     with (
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(Reducer, "_comes", lambda self, pending: True),
-        Sharded(module, stage=3, dynamic=dynamic, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0) as side,
+        Sharded(
+            module, stage=3, dynamic_graph=dynamic_graph, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0
+        ) as side,
     ):
         for step in range(3):
             side.backward(language_loss(side.module, tokens(step)))

@@ -136,7 +136,7 @@ def _side(module: nn.Module, case: Case, count: Counting) -> Sharded:
     """``module`` sharded and compiled as ``case`` says."""
     settings: dict[str, Any] = {"offload": case.offload, "activation_checkpointing": case.recompute}
     if case.form == "setting":
-        settings["compile"] = {"name": "blocks", "backend": "counting"}
+        settings["compile"] = {"name": "blocks", "arguments": {"backend": "counting"}}
     elif not case.later:
         FORMS[case.form](module, backend=count, fullgraph=case.fullgraph)
     sharded = Sharded(module, stage=case.stage, precision=case.precision, **settings)
@@ -270,7 +270,10 @@ def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute
     twin = Twin(module, optimizer=sgd)
     for block in twin.module.blocks:
         block.compile(backend=backend)
-    config: dict[str, Any] = {"compile": {"name": "blocks", "backend": backend}, "activation_checkpointing": recompute}
+    config: dict[str, Any] = {
+        "compile": {"name": "blocks", "arguments": {"backend": backend}},
+        "activation_checkpointing": recompute,
+    }
     with Sharded(module, stage=stage, optimizer=sgd, **config) as sharded:
         for step in range(3):
             for side in (sharded, twin):
@@ -324,18 +327,19 @@ def test_cuda_graphs_are_refused_where_parameters_come_and_go() -> None:
             with pytest.raises(ConfigError, match="compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
                 target.compile(mode="reduce-overhead")
         assert not hasattr(vars(module.blocks[1]).get("forward"), COMPILED)
-    with pytest.raises(ConfigError, match=r"zero\.compile\.mode: .*fixed addresses.*'max-autotune'"):
-        lightning_zero.shard(Model(), compile={"name": "blocks", "mode": "max-autotune"})
+    with pytest.raises(ConfigError, match=r"zero\.compile\.arguments: .*fixed addresses.*'max-autotune'"):
+        lightning_zero.shard(Model(), compile={"name": "blocks", "arguments": {"mode": "max-autotune"}})
 
 
 @on_ranks(1)
 def test_what_has_no_effect_is_refused() -> None:
     for settings, says in (
-        ({"dynamic": True}, r"zero\.compile\.dynamic has no effect with zero/compile=none"),
-        ({"name": "blocks", "mode": "fast"}, r"zero\.compile\.mode: expected one of default"),
-        ({"name": "blocks", "backend": "eager", "mode": "default"}, r"zero\.compile\.mode: expected none"),
+        ({"arguments": {"dynamic": True}}, r"zero\.compile\.arguments has no effect with zero/compile=none"),
+        ({"name": "blocks", "arguments": {"mod": "default"}}, r"zero\.compile\.arguments\.mod: .*mean mode\?"),
     ):
         with pytest.raises(ConfigError, match=says):
             make_config(compile=settings)
     with pytest.raises(ConfigError, match=r"zero/compile=blocks: the model has no blocks"):
-        lightning_zero.shard(nn.Linear(3, 3), compile={"name": "blocks", "backend": "eager"}, device="cpu")
+        lightning_zero.shard(
+            nn.Linear(3, 3), compile={"name": "blocks", "arguments": {"backend": "eager"}}, device="cpu"
+        )

@@ -318,10 +318,10 @@ def test_parameters_that_no_rank_uses_are_left_alone(stage: int, optimizer: Any)
         {"stage": 1},
         {"stage": 2},
         {"stage": 3},
-        {"stage": 3, "dynamic": True},
+        {"stage": 3, "dynamic_graph": True},
         {"stage": 2, "reduce_bucket_bytes": 3000},  # fewer bytes in flight than one rank has to give at once
         {"stage": 3, "reduce_bucket_bytes": 3000, "prefetch_bytes": 0},
-        {"stage": 3, "reduce_bucket_bytes": 3000, "dynamic": True},
+        {"stage": 3, "reduce_bucket_bytes": 3000, "dynamic_graph": True},
     ],
     ids=str,
 )

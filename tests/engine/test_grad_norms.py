@@ -1,24 +1,27 @@
-"""``param.grad.norm()`` of sharded gradients: true values, one exchange, and no rank that waits for ever."""
+"""Norms and values of sharded gradients, read from ``param.grad``: true, and no rank waits for ever."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import Model, Sharded, Twin, language_work
+from tests.engine.support import Model, Sharded, Twin, assert_same, language_work
 from tests.engine.test_offload import offload
 from tests.engine.test_values import trained
 from tests.harness import on_ranks
@@ -54,6 +57,7 @@ def assert_norms(sharded: Sharded, twin: Twin, norm_type: float) -> None:
                 expected,
                 rtol=1e-5,
                 atol=1e-12,
+                equal_nan=True,
                 msg=lambda m, n=name: f"{n}, {norm_type}: {m}",
             )
 
@@ -63,11 +67,8 @@ def assert_norms(sharded: Sharded, twin: Twin, norm_type: float) -> None:
 def test_norms_are_true(stage: int) -> None:
     sharded, twin = trained(stage=stage)
     with sharded:
-        for norm_type in TYPES:
+        for norm_type in (*TYPES, -1.0, -math.inf):
             assert_norms(sharded, twin, norm_type)
-        for low in (-1.0, -math.inf, math.nan):
-            with pytest.raises(ValueError, match="norm type of 0 or more"):
-                sharded.module.head.weight.grad.norm(low)
 
 
 @on_ranks(2)
@@ -127,45 +128,98 @@ def test_replicated_gradients_need_no_other_rank() -> None:
         assert not met
 
 
-@on_ranks(2)
+READS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda grad: grad.clone(),
+    lambda grad: grad.data.cpu(),
+    lambda grad: grad.detach().norm(dim=0),
+    lambda grad: grad.abs().max().item(),
+    lambda grad: torch.isnan(grad).any(),
+    lambda grad: torch.cat([grad.view(-1), (2 * grad).flatten()]),
+    lambda grad: grad * grad,
+    lambda grad: grad[..., -1].double().std(unbiased=False),
+    lambda grad: torch.zeros_like(grad).add_(grad),
+    lambda grad: grad.numpy(),
+    lambda grad: numpy.asarray(grad).sum(),
+    lambda grad: grad.tolist(),
+)
+
+
+@on_ranks(1, 2, full=(3,))
 @STAGES
-def test_other_reads_are_refused_in_words(stage: int) -> None:
-    sharded, _ = trained(stage=stage)
+def test_values_are_true(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        for (name, param), other in zip(sharded.module.named_parameters(), twin.masters, strict=True):
+            if (expected := twin.grads.get(other)) is None:
+                continue
+            for number, read in enumerate(READS):
+                torch.testing.assert_close(
+                    torch.as_tensor(read(param.grad)),
+                    torch.as_tensor(read(expected)),
+                    msg=lambda m, at=(name, number): f"{at}: {m}",
+                )
+            values = param.grad.clone()
+            assert type(values) is Tensor
+            with lightning_zero.gather(param, grads=True):
+                assert torch.equal(values, param.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_read_cannot_be_written(stage: int) -> None:
+    """It would be lost."""
+    sharded, twin = trained(stage=stage)
     grad = sharded.module.head.weight.grad
     with sharded:
         for use in (
-            lambda: grad.norm(dim=0),
-            lambda: grad.abs().max(),
-            lambda: grad.data.clone(),
-            lambda: grad.mean(),
-            lambda: torch.isnan(grad),
+            lambda: grad[0].zero_(),
+            lambda: grad.view(-1).mul_(2),
+            lambda: grad.t().add_(1),
+            lambda: grad[:2].unbind()[0].fill_(1),
+            lambda: torch._foreach_mul_(list(grad.split(2)), 2.0),
+            lambda: grad.__setitem__(0, 1.0),
+            lambda: torch.add(grad, 1, out=grad),
             lambda: setattr(grad, "data", torch.zeros_like(sharded.module.head.bias)),
         ):
             with pytest.raises(RuntimeError, match=r"gradient of head\.weight is sharded") as caught:
                 use()
             assert not re.search(r"aten|_copy|default", str(caught.value))
+        assert_same(sharded, twin, grads=True)
 
 
 @on_ranks(2)
-def test_a_rank_that_asks_alone_gets_an_error() -> None:
+def test_a_read_inside_a_backward_is_refused() -> None:
+    """Which gradients there are then is nobody's to say, and ranks may come to it at different moments."""
+    sharded, _ = trained(stage=3)
+    weight = sharded.module.head.weight
+    with sharded:
+        scale = torch.ones(weight.shape, requires_grad=True)
+        loss = (weight.grad * scale).sum()
+        with pytest.raises(RuntimeError, match=r"gradient of head\.weight is read inside a backward"):
+            loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("read", "own", "others"),
+    [("norm", "norms of gradients", r"norm\(\)"), ("abs", "a read of the gradient of head", r"a read of \.grad,")],
+)
+def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) -> None:
     """And so does the other one, which goes on to its step and its next backward."""
-    own = dist.new_group()  # in which a message is lost
-    side = Sharded(Model(), stage=3, stall_timeout_s=3.0, process_group=own)
+    group = dist.new_group()  # in which a message is lost
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0, process_group=group)
     language_work(side, 0)
     started = time.monotonic()
     soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
     with soon, pytest.raises((StallError, ApartError)) as caught:
         if dist.get_rank() == 0:
-            side.module.head.weight.grad.norm()
+            getattr(side.module.head.weight.grad, read)()
         else:
             side.step()
             side.zero_grad()
             language_work(side, 1)
     assert time.monotonic() - started < 20.0
-    if dist.get_rank() == 0:
-        assert "norms of gradients" in str(caught.value)
-    else:
-        assert "norm()" in str(caught.value)
+    assert re.search(own if dist.get_rank() == 0 else others, str(caught.value))
     side.engine.comm.waits.close()  # messages were lost: there is no release
 
 
@@ -193,8 +247,9 @@ def test_gradients_that_lack_some_of_a_backward_have_no_norm() -> None:
         with pytest.raises(ZeroDivisionError):
             language_work(side, 1)
         handle.remove()
-        with pytest.raises(RuntimeError, match="a backward has raised before its end"):
-            side.module.head.weight.grad.norm()
+        for read in (lambda grad: grad.norm(), lambda grad: grad.abs()):
+            with pytest.raises(RuntimeError, match="a backward has raised before its end"):
+                read(side.module.head.weight.grad)
         side.zero_grad()
         language_work(side, 2)
         assert side.module.head.weight.grad.norm() > 0

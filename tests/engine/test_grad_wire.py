@@ -81,7 +81,7 @@ def trained(
     torch.manual_seed(3)
     found: list[Tensor] = []
     config = {"precision": "bf16"} | config
-    with Sharded(build(), optimizer=optimizer, comm={"grad_wire": wire, **(comm or {})}, **config) as side:
+    with Sharded(build(), optimizer=optimizer, comm={"grad_comm_dtype": wire, **(comm or {})}, **config) as side:
         for step in range(steps):
             with autocast("bf16"):
                 found.append(torch.as_tensor(work(side, step)))
@@ -156,7 +156,7 @@ def test_both_wires_have_the_same_bits(case: Case, tmp_path: Path) -> None:
 
 def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[int, Any]:
     """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
-    with Sharded(Model(), stage=stage, comm={"grad_wire": wire}, **{"precision": WHOLE_BF16, **config}) as side:
+    with Sharded(Model(), stage=stage, comm={"grad_comm_dtype": wire}, **{"precision": WHOLE_BF16, **config}) as side:
         recorder = recording.listen(accelerator_of(CPU))
         before = recorder.moved["reduce"]
         with autocast("bf16"):
@@ -239,7 +239,7 @@ def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) ->
     complete = BucketGrads.complete
 
     def completed(self: BucketGrads) -> Tensor:
-        apart.extend(grad.dtype for grad in self.again.values())
+        apart.extend(grad.dtype for grad in self.second_arrivals.values())
         return complete(self)
 
     def counted(side: Sharded, step: int) -> Tensor:
@@ -303,7 +303,9 @@ def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
             with pytest.raises(ZeroDivisionError):
                 side.backward(loss)
             handle.remove()
-            assert not any(g.again or g.waiting or g.local is not None for g in side.engine.reducer.grads.values())
+            assert not any(
+                g.second_arrivals or g.waiting or g.local is not None for g in side.engine.reducer.grads.values()
+            )
             side.zero_grad()
         return again(side, step)
 
@@ -316,7 +318,7 @@ def _raise(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
-# -- transports and hierarchy -----------------------------------------------------------------------------------------
+# -- transports and nodes ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
@@ -344,7 +346,7 @@ def _hierarchical(stage: int) -> None:
     for wire in WIRES:
         kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
         with sent_dtypes(kinds):
-            found.append(trained(Model, work, wire, stage=stage, node=node, comm={"hierarchy": "node"}))
+            found.append(trained(Model, work, wire, stage=stage, node=node, comm={"hybrid_shard": "node"}))
         sent.append({dtype for dtype, total in kinds if total is not None})
     assert_equal(*found)
     assert sent == [{torch.float32}, {torch.bfloat16}]
@@ -378,31 +380,37 @@ def test_an_all_to_all_is_for_groups_of_some_ranks(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"precision": "fp32"}, r"grad_wire: .*zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
-        ({"precision": "fp16"}, r"grad_wire: .*zero/precision=fp16"),
-        ({"precision": "bf16_true"}, r"grad_wire: .*reduce_dtype=bf16, that of the weights"),
-        ({"precision": {"name": "bf16", "reduce_dtype": "bf16"}}, r"grad_wire: .*reduce_dtype=bf16 .*got bf16"),
-        ({"precision": "bf16", "comm": {"transport": "plain"}}, r"grad_wire: .*zero\.comm\.transport=plain .*got bf16"),
-        ({"comm": {"grad_wire": "int8"}}, r"zero\.comm\.grad_wire: expected one of auto, full, bf16, got 'int8'"),
+        ({"precision": "fp32"}, r"grad_comm_dtype: .*zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
+        ({"precision": "fp16"}, r"grad_comm_dtype: .*zero/precision=fp16"),
+        ({"precision": "bf16_true"}, r"grad_comm_dtype: .*reduce_dtype=bf16, that of the weights"),
+        ({"precision": {"name": "bf16", "reduce_dtype": "bf16"}}, r"grad_comm_dtype: .*reduce_dtype=bf16 .*got bf16"),
+        (
+            {"precision": "bf16", "comm": {"transport": "plain"}},
+            r"grad_comm_dtype: .*zero\.comm\.transport=plain .*got bf16",
+        ),
+        (
+            {"comm": {"grad_comm_dtype": "int8"}},
+            r"zero\.comm\.grad_comm_dtype: expected one of auto, full, bf16, got 'int8'",
+        ),
     ],
 )
 def test_a_wire_that_would_lose_digits_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_config(**settings | {"comm": {"grad_wire": "bf16", **settings.get("comm", {})}})
+        make_config(**settings | {"comm": {"grad_comm_dtype": "bf16", **settings.get("comm", {})}})
 
 
 @on_ranks(2)
 def test_a_row_that_is_chosen_later_is_refused_on_all_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"grad_wire: .*zero/precision=fp32"):
-        lightning_zero.shard(Model(), device="cpu", comm={"grad_wire": "bf16"})
+    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*zero/precision=fp32"):
+        lightning_zero.shard(Model(), device="cpu", comm={"grad_comm_dtype": "bf16"})
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
-    said = rf"grad_wire: .*zero/stage=zero{stage}.*Choose zero/stage=zero2"
+    said = rf"grad_comm_dtype: .*zero/stage=zero{stage}.*Choose zero/stage=zero2"
     with (
-        Sharded(Model(), stage=stage, precision="bf16", comm={"grad_wire": "bf16"}) as side,
+        Sharded(Model(), stage=stage, precision="bf16", comm={"grad_comm_dtype": "bf16"}) as side,
         pytest.raises(ConfigError, match=said),
     ):
         side.no_sync()
@@ -468,7 +476,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_many_ranks_are_refused() -> None:
-    comm = make_config(comm={"grad_wire": "bf16"}, precision="bf16").comm
+    comm = make_config(comm={"grad_comm_dtype": "bf16"}, precision="bf16").comm
     check_exchange(flat(EXCHANGE_MAX_RANKS), comm)
-    with pytest.raises(ConfigError, match=r"grad_wire: .*more than 64 ranks .*with 65\. Choose zero/comm=node"):
+    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*more than 64 ranks .*with 65\. Choose zero/comm=node"):
         check_exchange(flat(EXCHANGE_MAX_RANKS + 1), comm)

@@ -181,7 +181,7 @@ def test_what_waits_is_what_would_be_written() -> None:
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
             for bucket in side.engine.buckets:
                 alone, at_once = (
-                    BucketGrads(bucket, scale, side.engine.reducer.spare, together=both) for both in (False, True)
+                    BucketGrads(bucket, scale, side.engine.reducer.spare, batched_copy=both) for both in (False, True)
                 )
                 for step in range(2):
                     for slot, info in enumerate(bucket.params[step:]):

@@ -64,7 +64,7 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
             side.zero_grad()
             states = 2
             engine.settle()
-            engine.forget_zeroed()
+            engine.settle_gradients()
             check(Moment.cleared)
         assert state_tensors(engine) == 2
         tiers = {tier for (_, tier), nbytes in held_bytes(engine).items() if nbytes}
@@ -134,7 +134,7 @@ def test_what_comes_and_goes_is_in_the_bytes_of_an_instant(stage: int, offload: 
             side.step()
             side.zero_grad()
         engine.settle()
-        engine.forget_zeroed()
+        engine.settle_gradients()
         at_rest, now = held_bytes(engine), live_bytes(engine)
         assert now[Role.reducing, Tier.device] == engine.reducer.spare.nbytes
         assert now[Role.staging, Tier.host] - at_rest[Role.staging, Tier.host] == engine.tiers.staging_nbytes

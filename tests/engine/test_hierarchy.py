@@ -38,11 +38,11 @@ from tests.harness import on_ranks, run
 STAGES = [0, 1, 2, 3]
 
 
-def sharded(module: nn.Module, ranks_per_node: int, hierarchy: str = "node", **config: Any) -> Sharded:
+def sharded(module: nn.Module, ranks_per_node: int, hybrid_shard: str = "node", **config: Any) -> Sharded:
     return Sharded(
         module,
         node=f"node {dist.get_rank() // ranks_per_node}",
-        comm={"hierarchy": hierarchy},
+        comm={"hybrid_shard": hybrid_shard},
         **config,
     )
 
@@ -73,10 +73,10 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
 
 def _parity(ranks_per_node: int, stage: int, precision: str, **config: Any) -> None:
     found = []
-    for hierarchy in ("node", "flat"):
+    for hybrid_shard in ("node", "flat"):
         torch.manual_seed(3)
-        with sharded(Model(), ranks_per_node, hierarchy, stage=stage, precision=precision, **config) as side:
-            replicas = dist.get_world_size() // ranks_per_node if hierarchy == "node" else 1
+        with sharded(Model(), ranks_per_node, hybrid_shard, stage=stage, precision=precision, **config) as side:
+            replicas = dist.get_world_size() // ranks_per_node if hybrid_shard == "node" else 1
             assert len(side.engine.comm.topology.shard_groups) == replicas
             found.append(history(side, precision=precision))
     # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
@@ -101,9 +101,9 @@ def test_nodes_of_one_rank_equal_flat(stage: int) -> None:
     """Nothing is sharded then; on two ranks gradients are added in one order, so it is equal to the bit (a norm is not:
     it has a partial sum for each shard)."""
     found = []
-    for hierarchy in ("node", "flat"):
+    for hybrid_shard in ("node", "flat"):
         torch.manual_seed(3)
-        with sharded(Model(), 1, hierarchy, stage=stage) as side:
+        with sharded(Model(), 1, hybrid_shard, stage=stage) as side:
             found.append(history(side, clip=False))
     assert_close(*found, tolerance=0.0)
 
@@ -117,6 +117,9 @@ def _twin(stage: int) -> None:
             for one in (side, twin):
                 one.backward(language_loss(one.module, tokens(step)))
             assert_same(side, twin, grads=True, tolerance=1e-6)
+            names = dict(twin.module.named_parameters())
+            for name, param in side.module.named_parameters():
+                torch.testing.assert_close(param.grad.clone(), twin.grads[names[name]], rtol=1e-5, atol=1e-6)
             for one in (side, twin):
                 one.step()
                 one.zero_grad()
@@ -175,8 +178,8 @@ def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[
 
 
 def _bytes(stage: int, micro_batches: int) -> None:
-    for hierarchy in ("node", "flat"):
-        with sharded(Model(), 2, hierarchy, stage=stage) as side:
+    for hybrid_shard in ("node", "flat"):
+        with sharded(Model(), 2, hybrid_shard, stage=stage) as side:
             history(side, steps=1, micro_batches=micro_batches, clip=False)
             with bytes_from_other_nodes(side.engine.comm, 2) as found:
                 for micro in range(micro_batches):
@@ -188,7 +191,7 @@ def _bytes(stage: int, micro_batches: int) -> None:
             reductions = micro_batches if stage >= 2 else 1
             full = sum(b.layout.numel * 4 for b in side.engine.buckets)
             across = dict(+found)
-            if hierarchy == "node":
+            if hybrid_shard == "node":
                 # A ring over 2 replicas moves each byte of the shard, half of the bucket, once each way.
                 assert across == {"sum": reductions * full // 2}, across
             else:
@@ -218,8 +221,8 @@ def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
 
 def _uneven() -> None:
     node = "a" if dist.get_rank() < 2 else "b"
-    with pytest.raises(ConfigError, match=r"hierarchy=node: .* got 2 on a, 1 on b"):
-        lightning_zero.shard(Model(), device="cpu", node=node, comm={"hierarchy": "node"})
+    with pytest.raises(ConfigError, match=r"hybrid_shard=node: .* got 2 on a, 1 on b"):
+        lightning_zero.shard(Model(), device="cpu", node=node, comm={"hybrid_shard": "node"})
     module = Model()  # an engine lives as long as its module
     engine = lightning_zero.shard(module, device="cpu", node=node)
     assert len(engine.comm.topology.shard_groups) == 1

@@ -519,8 +519,8 @@ def test_an_exception_at_an_end_of_a_backward_is_followed_by_a_clean_one(where: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic_graph", [False, True])
+def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic_graph: bool) -> None:
     class Long(Model):
         def forward(self, batch: Tensor) -> Tensor:
             x = self.embed(batch)
@@ -536,7 +536,7 @@ def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic: bo
         unshard_begin(self)
         most = max(most, sum(unit.state is not State.SHARDED for unit in side.engine.units))
 
-    with Sharded(Long(depth=9), stage=3, dynamic=dynamic, prefetch_bytes=1) as side:
+    with Sharded(Long(depth=9), stage=3, dynamic_graph=dynamic_graph, prefetch_bytes=1) as side:
         with mock.patch.object(Unit, "unshard_begin", counted), torch.no_grad():
             side.module(tokens(0))
         assert most <= 4, "the root, one in use, and one for another rank"

@@ -272,7 +272,7 @@ def _train_with_hooks(
     module, engine = side.module, side.engine
     if kept_optimizers is None:
         side.optimizer.register_step_post_hook(lambda *_: module.train() and None)
-    module.register_forward_hook(lambda *_: engine.forget_zeroed())
+    module.register_forward_hook(lambda *_: engine.settle_gradients())
     module.losses = [language_work(side, 0)]
     side.step()
     dist.barrier()

@@ -191,7 +191,7 @@ def test_refusals_of_the_engine() -> None:
         def step(self, closure: Any = None) -> None: ...
 
     module = torch.nn.Linear(8, 8)
-    engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"elementwise": True}))
+    engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"sharding": "slices"}))
     with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*Own"):
         engine.add_optimizer(Own(module.parameters()))
     engine.release()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, make_config
+from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, make_config
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
 from lightning_zero.planning.fit import Machine, allowed_rows, plan_row
@@ -53,11 +53,11 @@ PER_NODE = 2
 Work = Callable[[Sharded, int], Any]
 
 
-def trained(hierarchy: str, work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> list[Any]:
+def trained(hybrid_shard: str, work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> list[Any]:
     """What ``work`` found in each of three steps, and all masters and states."""
     torch.manual_seed(3)
     found: list[Any] = []
-    with sharded(build(), PER_NODE, hierarchy, **config) as side:
+    with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
         assert side.engine.comm.shard_size == dist.get_world_size()
         for step in range(3):
             with autocast(str(config.get("precision", "fp32"))):
@@ -83,7 +83,7 @@ class Case(NamedTuple):
     prefetch_bytes: int
     keep_gathered_bytes: int
     recompute: str
-    dynamic: bool
+    dynamic_graph: bool
     together: bool
 
 
@@ -114,14 +114,14 @@ def _check(case: Case, folder: Path) -> None:
         "prefetch_bytes": case.prefetch_bytes,
         "keep_gathered_bytes": case.keep_gathered_bytes,
         "activation_checkpointing": case.recompute,
-        "dynamic": case.dynamic,
+        "dynamic_graph": case.dynamic_graph,
         **offload(case.row, folder),
     }
     found = []
-    for hierarchy in BOTH:
-        host = through_host() if case.row != "none" or case.dynamic else contextlib.nullcontext()
+    for hybrid_shard in BOTH:
+        host = through_host() if case.row != "none" or case.dynamic_graph else contextlib.nullcontext()
         with together() if case.together else contextlib.nullcontext(), host:
-            found.append(trained(hierarchy, work, **config))
+            found.append(trained(hybrid_shard, work, **config))
     assert_equal(*found)
 
 
@@ -135,14 +135,14 @@ def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
 
 def _bytes(micro_batches: int, recompute: str) -> None:
     across = {}
-    for hierarchy in BOTH:
-        with sharded(Model(), PER_NODE, hierarchy, activation_checkpointing=recompute) as side:
+    for hybrid_shard in BOTH:
+        with sharded(Model(), PER_NODE, hybrid_shard, activation_checkpointing=recompute) as side:
             accumulate(side, 0, micro_batches)
             side.step()  # the order is known from here on
             side.zero_grad()
             with bytes_from_other_nodes(side.engine.comm, PER_NODE) as found:
                 accumulate(side, 1, micro_batches)
-            across[hierarchy] = found["gather"], found["reduce"]
+            across[hybrid_shard] = found["gather"], found["reduce"]
             sent = sent_by(plan_of(side.engine), limits_of(side.engine, micro_batches))
             units = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
     # The root and the last unit stay between forward and backward. Half of each gather comes from the other node.
@@ -163,7 +163,7 @@ def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recomp
 
 
 def on_both(work: Work, **config: Any) -> None:
-    assert_equal(*(trained(hierarchy, work, **config) for hierarchy in BOTH))
+    assert_equal(*(trained(hybrid_shard, work, **config) for hybrid_shard in BOTH))
 
 
 def _evaluates() -> None:
@@ -307,8 +307,8 @@ def _paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(work, build=Paths, dynamic=True, unit={"classes": ["Linear"]})
-    on_both(work, build=Paths, dynamic=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
+    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]})
+    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -362,18 +362,18 @@ def test_the_plan_of_a_machine_knows_it() -> None:
     shapes = tuple(BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9))
     model = PlannedModel(tuple(map(str, range(9))), shapes, Limits(0, 0, 1))
 
-    def row(hierarchy: Hierarchy, nodes: int = 2) -> Any:
-        machine = Machine(4, 10**9, 10**10, 10**10, nodes, hierarchy=hierarchy)
+    def row(hybrid_shard: HybridShard, nodes: int = 2) -> Any:
+        machine = Machine(4, 10**9, 10**10, 10**10, nodes, hybrid_shard=hybrid_shard)
         return plan_row(model, Stage.zero3, Offload.none, machine, OffloadConfig())
 
-    flat, kept_rows = row(Hierarchy.flat), row(Hierarchy.node_backward)
+    flat, kept_rows = row(HybridShard.flat), row(HybridShard.node_backward)
     assert kept_rows.per_rank[Tier.device] - flat.per_rank[Tier.device] == 8 * 8192 * 2 // 4
     assert kept_rows.sent.gathers < flat.sent.gathers and kept_rows.sent.in_node > 0 == flat.sent.in_node
     with pytest.raises(ConfigError, match="node_backward: expected several nodes"):
-        row(Hierarchy.node_backward, nodes=1)
-    rows = {offload for stage, offload in allowed_rows(Hierarchy.node_backward) if stage is Stage.zero3}
+        row(HybridShard.node_backward, nodes=1)
+    rows = {offload for stage, offload in allowed_rows(HybridShard.node_backward) if stage is Stage.zero3}
     assert rows == {Offload.none, Offload.optimizer_cpu, Offload.optimizer_nvme, Offload.auto}
-    assert {stage for stage, _ in allowed_rows(Hierarchy.node_backward)} == {Stage.zero3}
+    assert {stage for stage, _ in allowed_rows(HybridShard.node_backward)} == {Stage.zero3}
 
 
 # -- what is refused, and ranks that fail -----------------------------------------------------------------------------
@@ -382,19 +382,19 @@ def test_the_plan_of_a_machine_knows_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"stage": 2}, r"hierarchy: expected .* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
-        ({"offload": "cpu"}, r"hierarchy: expected .* got node_backward with zero/offload=cpu\. Choose"),
+        ({"stage": 2}, r"hybrid_shard: expected .* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
+        ({"offload": "cpu"}, r"hybrid_shard: expected .* got node_backward with zero/offload=cpu\. Choose"),
     ],
 )
 def test_rows_that_it_cannot_work_with_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_config(comm={"hierarchy": "node_backward"}, **settings)
+        make_config(comm={"hybrid_shard": "node_backward"}, **settings)
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("aaaa", r"node_backward: expected several nodes of several ranks each, got one node .*hierarchy=flat"),
+        ("aaaa", r"node_backward: expected several nodes of several ranks each, got one node .*hybrid_shard=flat"),
         ("abcd", r"node_backward: expected several nodes of several ranks each, got one rank on each"),
         ("aaab", r"node_backward: expected the same number of ranks on every node, got 3 on a, 1 on b"),
     ],

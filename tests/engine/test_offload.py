@@ -475,7 +475,7 @@ def test_settings_of_time_and_memory(row: str, stage: int, tmp_path: Path) -> No
 @on_ranks(2)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
 def test_dynamic_paths(row: str, tmp_path: Path) -> None:
-    compare(row, 3, tmp_path, lambda side: list(train(side, 3)), dynamic=True)
+    compare(row, 3, tmp_path, lambda side: list(train(side, 3)), dynamic_graph=True)
 
 
 @on_ranks(2)
@@ -604,7 +604,7 @@ def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Pa
         assert [group["calls"] for group in side.optimizer.param_groups] == [3]
         return list(losses)
 
-    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"elementwise": True}}
+    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"sharding": "slices"}}
     compare(row, stage, tmp_path, body, **settings)
 
 

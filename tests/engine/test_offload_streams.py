@@ -18,8 +18,7 @@ from torch import Tensor
 
 import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import grad_store, landing
-from lightning_zero.engine.whole.norms import overflowed
+from lightning_zero.engine.units import grad_store
 from lightning_zero.tiers import pinned
 from tests.engine.support import Model, Sharded, accumulate, adamw, autocast, pairwise_selection, sgd
 from tests.engine.test_offload import assert_equal, offload, whole
@@ -45,7 +44,7 @@ def streams() -> Iterator[None]:
     """Engines made inside have streams, and small buffers, so that what is large passes them in pieces."""
     with (
         mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce}),
-        mock.patch.object(landing, "PAIR_NBYTES", 1024),
+        mock.patch.object(grad_store, "PAIR_NBYTES", 1024),
         mock.patch.object(pinned, "PAIR_NBYTES", 1024),
     ):
         yield
@@ -78,7 +77,7 @@ def _history(side: Sharded, case: Case) -> list[Any]:
     for step in range(4):  # from the second on, norms are taken on the way
         with autocast(case.precision):
             found.append(accumulate(side, step, case.micro_batches))
-        found.append(overflowed(side.engine, side.module.parameters()))
+        found.append(side.engine.sharded_grads.overflowed(map(side.engine.place_of, side.module.parameters())))
         if case.clips == "twice":
             found += [side.clip(0.4), side.clip(0.2)]
         elif case.clips:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Rewritten, Shared, WarmsUp
+from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, WarmsUp
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -407,20 +407,6 @@ def test_a_class_without_a_step_of_its_own_is_its_base_also_where_that_was_never
     subprocess.run([sys.executable, "-c", FIRST_OF_ITS_BASE], check=True, timeout=100)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    "make",
-    [SignDescent, torch.optim.Adafactor, Rewritten],
-    ids=lambda make: make.__name__,
-)
-def test_optimizers_that_may_need_whole_parameters_are_refused_where_none_may_have_them(make: Any) -> None:
-    module = Model()
-    engine = lightning_zero.shard(module, device="cpu", optimizer={"whole": False})
-    with pytest.raises(ValueError, match=r"zero\.optimizer\.whole=false.*" + make.__name__ + ".*elementwise=true"):
-        engine.add_optimizer(make(module.parameters()))
-    engine.release()
-
-
 @on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu"), (3, "nvme")]
@@ -433,7 +419,7 @@ def test_a_class_of_torch_s_with_a_step_of_its_own_that_is_declared_element_wise
     module = Model()
     twin = Twin(module, optimizer=make, each=stage >= 2)
     calls: dict[Side, list[str]] = {twin: []}
-    settings = {"optimizer_settings": {"elementwise": True}, **offload(row, tmp_path)}
+    settings = {"optimizer_settings": {"sharding": "slices"}, **offload(row, tmp_path)}
     with Sharded(module, optimizer=make, stage=stage, **settings) as sharded:
         scheduler = torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
         calls[sharded] = []
@@ -496,7 +482,7 @@ def test_parameters_in_two_optimizers(stage: int, row: str, tmp_path: Path) -> N
 @on_ranks(2)
 @STAGES
 def test_an_unknown_optimizer_that_is_declared_element_wise(stage: int) -> None:
-    settings = {"optimizer": {"elementwise": True}}
+    settings = {"optimizer": {"sharding": "slices"}}
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, optimizer=SignDescent)
@@ -528,9 +514,9 @@ def test_what_is_declared_element_wise_and_is_not_is_refused() -> None:
         (Langevin, ""),
     ):
         module = Model()
-        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer={"elementwise": True})
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer={"sharding": "slices"})
         if why:
-            with pytest.raises(ValueError, match=rf"zero\.optimizer\.elementwise: .*{kind.__name__}.*{why}"):
+            with pytest.raises(ValueError, match=rf"zero\.optimizer\.sharding: .*{kind.__name__}.*{why}"):
                 engine.add_optimizer(kind(module.parameters()))
         else:
             engine.add_optimizer(kind(module.parameters()))

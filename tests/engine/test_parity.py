@@ -143,7 +143,7 @@ def test_settings_of_time_and_memory_change_nothing() -> None:
         {"prefetch_bytes": 10_000},  # a block has 8 KiB
         {"keep_gathered_bytes": 10_000},
         {"keep_gathered_bytes": 10**9, "prefetch_bytes": 0},
-        {"dynamic": True},
+        {"dynamic_graph": True},
     ):
         _assert_alike(plain, _history(3, **config))
 

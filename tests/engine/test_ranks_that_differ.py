@@ -68,7 +68,7 @@ PATHS = {f.__name__: f for f in (other_blocks, other_order, other_number, nothin
 @pytest.mark.parametrize("config", [{}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}], ids=str)
 def test_dynamic_paths_train_with_the_right_gradients(path: str, config: dict[str, Any]) -> None:
     paths = functools.partial(work, path_of=PATHS[path])
-    check(Paths, paths, steps=5, dynamic=True, stall_timeout_s=20, **config)
+    check(Paths, paths, steps=5, dynamic_graph=True, stall_timeout_s=20, **config)
 
 
 @on_ranks(2, full=(3,))
@@ -143,7 +143,7 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
             work(side, 2, path_of=lambda _, rank: path if rank == 1 else (0, 1, 2, 3))
     assert time.monotonic() - started < 5
     text = str(caught.value)
-    assert "zero.dynamic=true" in text
+    assert "zero.dynamic_graph=true" in text
     assert "rank 0:" in text and "rank 1:" in text
     assert "unit blocks." in text and "which the recorded order does not have here" in text
     side.engine.comm.waits.close()  # messages were lost: there is no release
@@ -184,7 +184,7 @@ class Inside(nn.Module):
 def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
     """Also where no backward follows: the ranks that are still in their call need its gathers."""
     module = Inside() if way == "in a step" else Paths()
-    with Sharded(module, dynamic=True, stall_timeout_s=5) as side:
+    with Sharded(module, dynamic_graph=True, stall_timeout_s=5) as side:
         for step in range(4):
             x, blocks = floats(step, 4, WIDTH), PATHS[path](step, dist.get_rank())
             scope: Any = contextlib.nullcontext()
@@ -203,7 +203,7 @@ def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path:
 
 @on_ranks(2)
 def test_dynamic_evaluation() -> None:
-    with Sharded(Paths(), dynamic=True, stall_timeout_s=20) as side:
+    with Sharded(Paths(), dynamic_graph=True, stall_timeout_s=20) as side:
         full = Paths()
         with lightning_zero.gather(side.module):
             full.load_state_dict(side.module.state_dict())

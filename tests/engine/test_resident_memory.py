@@ -41,7 +41,7 @@ for _ in range(3):
     optimizer.step()
     engine.settle()
     optimizer.zero_grad()
-    engine.forget_zeroed()
+    engine.settle_gradients()
 gc.collect()
 rest = memory.planned_bytes(plan_of(engine), moment=memory.Moment.cleared)
 planned = sum(n for (role, tier), n in rest.items() if tier is not memory.Tier.nvme)

@@ -130,7 +130,7 @@ PARTS = len(SELECTED)
 def check_held(side: Sharded, what: str) -> None:
     engine = side.engine
     engine.settle()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     states = state_tensors(engine)
     gone = not any(bucket.grad_store.is_there for bucket in engine.buckets)
     moment = Moment.cleared if gone else Moment.reduced
@@ -392,7 +392,7 @@ def test_after_an_exception_it_works() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("settings", [{"keep_gathered_bytes": 100}, {"dynamic": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"keep_gathered_bytes": 100}, {"dynamic_graph": True}], ids=str)
 def test_settings_that_belong_to_a_row_refuse_others(settings: dict[str, Any]) -> None:
     with Sharded(Model(), stage=3, **settings) as side:
         with pytest.raises(ConfigError, match=f"zero.{next(iter(settings))}: expected"):

@@ -366,7 +366,7 @@ def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Pa
             side.step()
             side.zero_grad()
         engine.settle()
-        engine.forget_zeroed()
+        engine.settle_gradients()
         held = held_bytes(engine)
         assert state_tensors(engine) == 2
         assert held == planned_bytes(plan_of(engine), engine.rank, state_tensors=2, moment=Moment.cleared)
@@ -458,13 +458,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
     "averages": (lambda p: torch.optim.ASGD(p), {}, "torch.optim.ASGD keeps more than moments"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, r"AdamW\(amsgrad=True\)"),
     "centered": (lambda p: torch.optim.RMSprop(p, centered=True), {}, r"RMSprop\(centered=True\)"),
-    "unknown": (Unknown, {"elementwise": True}, "whose state is not known"),
-    "whole": (lambda p: torch.optim.AdamW(p), {"whole": True}, "steps whole tensors"),
+    "unknown": (Unknown, {"sharding": "slices"}, "whose state is not known"),
+    "whole": (lambda p: torch.optim.AdamW(p), {"sharding": "tensors"}, "steps whole tensors"),
     "stepped whole": (Unknown, {}, "steps whole tensors"),
-    "own step": (OwnStep, {"elementwise": True}, "whose state is not known"),
+    "own step": (OwnStep, {"sharding": "slices"}, "whose state is not known"),
     "torchao": (
         lambda p: type("AdamW8bit", (Unknown,), {"__module__": "torchao.optim.adam"})(p),
-        {"elementwise": True},
+        {"sharding": "slices"},
         "torchao.optim.adam.AdamW8bit chooses by the size of a tensor",
     ),
 }

@@ -63,4 +63,4 @@ def test_ranks_that_take_other_paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(Paths, work, stage=3, dynamic=True, unit={"classes": ["Linear"]})
+    on_both(Paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})

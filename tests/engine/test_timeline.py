@@ -69,7 +69,7 @@ def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -
     with Sharded(Model(), stage=stage, **more) as side:
         steps(side, 5)
         expected = {name: value.clone() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-    debug = {"timeline": str(tmp_path / "made" / "here"), "timeline_after": 2, "timeline_steps": 2}
+    debug = {"timeline": str(tmp_path / "made" / "here"), "timeline_steps": [2, 2]}
     torch.manual_seed(0)
     with Sharded(Model(), stage=stage, debug=debug, **more) as side:
         steps(side, 5)
@@ -112,7 +112,7 @@ def assert_rows(events: list[Event]) -> None:
 def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     """Clocks that differ by hours: no message ends on one rank before it has begun on the other."""
     real, ahead = time.perf_counter, 7200.0 * dist.get_rank()
-    debug = {"timeline": str(tmp_path), "timeline_after": 2}
+    debug = {"timeline": str(tmp_path), "timeline_steps": [2, 2]}
     with mock.patch("time.perf_counter", lambda: real() + ahead), Sharded(Model(), debug=debug) as side:
         steps(side, 5)
     lanes = by_lane(recorded(tmp_path))
@@ -128,7 +128,7 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 2}) as side:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [2, 2]}) as side:
         for number in range(5):
             if dist.get_rank() == 1:
                 time.sleep(0.1)
@@ -141,7 +141,7 @@ def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}) as side:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 1]}) as side:
         steps(side, 3)
     dist.barrier()
     page = (tmp_path / "timeline.html").read_text()
@@ -173,7 +173,7 @@ def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
         with warned() as found:
             side.engine.rest()
     assert ["ended after 3 steps" in text for text in found] == [True] * is_first
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
         steps(side, 3)
         side.engine.rest()
     ends = [event for event in recorded(tmp_path) if event["ph"] == "i"]
@@ -183,7 +183,7 @@ def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1}) as side, warned() as found:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 2]}) as side, warned() as found:
         with mock.patch("pathlib.Path.write_text", side_effect=OSError(28, "No space left on device")):
             steps(side, 5)
         assert side.engine.rank or not (tmp_path / "timeline.html").exists()
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1}) as side, warned() as found:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 2]}) as side, warned() as found:
         draws = {"draw": mock.Mock(side_effect=ImportError("built for another numpy")), "can_draw": lambda: True}
         with mock.patch.multiple("lightning_zero.timeline.record", **draws):
             steps(side, 5)
@@ -202,7 +202,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None
 
 @on_ranks(2)
 def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
         steps(side, 2)
         side.engine.abort()
         # A device may wait for a message of a rank that is gone: nobody may wait for the device.
@@ -210,7 +210,7 @@ def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
         with mock.patch.object(type(accelerator), "synchronize", side_effect=AssertionError("waits")):
             side.engine.rest()
         assert recording._recorder is None
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
         steps(side, 2)
         side.engine.release()  # without the end of a run, as without Lightning
         assert recording._recorder is None
@@ -225,10 +225,9 @@ def test_where_nobody_records_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_after has no effect without zero\.debug\.timeline"):
-        make_config(debug={"timeline_after": 3})
-    with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_steps: expected a number > 0"):
-        make_config(debug={"timeline": "x", "timeline_steps": 0})
+    for given in ([3, 0], [3], 3):
+        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_steps: expected (two numbers|a list)"):
+            make_config(debug={"timeline": "x", "timeline_steps": given})
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(ConfigError, match=r"zero\.debug\.timeline: expected a folder"):
@@ -292,7 +291,7 @@ def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
 
 @on_ranks(3)
 def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path) -> None:
-    debug = {"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}
+    debug = {"timeline": str(tmp_path), "timeline_steps": [1, 1]}
     with (
         mock.patch("lightning_zero.timeline.lanes.chosen.__defaults__", (1,)),
         Sharded(Model(), debug=debug) as s,

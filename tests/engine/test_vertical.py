@@ -42,7 +42,7 @@ CASES = [
 
 def vertical(module: nn.Module, *, k: int = K, how: str = "blocks", **settings: Any) -> Engine:
     return lightning_zero.shard(
-        module, micro_batches=k, activation_checkpointing=how, device="cpu", summary=False, **settings
+        module, vertical_chunks=k, activation_checkpointing=how, device="cpu", summary=False, **settings
     )
 
 
@@ -591,10 +591,14 @@ class Passes(nn.Module):
         (
             [Dropping(), Dropping()],
             {"k": 1, "unit": {"whole_batch": ["Norm"]}},
-            "has no effect with zero.micro_batches=1",
+            "has no effect with zero.vertical_chunks=1",
         ),
-        ([Dropping(), Dropping()], {"k": 0}, "zero.micro_batches"),
-        ([Dropping(), Dropping()], {"comm": {"grad_wire": "bf16"}, "precision": "bf16"}, "zero.comm.grad_wire"),
+        ([Dropping(), Dropping()], {"k": 0}, "zero.vertical_chunks"),
+        (
+            [Dropping(), Dropping()],
+            {"comm": {"grad_comm_dtype": "bf16"}, "precision": "bf16"},
+            "zero.comm.grad_comm_dtype",
+        ),
     ],
 )
 def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: dict[str, Any], words: str) -> None:
@@ -607,7 +611,7 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
 @pytest.mark.parametrize(
     ("module", "x", "words"),
     [
-        (Layers(Dropping(), Dropping()), torch.randn(6, 8), "divides by zero.micro_batches=4, got 6 samples"),
+        (Layers(Dropping(), Dropping()), torch.randn(6, 8), "divides by zero.vertical_chunks=4, got 6 samples"),
         (Layers(Counts(), Counts()), torch.randn(ROWS, 8), r"changes the buffer seen of Counts"),
         (Passes("vector"), torch.randn(ROWS, 8), r"a result \[3\] with one that is not of samples"),
         (Passes("number"), torch.randn(ROWS, 8), "results with other numbers"),

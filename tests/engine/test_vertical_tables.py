@@ -135,7 +135,7 @@ def prepared(*case: Any, k: int, length: int = LENGTH) -> tuple[nn.Module, nn.Mo
     module, plain = Network(*case), Network(*case)
     plain.load_state_dict(module.state_dict())
     engine = lightning_zero.shard(
-        module, micro_batches=k, stage=3, activation_checkpointing="blocks", device="cpu", summary=False
+        module, vertical_chunks=k, stage=3, activation_checkpointing="blocks", device="cpu", summary=False
     )
     return module, plain, engine, torch.randn(ROWS, length, WIDTH)
 
@@ -211,7 +211,7 @@ def test_a_table_is_found_in_bf16_too() -> None:
     module, plain = Network(*CASES["prototypes"]), Network(*CASES["prototypes"])
     plain.load_state_dict(module.state_dict())
     engine = lightning_zero.shard(
-        module, micro_batches=4, stage=3, precision="bf16", activation_checkpointing="blocks", device="cpu",
+        module, vertical_chunks=4, stage=3, precision="bf16", activation_checkpointing="blocks", device="cpu",
         summary=False,
     )  # fmt: skip
     batch = torch.randn(ROWS, LENGTH, WIDTH)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
-from lightning_zero.config import ConfigError, Precision, Whole, make_config
+from lightning_zero.config import ConfigError, Precision, make_config
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.layerwise import whole_optimizer
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
@@ -263,7 +263,7 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> 
                 side.engine.restage(f"zero{stage}", settings)
             steps_of(side, step, 1)
             side.engine.settle()
-            side.engine.forget_zeroed()
+            side.engine.settle_gradients()
             engine = side.engine
             states = state_tensors(engine)
             plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
@@ -340,7 +340,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
         twin.zero_grad()
         module.zero_grad()
     engine.settle()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=Moment.cleared)
     assert held_bytes(engine) == planned
     expected = [master.value for master in twin.masters.values()]
@@ -420,7 +420,11 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "stage", "settings"),
-    [(torch.optim.AdamW, 0, {"whole": True}), (torch.optim.AdamW, 2, {"whole": True}), (WarmsUp, 3, {"whole": True})]
+    [
+        (torch.optim.AdamW, 0, {"sharding": "tensors"}),
+        (torch.optim.AdamW, 2, {"sharding": "tensors"}),
+        (WarmsUp, 3, {"sharding": "tensors"}),
+    ]
     + [(kind, stage, {}) for kind in (Shrinking, Forgetful, Rewritten, WarmsUp) for stage in (0, 1, 3)],
 )
 def test_what_is_asked_to_and_classes_of_torch_s_with_a_step_of_their_own_step_whole_tensors(
@@ -583,14 +587,14 @@ def peak_of(act: Any) -> int:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("hierarchy", "beside"), [("node", "node"), ("node_backward", "flat")])
-def test_shards_within_a_node_and_replicas_across_nodes(hierarchy: str, beside: str) -> None:
+@pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
+def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, beside: str) -> None:
     """Each replica steps all tensors, divided among its ranks; one saves their state."""
     node = f"node {torch.distributed.get_rank() // 2}"
     found = []
-    for stage, name in ((0, beside), (3, hierarchy)):
+    for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
-        settings: dict[str, Any] = {"comm": {"hierarchy": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
+        settings: dict[str, Any] = {"comm": {"hybrid_shard": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
         with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
             steps_of(side, 0, 3)
             state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
@@ -647,14 +651,12 @@ class NeedsClosure(SignDescent):
 
 @on_ranks(2)
 def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
-    declared: list[dict[str, Any]] = [{}, {"whole": True}, {"whole": False}, {"elementwise": True}]
+    declared: list[dict[str, Any]] = [{}, {"sharding": "tensors"}, {"sharding": "slices"}]
     for stage, settings in itertools.product((0, 2), declared):
         module = Model()
         engine = lightning_zero.shard(module, device="cpu", stage=stage, summary=False, optimizer=settings)
         for make in (torch.optim.LBFGS, NeedsClosure, Sharpness):
             match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
-            if make is Sharpness and settings == {"whole": False}:
-                match = "not known to compute each element"  # refused untried
             with pytest.raises(ConfigError, match=match):
                 engine.add_optimizer(make(module.parameters()))
         engine.release()
@@ -696,7 +698,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         Batched: "depends on the other tensors",
         Langevin: "depends on the other tensors.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
-        Picky: "(?s)could not be tried.*too even.*zero.optimizer.whole=true",
+        Picky: "(?s)could not be tried.*too even.*zero.optimizer.sharding=tensors",
     }
     for make, match in refusals.items():
         module = Model()
@@ -704,7 +706,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             engine.add_optimizer(make(module.parameters()))
         engine.release()
-    side_by_side(Picky, language, stage=1, optimizer_settings={"whole": True})
+    side_by_side(Picky, language, stage=1, optimizer_settings={"sharding": "tensors"})
     for make in (NormOverAll, Remembering, Batched):  # in one call, as in one process
         side_by_side(make, language, stage=0)
     side_by_side(Shared, in_part, build=Optional, steps=4, stage=0)
@@ -714,7 +716,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             Sharded(Model(), stage=0, optimizer=make)
     with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
-        Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"elementwise": True})
+        Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"sharding": "slices"})
 
 
 def large() -> nn.Module:
@@ -723,7 +725,7 @@ def large() -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("own", [{}, {"elementwise": True}])
+@pytest.mark.parametrize("own", [{}, {"sharding": "slices"}])
 def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
     for groups in (1, 2):
         module = large()
@@ -751,12 +753,6 @@ def test_of_tensors_that_are_too_many_to_try_the_largest_are_left_out_and_named(
     engine.release()
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"zero\.optimizer\.whole: expected one of auto, true, false, got 'sometimes'"
-    ):
-        make_config(optimizer={"whole": "sometimes"})
-    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=true has no effect.*elementwise"):
-        make_config(optimizer={"whole": "true", "elementwise": True})
-    for given in ("false", False):
-        assert make_config(optimizer={"whole": given}).optimizer.whole is Whole.false
+def test_another_name_for_what_is_stepped_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.sharding: expected one of auto, slices, tensors, got 'w"):
+        make_config(optimizer={"sharding": "whole"})

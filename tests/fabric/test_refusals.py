@@ -22,8 +22,8 @@ def test_settings_that_only_the_trainer_follows() -> None:
         Fabric(strategy="zero_auto", accelerator="cpu", devices=2)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
         ZeroFabricStrategy("zero3", checkpoint={"name": "sharded", "background": True})
-    with pytest.raises(ConfigError, match=r"zero\.after_fit: expected auto or sharded with Fabric"):
-        ZeroFabricStrategy("zero3", after_fit="whole")
+    with pytest.raises(ConfigError, match=r"zero\.gather_after_fit: expected null or false with Fabric"):
+        ZeroFabricStrategy("zero3", gather_after_fit=True)
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
         config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
         Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2)

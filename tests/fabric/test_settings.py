@@ -20,7 +20,7 @@ SMALL = 1 << 10
 # Fields that change no number, by group: values, and what can be seen of them in the engine.
 EQUAL: dict[str, dict[str, Any]] = {
     "offload.host": {"offload": "cpu"},
-    "offload.files": {"offload": {"name": "nvme", "nvme_path": "", "threads": 2, "io_threads": 2}},
+    "offload.files": {"offload": {"name": "nvme", "nvme_path": "", "threads": 2}},
     "offload.auto": {
         "offload": {
             "name": "auto",
@@ -32,21 +32,21 @@ EQUAL: dict[str, dict[str, Any]] = {
     },
     "unit.classes": {"unit": {"classes": ["Linear"]}},
     "unit.sizes": {"unit": {"min_bytes": SMALL, "max_bytes": 1 << 20}},
-    "comm": {"comm": {"transport": "direct", "hierarchy": "flat"}},
-    "optimizer": {"optimizer": {"elementwise": True}},
-    "compile": {"compile": {"name": "blocks", "backend": "eager", "dynamic": False}},
+    "comm": {"comm": {"transport": "direct", "hybrid_shard": "flat"}},
+    "optimizer": {"optimizer": {"sharding": "slices"}},
+    "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},
     "keep_gathered_bytes": {"keep_gathered_bytes": 1 << 20},
     "reduce_bucket_bytes": {"reduce_bucket_bytes": SMALL},
     "activation_checkpointing": {"activation_checkpointing": "blocks"},
-    "dynamic": {"dynamic": True},
+    "dynamic_graph": {"dynamic_graph": True},
     "stall_timeout_s": {"stall_timeout_s": 50.0},
     "summary": {"summary": False},
-    "after_fit": {"after_fit": "sharded"},
+    "gather_after_fit": {"gather_after_fit": False},
 }
 OFTEN = {"offload.files", "unit.classes", "comm", "compile", "activation_checkpointing"}
 # Those with tests of their own, here or beside.
-ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from", "micro_batches", "sequence_parallel"}
+ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from", "vertical_chunks", "sequence_parallel"}
 
 
 def test_no_field_is_left_out() -> None:
@@ -75,13 +75,13 @@ def test_it_changes_no_number(name: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_batches_in_parts(tmp_path: Path) -> None:
-    found = train(strategy(tmp_path, micro_batches=2, activation_checkpointing="blocks"))
+    found = train(strategy(tmp_path, vertical_chunks=2, activation_checkpointing="blocks"))
     assert found.losses == pytest.approx(train("zero3").losses, rel=1e-4)
 
 
 @on_ranks(2)
 def test_compiled_blocks(tmp_path: Path) -> None:
-    run = train(strategy(tmp_path, compile={"name": "blocks", "backend": "eager"}))
+    run = train(strategy(tmp_path, compile={"name": "blocks", "arguments": {"backend": "eager"}}))
     assert run.model._forward_module.engine.compiled.are_there
 
 
@@ -103,7 +103,7 @@ def test_stochastic_rounding(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_timeline(tmp_path: Path) -> None:
-    debug = {"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}
+    debug = {"timeline": str(tmp_path), "timeline_steps": [1, 1]}
     train(strategy(tmp_path, debug=debug))
     dist.barrier()
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} >= {".html", ".json"}

@@ -62,7 +62,7 @@ class Settings:
     offload: str = "none"
     precision: str = "fp32"
     recompute: str = "none"
-    micro_batches: int = 1
+    vertical_chunks: int = 1
     classes: tuple[str, ...] = ()
     max_bytes: int = 0
     min_bytes: int = 0
@@ -70,8 +70,8 @@ class Settings:
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 10**6
     transport: str = "auto"
-    grad_wire: str = "auto"
-    dynamic: bool = False
+    grad_comm_dtype: str = "auto"
+    dynamic_graph: bool = False
     ranks_per_node: int = 0
     plain: bool = False
     lag: int = 0

@@ -75,7 +75,7 @@ REFUSALS = (
         lambda program: program.settings.precision == "fp16",
     ),
     Refusal(
-        r"ConfigError: zero.optimizer.whole: what NormBySize does to a tensor depends on the other tensors",
+        r"ConfigError: zero.optimizer.sharding: what NormBySize does to a tensor depends on the other tensors",
         "each rank would take the norm of its own tensors",
         lambda program: program.optimizer == "norm by size" and any(_stages(program)),
     ),
@@ -98,12 +98,12 @@ REFUSALS = (
     Refusal(
         r"CannotDivide: unit .* is run in \d chunks",
         "parts would give other results than the whole",
-        lambda program: program.settings.micro_batches > 1,
+        lambda program: program.settings.vertical_chunks > 1,
     ),
     Refusal(
-        r"(ConfigError|Changes|RuntimeError): .*zero\.micro_batches",
+        r"(ConfigError|Changes|RuntimeError): .*zero\.vertical_chunks",
         "parts would give other results than the whole, or no gradients",
-        lambda program: program.settings.micro_batches > 1,
+        lambda program: program.settings.vertical_chunks > 1,
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",

@@ -368,10 +368,10 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "offload": settings.offload,
         "unit": unit,
         "activation_checkpointing": settings.recompute,
-        "micro_batches": settings.micro_batches,
+        "vertical_chunks": settings.vertical_chunks,
         "prefetch_bytes": settings.prefetch_bytes,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
-        "comm": {"transport": settings.transport, "grad_wire": settings.grad_wire},
+        "comm": {"transport": settings.transport, "grad_comm_dtype": settings.grad_comm_dtype},
     }
     if "nvme" in settings.offload:
         found["offload"] = {"name": settings.offload, "nvme_path": folder}
@@ -379,10 +379,10 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         budgets = {"device_budget": 1500, "host_budget": 100_000}
         found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
     if settings.stage == 3:
-        dynamic = settings.dynamic or program.ranks_differ
-        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic": dynamic}
+        dynamic_graph = settings.dynamic_graph or program.ranks_differ
+        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic_graph": dynamic_graph}
     if settings.ranks_per_node:
-        found["comm"]["hierarchy"] = "node"
+        found["comm"]["hybrid_shard"] = "node"
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"
     return found
 

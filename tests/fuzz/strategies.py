@@ -141,8 +141,8 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
         reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),
         transport=draw(st.sampled_from(["auto", "plain", "direct"])),
-        grad_wire=draw(st.sampled_from(["auto", "full"])),
-        dynamic=draw(_rarely()) if stage == 3 else False,
+        grad_comm_dtype=draw(st.sampled_from(["auto", "full"])),
+        dynamic_graph=draw(_rarely()) if stage == 3 else False,
         ranks_per_node=draw(_rarely()) * (world // 2),
         plain=draw(st.booleans()),
         lag=draw(_rarely(4)) * 4,
@@ -175,7 +175,7 @@ CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 def _in_parts(settings: p.Settings, parts: int) -> p.Settings:
     """Parts of a batch are computed again in any case, and their gradients travel in fp32."""
     recompute = settings.recompute if settings.recompute != "none" else "blocks"
-    return dataclasses.replace(settings, micro_batches=parts, recompute=recompute, grad_wire="full")
+    return dataclasses.replace(settings, vertical_chunks=parts, recompute=recompute, grad_comm_dtype="full")
 
 
 def _comparable(program: p.Program) -> p.Program:
@@ -190,9 +190,9 @@ def _comparable(program: p.Program) -> p.Program:
     kinds = {node.kind for node in program.nodes()}
     model, settings, actions = program.model, program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
-        settings = dataclasses.replace(settings, recompute="none", micro_batches=1)
+        settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
     if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
-        settings = dataclasses.replace(settings, micro_batches=1)
+        settings = dataclasses.replace(settings, vertical_chunks=1)
     if any(isinstance(action, p.Raise) and action.alone for action in program.everything()):
         settings = dataclasses.replace(settings, transport="direct")
     if program.ranks_differ:
@@ -200,7 +200,9 @@ def _comparable(program: p.Program) -> p.Program:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         # A unit that is refused in chunks would be so on the ranks that call it only.
-        settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute, micro_batches=1)
+        settings = dataclasses.replace(
+            settings, plain=False, precision=precision, recompute=recompute, vertical_chunks=1
+        )
         actions = _for_ranks_that_differ(actions)
         if "Clamped" in kinds:  # what one rank writes alone, sharding anew replaces by rank 0's values; DDP never does
             actions = tuple(action for action in actions if not isinstance(action, p.Reshard))

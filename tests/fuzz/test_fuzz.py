@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.grad_norms import GradNorms
-from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.units.after_step import AfterStep
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
@@ -73,7 +73,7 @@ def writes_are_lost() -> None:
 
 
 def cleared_gradients_stay() -> None:
-    Sentinels.forget_zeroed = lambda self: None  # type: ignore[method-assign]
+    ShardedGrads.forget_cleared = lambda self: None  # type: ignore[method-assign]
 
 
 def forwards_do_not_wait_for_steps() -> None:

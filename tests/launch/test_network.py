@@ -44,7 +44,7 @@ def start(machine: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     more = {"GLOO_SOCKET_IFNAME": f"zv{rank}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     settings = (
         *("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2"),
-        *("trainer.max_steps=1000000", "trainer.enable_progress_bar=false", "callbacks.sample=null"),
+        *("trainer.max_steps=1000000", "trainer.enable_progress_bar=false"),
         *(f"hydra.run.dir=run{rank}", f"zero.stall_timeout_s={STALL_S}", f"data.cache_dir=tokens{rank}"),
     )
     return subprocess.Popen(

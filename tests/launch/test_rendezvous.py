@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.rendezvous import Member, Rendezvous, StartError, open_store, places
 
-SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
+SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic_graph": "False"}}
 
 
 def member(rank: int, world_size: int, *, per_node: int = 2) -> Member:
@@ -116,7 +116,9 @@ def test_the_first_difference_is_named() -> None:
             arguments["shared"] = other
 
     for error in meet([0, 1, 2, 3], 4, change=change):
-        assert text_of(error).startswith("zero.dynamic: expected False, as rank 0 has it, got nothing on ranks 1, 3.")
+        assert text_of(error).startswith(
+            "zero.dynamic_graph: expected False, as rank 0 has it, got nothing on ranks 1, 3."
+        )
 
 
 def test_two_ranks_of_one_number() -> None:

@@ -29,5 +29,5 @@ def test_one_rank_on_each_node_holds_everything() -> None:
 
 def test_uneven_nodes_are_refused_with_their_ranks() -> None:
     assert not is_even(["a", "a", "b"]) and is_even(["a", "b"])
-    with pytest.raises(ConfigError, match=r"zero.comm.hierarchy=node: .* got 2 on a, 1 on b\. .*hierarchy=flat"):
+    with pytest.raises(ConfigError, match=r"zero.comm.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
         by_node(["a", "a", "b"])

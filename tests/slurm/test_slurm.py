@@ -26,7 +26,7 @@ LAB = Path(__file__).parent / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 STEPS = 20
 RUN = (
-    *("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens", "callbacks.sample=null", "logger=csv"),
+    *("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens", "logger=csv"),
     *("trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "+callbacks.checkpoint.every_n_train_steps=5"),
 )
 CLUSTER = (
@@ -231,10 +231,10 @@ def test_a_mistake_in_the_run_does_not_come_back(folder: Path) -> None:
     assert "zero.offload.nvme_path" in job.log
 
 
-def test_a_sweep_by_submitit(folder: Path, tmp_path: Path) -> None:
+def test_a_sweep_of_jobs(folder: Path, tmp_path: Path) -> None:
     """Two runs of two nodes; one of them gets the signal, goes back to the queue and on."""
     disturb = (DISTURB, "+callbacks.disturb.step=7", "+callbacks.disturb.rank=1", "+callbacks.disturb.send=USR1")
-    sweep = ("hydra/launcher=submitit_slurm", "cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
+    sweep = ("cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
     arguments = [sys.executable, "-m", "lightning_zero.train", "--multirun", "hydra.sweep.dir=sweep"]
     arguments += [*RUN, *CLUSTER, *disturb, *sweep]
     (tmp_path / "words.txt").write_bytes((folder / "words.txt").read_bytes())
@@ -249,7 +249,7 @@ def test_a_sweep_by_submitit(folder: Path, tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
-    logs = "\n".join(p.read_text() for p in sorted(tmp_path.rglob("*_log.*")))
+    logs = "\n".join(p.read_text() for p in sorted(tmp_path.rglob("slurm-*.log")))
     assert process.returncode == 0, (tmp_path / "out").read_text() + logs
     assert logs.count("interrupted: saved step 7 in ") == 2
     found = []
@@ -258,9 +258,8 @@ def test_a_sweep_by_submitit(folder: Path, tmp_path: Path) -> None:
             rows = [row for row in csv.DictReader(lines) if row["train_loss"]]
         assert [int(row["step"]) for row in rows] == list(range(7, STEPS))
         found.append([row["train_loss"] for row in rows])
+        assert list((tmp_path / "sweep" / str(number)).glob("slurm-*.log"))
     assert found[0] != found[1]
-    (script,) = tmp_path.rglob("*_submission.sh")
-    assert "#SBATCH --signal=USR1@120" in script.read_text()
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

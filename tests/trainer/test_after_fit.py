@@ -321,17 +321,19 @@ def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("after_fit", ["auto", "whole", "sharded"])
-def test_without_room_it_stays_sharded(after_fit: str, tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", summary=False, after_fit=after_fit)
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_without_room_it_stays_sharded(asked: bool | None, tmp_path: Path) -> None:
+    strategy = ZeroStrategy("zero3", summary=False, gather_after_fit=asked)
     module = seeded(Lit)
     with mock.patch.object(shown, "available_host_memory", lambda: 1000):
-        if after_fit == "whole":
-            with pytest.raises(ConfigError, match=r"zero\.after_fit=whole: expected room .* Set zero\.after_fit=auto"):
+        if asked:
+            with pytest.raises(
+                ConfigError, match=r"zero\.gather_after_fit=true: expected room .* Set zero\.gather_after_fit=null"
+            ):
                 fit(strategy, tmp_path, module)
             return
         of = trainer(strategy, tmp_path, max_epochs=1)
-        tells = after_fit == "auto" and dist.get_rank() == 0
+        tells = asked is None and dist.get_rank() == 0
         with pytest.warns(UserWarning, match="stays sharded after this run") if tells else contextlib.nullcontext():
             of.fit(module, loader())
     for call in (module.state_dict, module.half, lambda: copy.deepcopy(module), lambda: module.head.weight.sum()):
@@ -345,7 +347,7 @@ def test_without_room_it_stays_sharded(after_fit: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fit", "test"])
 def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", summary=False, after_fit="whole")
+    strategy = ZeroStrategy("zero3", summary=False, gather_after_fit=True)
     of = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
     launcher = of.strategy.launcher
     assert launcher is not None
@@ -354,8 +356,9 @@ def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
         mock.patch.object(shown, "available_host_memory", lambda: 1000),
         pytest.raises(
             ConfigError,
-            match=r"zero\.after_fit=whole: expected room for a whole copy of the module, [\d,]+ bytes, on this host, "
-            r"got 1,000 bytes that are available \(90% of them may be used\)\. Set zero\.after_fit=auto",
+            match=r"zero\.gather_after_fit=true: expected room for a whole copy of the module, [\d,]+ bytes, on this "
+            r"host, "
+            r"got 1,000 bytes that are available \(90% of them may be used\)\. Set zero\.gather_after_fit=null",
         ),
     ):
         getattr(of, call)(Lit())

@@ -90,7 +90,7 @@ def test_the_setting(tmp_path: Path) -> None:
     torch._dynamo.reset()
     COUNT.graphs.clear()
     plain = fit("zero3", tmp_path / "plain", max_epochs=1)
-    strategy = ZeroStrategy(3, compile={"name": "blocks", "backend": "counting"}, summary=False)
+    strategy = ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "counting"}}, summary=False)
     assert_same(fit(strategy, tmp_path, max_epochs=1), plain, tolerance=0.0)
     assert len(COUNT.graphs) == COUNT.blocks() == 2
 
@@ -119,7 +119,7 @@ def test_without_a_compiler_it_is_refused() -> None:
             ZeroStrategy(3, compile="blocks")
         with pytest.raises(ConfigError, match=r"torch\.compile: expected a C\+\+ compiler"):
             trainer("zero3", ".").fit(torch.compile(Lit()), loader())
-        ZeroStrategy(3, compile={"name": "blocks", "backend": "eager"})
+        ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
 
 
 @pytest.mark.full

@@ -45,6 +45,10 @@ class Watches(Lit):
             norms |= {name: value.item() for name, value in grad_norm(self, norm_type).items()}
         own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         norms |= {f"own {name}": grad.norm().item() for name, grad in own.items()}
+        norms |= {
+            f"values {name}": (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
+            for name, grad in own.items()
+        }
         norms |= {f"vector {name}": torch.linalg.vector_norm(grad.detach(), 1).item() for name, grad in own.items()}
         loop = self.trainer.fit_loop.epoch_loop
         self.seen.append(Seen(hook, not loop._should_accumulate(), norms))

@@ -32,14 +32,16 @@ class TwoNodes(LightningEnvironment):
 def _fit(stage: int, folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
-    for hierarchy in ("node", "flat"):
-        strategy = ZeroStrategy(stage, comm={"hierarchy": hierarchy}, cluster_environment=TwoNodes(), summary=False)
+    for hybrid_shard in ("node", "flat"):
+        strategy = ZeroStrategy(
+            stage, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes(), summary=False
+        )
         module = seeded(lambda: Lit(optimizer="adamw"))
         result = fit(strategy, folder, module, max_epochs=2, devices=2, num_nodes=2, gradient_clip_val=0.1)
         engine = strategy.engine
-        assert len(engine.comm.topology.shard_groups) == (2 if hierarchy == "node" else 1)
+        assert len(engine.comm.topology.shard_groups) == (2 if hybrid_shard == "node" else 1)
         assert result.trainer.world_size == 4
-        result.trainer.save_checkpoint(folder / f"{hierarchy}.ckpt")
+        result.trainer.save_checkpoint(folder / f"{hybrid_shard}.ckpt")
         found.append(result)
         engine.release()
     assert_weights(found[0].weights, found[1].weights, tolerance=1e-5)
@@ -52,12 +54,12 @@ def _fit(stage: int, folder: Path) -> None:
 def _keeps(folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
-    for hierarchy in ("node_backward", "flat"):
-        strategy = ZeroStrategy(3, comm={"hierarchy": hierarchy}, cluster_environment=TwoNodes(), summary=False)
+    for hybrid_shard in ("node_backward", "flat"):
+        strategy = ZeroStrategy(3, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes(), summary=False)
         module = seeded(lambda: Lit(optimizer="adamw"))
         settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
         result = fit(strategy, folder, module, max_epochs=2, devices=2, num_nodes=2, **settings)
-        assert strategy.engine.comm.node_size == (2 if hierarchy == "node_backward" else 0)
+        assert strategy.engine.comm.node_size == (2 if hybrid_shard == "node_backward" else 0)
         found.append(result)
         strategy.engine.release()
     assert found[0].losses == found[1].losses

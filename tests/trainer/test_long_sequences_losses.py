@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import cross_entropy as by_name
 from torch.utils.data import DataLoader
 
 import lightning_zero
@@ -67,6 +68,8 @@ class Loss(Own):
             return lightning_zero.mean_over_tokens(F.mse_loss(logits, torch.zeros_like(logits), reduction="none"))
         if self.form == "mse":
             return F.mse_loss(logits, torch.zeros_like(logits))
+        if self.form == "by name":
+            return by_name(flat, labels.flatten())
         nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
         return nats.sum()
 
@@ -88,7 +91,7 @@ def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
-    for form in ("sum", "each", "mse"):
+    for form in ("sum", "each", "mse", "by name"):
         with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
             fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
 

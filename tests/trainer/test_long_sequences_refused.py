@@ -417,7 +417,7 @@ def test_a_run_whose_ranks_do_not_divide_is_refused_before_it_starts(tmp_path: P
     ({"sequence_parallel": 0}, "> 0"),
     ({"sequence_parallel": True}, "a whole number"),
     ({"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
-    ({"sequence_parallel": 2, "micro_batches": 2, "activation_checkpointing": "blocks"}, "Drop one of them"),
+    ({"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of them"),
 ])  # fmt: skip
 def test_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

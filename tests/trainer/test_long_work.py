@@ -59,7 +59,7 @@ class SavesOnce(Callback):
 def run(root: Path, checkpoint: dict[str, Any], *, summary: bool = True, bar: bool = True, **fit: Any) -> list[Seen]:
     """What has been shown on this rank in a fit that saves."""
     SEEN.clear()
-    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=summary, after_fit="sharded")
+    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=summary, gather_after_fit=False)
     callbacks: list[Callback] = [SavesOnce(root / "a.ckpt"), *([Silent()] if bar else [])]
     of = trainer(strategy, root, max_epochs=1, callbacks=callbacks, enable_progress_bar=bar)
     with mock.patch.object(long_work, "_Bar", Seen):

@@ -214,7 +214,7 @@ def test_a_module_that_grew_between_fits_is_sharded_again(tmp_path: Path) -> Non
 @on_ranks(2)
 def test_a_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_path: Path) -> None:
     module = seeded(Lit)
-    of = fit(ZeroStrategy("zero3", summary=False, after_fit="sharded"), tmp_path, module).trainer
+    of = fit(ZeroStrategy("zero3", summary=False, gather_after_fit=False), tmp_path, module).trainer
     with pytest.raises(RuntimeError, match="sharded"):
         fit("ddp", tmp_path, module)
     of.strategy.connect(module)

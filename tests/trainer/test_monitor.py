@@ -43,7 +43,7 @@ class Measure(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.optimizers[0].zero_grad()
-        trainer.strategy.engine.forget_zeroed()
+        trainer.strategy.engine.settle_gradients()
         self._note(trainer, Moment.cleared)
 
 
@@ -275,7 +275,7 @@ def flops_of(module: Lit, batch: Any) -> int:
 def test_flops_are_those_of_the_plain_model(checkpointing: str, parts: int, tmp_path: Path) -> None:
     expected = flops_of(seeded(Lit), next(iter(loader())))
     clock = Clock()
-    settings: dict[str, Any] = {"activation_checkpointing": checkpointing, "summary": False, "micro_batches": parts}
+    settings: dict[str, Any] = {"activation_checkpointing": checkpointing, "summary": False, "vertical_chunks": parts}
 
     class Passes(Callback):
         def on_train_batch_start(self, *_: Any) -> None:

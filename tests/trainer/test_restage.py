@@ -317,7 +317,7 @@ def test_hybrid_sharding(stage: str) -> None:
         torch.manual_seed(3)
         node = f"node{dist.get_rank() // 2}"
         model = Model()
-        engine = lightning_zero.shard(model, stage=3, comm={"hierarchy": "node"}, device="cpu", node=node)
+        engine = lightning_zero.shard(model, stage=3, comm={"hybrid_shard": "node"}, device="cpu", node=node)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine.add_optimizer(optimizer)
         found = []

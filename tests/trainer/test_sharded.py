@@ -243,17 +243,17 @@ def test_two_optimizers(tmp_path: Path) -> None:
 def _hybrid(folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
-    for hierarchy in ("node", "flat"):
-        strategy = sharded(comm={"hierarchy": hierarchy}, cluster_environment=TwoNodes())
+    for hybrid_shard in ("node", "flat"):
+        strategy = sharded(comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes())
         result = fit(strategy, folder, seeded(lambda: Odd(width=64)), max_epochs=2, devices=2, num_nodes=2)
-        result.trainer.save_checkpoint(folder / f"{hierarchy}.ckpt")
+        result.trainer.save_checkpoint(folder / f"{hybrid_shard}.ckpt")
         found.append(result)
         strategy.engine.release()
     names = [sorted(p.name for p in (folder / f"{name}.ckpt").glob("*.distcp")) for name in ("node", "flat")]
     assert names[0] == ["__0_0.distcp", "__1_0.distcp"]  # one replica, and each of its ranks
     assert len(names[1]) == 4
     for name, result in zip(("flat", "node"), found, strict=True):  # each loads the other's
-        strategy = sharded(comm={"hierarchy": name}, cluster_environment=TwoNodes())
+        strategy = sharded(comm={"hybrid_shard": name}, cluster_environment=TwoNodes())
         of = trainer(strategy, folder, devices=2, num_nodes=2)
         path = folder / f"{'node' if name == 'flat' else 'flat'}.ckpt"
         of.test(seeded(lambda: Odd(width=64), seed=11), loader(), ckpt_path=path, verbose=False)

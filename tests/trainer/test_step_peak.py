@@ -69,7 +69,7 @@ def test_the_plan_is_what_a_run_measures(
 ) -> None:
     settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
     how, _, parts = recompute.partition(" in ")
-    in_parts = {"micro_batches": int(parts.split()[0])} if parts else {}
+    in_parts = {"vertical_chunks": int(parts.split()[0])} if parts else {}
     config = make_config(stage=stage, offload=settings, activation_checkpointing=how, **in_parts)
     found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
     strategy, peak = ZeroStrategy(config=config), StepPeak()

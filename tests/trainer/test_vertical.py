@@ -1,4 +1,4 @@
-"""zero.micro_batches under a Trainer: the run of accumulate_grad_batches, with the whole batch in one step."""
+"""zero.vertical_chunks under a Trainer: the run of accumulate_grad_batches, with the whole batch in one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainer.toys import Lit, loader, seeded, trainer, weights
 def in_parts(parts: int, **settings: Any) -> ZeroStrategy:
     how = settings.pop("how", "blocks")
     return ZeroStrategy(
-        settings.pop("stage", 3), micro_batches=parts, activation_checkpointing=how, summary=False, **settings
+        settings.pop("stage", 3), vertical_chunks=parts, activation_checkpointing=how, summary=False, **settings
     )
 
 

@@ -4,5 +4,4 @@
 
     cluster  group ``cluster``: what a run asks for
     script   the script of a job
-    sweeps   ``hydra/launcher=submitit_slurm``
 """

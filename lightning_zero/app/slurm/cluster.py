@@ -1,4 +1,4 @@
-"""Group ``cluster``: what a run asks a cluster for. One place for ``submit``, for the job itself and for submitit."""
+"""Group ``cluster``: what a run asks a cluster for. One place for ``submit``, for sweeps and for the job itself."""
 
 from __future__ import annotations
 

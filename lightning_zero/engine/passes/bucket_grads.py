@@ -2,8 +2,8 @@
 
 ::
 
-    take      a gradient is copied to its place, divided by the number of ranks (and by the loss scale), and freed
-              on a device: kept, until the last of the bucket brings all of them there in one call (copy_in)
+    take      a gradient waits; on a device until the last of its bucket has come, for one call instead of many
+    copy_in   those that wait go to their places, divided by the number of ranks (and by the loss scale)
     complete  zeros where none came; the buffer is handed out to be reduced
 
 Where gradients rest replicated (stages 0 and 1) the buffer itself accumulates until a backward synchronizes.
@@ -11,7 +11,7 @@ Where gradients rest replicated (stages 0 and 1) the buffer itself accumulates u
 Where gradients are narrower than their sum (made in bf16, summed in fp32) the buffer holds them as autograd has made
 them: not divided, which the sum is, and not added up. Then they may travel in their own dtype, without the loss of a
 bit. A second gradient of a parameter in one backward waits apart, and is reduced in fp32 at its end. All of that is so
-under each ``zero.comm.grad_wire``, so that they have the same sums.
+under each ``zero.comm.grad_comm_dtype``, so that they have the same sums.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class BucketGrads:
     spare: SpareBuffers
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
-    together: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
+    batched_copy: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
     waiting: dict[int, Tensor] = field(default_factory=dict)  # those, by slot, as autograd has made them
-    as_made: bool = False  # ``local`` holds gradients of one backward, as autograd has made them
-    again: dict[int, Tensor] = field(default_factory=dict)  # those that cannot be there too, by slot: reduce_dtype
+    keeps_wire_dtype: bool = False  # ``local`` holds gradients of one backward, as autograd has made them
+    second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # that cannot be there too, by slot: reduce_dtype
     arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
-    reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
@@ -62,8 +61,8 @@ class BucketGrads:
         Args:
             fresh: it reduces, and none that did not has come since the last that did: the same on all ranks.
         """
-        self.arrived, self.reduced, self.issued = set(), frozenset(), False
-        self.as_made = self._exchanges and (fresh or not self.accumulates)
+        self.arrived, self.issued = set(), False
+        self.keeps_wire_dtype = self._exchanges and (fresh or not self.accumulates)
 
     def take(self, slot: int, grad: Tensor) -> bool:
         """Move one parameter's gradient into the local buffer, or keep it until the others have come.
@@ -73,46 +72,32 @@ class BucketGrads:
         """
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        fits = not self.as_made or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
+        fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
         late = self.issued or not fits
-        if self.as_made and late:
-            if slot in self.again:
-                self.again[slot].add_(grad)
+        if self.keeps_wire_dtype and late:
+            if slot in self.second_arrivals:
+                self.second_arrivals[slot].add_(grad)
             else:
-                self.again[slot] = grad.to(self.bucket.dtypes.reduce, copy=True)
-        elif self.together:
+                self.second_arrivals[slot] = grad.to(self.bucket.dtypes.reduce, copy=True)
+        else:
             if slot in self.waiting:
                 self.copy_in()
             self.waiting[slot] = grad
-        else:
-            self._write(slot, grad)
+            if not self.batched_copy:
+                self.copy_in()
         self.used.add(slot)
         self.arrived.add(slot)
         return late
-
-    def _allocate(self, device: torch.device) -> Tensor:
-        if self.local is None:
-            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
-            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
-        return self.local
 
     def _place(self, local: Tensor, slot: int) -> Tensor:
         """The part of the local buffer that is one parameter's: a view of its shape."""
         info = self.bucket.params[slot]
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
-    def local_parts(self) -> dict[int, Tensor]:
+    def local_grads(self) -> dict[int, Tensor]:
         """What is not reduced yet, by slot: gradients as autograd has made them, times ``scale / factor``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
-
-    def _write(self, slot: int, grad: Tensor) -> None:
-        view, now = self._place(self._allocate(grad.device), slot), self._factor_now
-        if slot in self.written:
-            view.add_(grad, alpha=now)
-        else:
-            _put(view, grad, now)
-        self.written.add(slot)
 
     @property
     def factor(self) -> float:
@@ -126,7 +111,7 @@ class BucketGrads:
         if self._exchanges:
             return self.scale
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self._local_dtype)
-        return self.scale if self.together and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
+        return self.scale if self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
 
     def set_scale(self, scale: float) -> None:
         """Multiply the gradients of the next backwards by another ``scale``."""
@@ -136,14 +121,9 @@ class BucketGrads:
                 self.local.mul_(before / self.factor)
 
     @property
-    def _factor_now(self) -> float:
-        """What a gradient is multiplied by as it goes into the local buffer."""
-        return 1.0 if self.factor != 1.0 else self.scale
-
-    @property
     def _local_dtype(self) -> torch.dtype:
         dtypes = self.bucket.dtypes
-        if self.as_made:
+        if self.keeps_wire_dtype:
             return dtypes.wire
         return dtypes.grad if self.accumulates else dtypes.reduce
 
@@ -151,26 +131,25 @@ class BucketGrads:
     def total_dtype(self) -> torch.dtype | None:
         """Of the sum of what ``complete`` hands out next, where that travels by an all-to-all."""
         dtypes = self.bucket.dtypes
-        narrow = self.as_made or (self._exchanges and self._local_dtype == dtypes.compute)
+        narrow = self.keeps_wire_dtype or (self._exchanges and self._local_dtype == dtypes.compute)
         return dtypes.reduce if narrow and not self.issued else None
 
     @property
-    def _sent_dtype(self) -> torch.dtype:
+    def sent_dtype(self) -> torch.dtype:
+        """Of what ``complete`` hands out next."""
         return self.bucket.dtypes.reduce if self.total_dtype is None else self.bucket.dtypes.wire
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes of what ``complete`` hands out next."""
-        return self.bucket.layout.numel * self._sent_dtype.itemsize
 
     def copy_in(self) -> None:
         """Move the gradients that wait into the local buffer, in one call for all."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
-        local = self._allocate(next(iter(waiting.values())).device)
-        now = self._factor_now
-        views = {slot: self._place(local, slot) for slot in waiting}
+        if self.local is None:
+            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
+            device = next(iter(waiting.values())).device
+            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
+        now = 1.0 if self.factor != 1.0 else self.scale
+        views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
         if now == 1.0 and new:
             torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
@@ -184,7 +163,7 @@ class BucketGrads:
     def complete(self) -> Tensor:
         """Hand out the local buffer to be reduced, with zeros wherever no gradient came; in a backward that has handed
         it out before, what has come since."""
-        bucket, dtype = self.bucket, self._sent_dtype
+        bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
         # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
@@ -198,19 +177,18 @@ class BucketGrads:
             if empty:
                 torch._foreach_zero_(empty)
         if self.issued:
-            for slot, grad in self.again.items():
+            for slot, grad in self.second_arrivals.items():
                 self._place(full, slot).copy_(grad)
-            self.again = {}
+            self.second_arrivals = {}
         # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
-        self.reduced = frozenset(self.arrived)
         return full if full.dtype == dtype else full.to(dtype)
 
     def drop(self) -> None:
         """Drop what is not reduced: a backward has raised."""
         self.partial = set(self.used)
-        self.local, self.written, self.waiting, self.again = None, set(), {}, {}
+        self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
         """Drop these parameters' gradients, because the user has cleared them."""
@@ -223,26 +201,24 @@ class BucketGrads:
         self.written -= gone
         for slot in gone:
             self.waiting.pop(slot, None)
-            self.again.pop(slot, None)
+            self.second_arrivals.pop(slot, None)
         if not self.written:
             self.local = None  # else what is left in it would be reduced with the next backward
         if self.agreed:
-            self._zero_reduced(gone)
+            for slot in gone:
+                self._zero_reduced(slot)
         else:
             self.bucket.grad_store.clear()
 
-    def zero(self, slots: Iterable[int]) -> None:
-        """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
-        self.written -= set(slots)
-        self.partial -= set(slots)
-        self._zero_reduced(set(slots))
+    def zero(self, slot: int) -> None:
+        """Zero a parameter's gradient, because the user did. It still counts as a gradient, unlike None."""
+        self.written.discard(slot)
+        self.partial.discard(slot)
+        self._zero_reduced(slot)
 
-    def _zero_reduced(self, slots: set[int]) -> None:
-        bucket = self.bucket
-        if slots and (grad := bucket.grad) is not None:  # in this order: the host may wait for a gradient
-            for fragment in bucket.owned_fragments():
-                if fragment.index in slots:
-                    grad[fragment.start : fragment.start + fragment.numel].zero_()
+    def _zero_reduced(self, slot: int) -> None:
+        if (fragment := self.bucket.grad_fragment(slot)) is not None:
+            fragment.values.zero_()
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:

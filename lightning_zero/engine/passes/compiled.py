@@ -94,8 +94,7 @@ def from_settings(config: CompileConfig) -> Compile | None:
     """What ``zero/compile`` asks for."""
     if config.name is Blocks.none:
         return None
-    settings = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic}
-    return compile_with(**{key: value for key, value in settings.items() if value is not None})
+    return compile_with(**config.arguments)
 
 
 def needs_compiler(module: nn.Module) -> bool:
@@ -121,7 +120,7 @@ def check_compiler(config: CompileConfig) -> None:
     Raises:
         ConfigError: ``zero/compile`` asks for inductor, and this node has no C++ compiler.
     """
-    if config.name is not Blocks.none and config.backend == "inductor":
+    if config.name is not Blocks.none and config.arguments.get("backend", "inductor") == "inductor":
         find_compiler("zero/compile=blocks", "choose zero/compile=none")
 
 

@@ -79,9 +79,8 @@ class Reducer:
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
         # gradient that is copied as it arrives is still in the cache.
-        together = comm.streams.are_there
         self.grads: dict[Bucket, BucketGrads] = {
-            b: BucketGrads(b, 1.0 / comm.world_size, self.spare, together=together) for b in buckets
+            b: BucketGrads(b, 1.0 / comm.world_size, self.spare, batched_copy=comm.streams.are_there) for b in buckets
         }
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.synchronize = True
@@ -150,6 +149,11 @@ class Reducer:
     def shown_scale(self, param_id: int) -> float:
         """What users' code finds a gradient multiplied by, as under DDP. Gradients here rest without it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
+
+    def local_scale(self, bucket: Bucket) -> float:
+        """What makes unreduced gradients of a bucket those of this rank, without the scale of the loss."""
+        grads = self.grads[bucket]
+        return grads.factor / grads.scale / self.loss_scale
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
@@ -222,8 +226,7 @@ class Reducer:
                 where a backward has raised: they lack some of it.
         """
         places = list(places)
-        if any(place.info.slot in self.grads[place.bucket].partial for place in places):
-            self._refuse_partial()
+        self.refuse_partial(places)
         if self.unreduced:
             waiting = any(place.info.slot in self.grads[place.bucket].written for place in places)
             if self.comm.max_(torch.tensor([waiting], dtype=torch.uint8)).item():
@@ -233,17 +236,17 @@ class Reducer:
                     "(sync_grad=True)."
                 )
 
-    def refuse_partial(self) -> None:
-        """Raise where any gradient lacks some of a backward that has raised."""
-        if any(grads.partial for grads in self.grads.values()):
-            self._refuse_partial()
-
-    @staticmethod
-    def _refuse_partial() -> None:
-        raise RuntimeError(
-            "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
-            "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
-        )
+    def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
+        """Raise where a gradient at ``places`` (None: any) lacks some of a backward that has raised."""
+        if places is None:
+            partial = any(grads.partial for grads in self.grads.values())
+        else:
+            partial = any(place.info.slot in self.grads[place.bucket].partial for place in places)
+        if partial:
+            raise RuntimeError(
+                "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
+                "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
+            )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
         """Agree, by one maximum over ranks, on what any rank has used, must reduce again, or has raised its flag for.
@@ -345,7 +348,7 @@ class Reducer:
 
     def _issue(self, bucket: Bucket) -> None:
         grads = self.grads[bucket]
-        nbytes, total_dtype = grads.sent_nbytes, grads.total_dtype
+        nbytes, total_dtype = bucket.layout.numel * grads.sent_dtype.itemsize, grads.total_dtype
         # The oldest first, always: landing issues the second half of an all-reduce, and these halves share a group
         # whose operations must come in one order on all ranks. When a rank lands, on the other hand, is its own affair.
         while self._in_flight:

@@ -35,9 +35,9 @@ from lightning_zero.engine.passes.compiled import COMPILED
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.errors import explain_dtypes
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.passes.recompute import WRAPPED
+from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
@@ -135,7 +135,7 @@ class Hooks:
             # Taken away: autograd would add a second gradient of this backward (of a reentrant checkpoint) to one that
             # was counted already, and the full gradients of all parameters would stay in memory up to its end.
             grad, p.grad = p.grad, None
-            if isinstance(grad, GradSentinel):
+            if isinstance(grad, ShardedGrad):
                 grad = grad.pop_incoming()
             passes = passes_ref()
             if grad is not None and passes is not None:

@@ -26,11 +26,11 @@ from lightning_zero.config import Precision
 from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.passes.errors import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.open_pass import LEGAL, GraphTask, OpenPass, Phase, Progress, Scope, Stays
 from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
@@ -58,7 +58,7 @@ def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
     they are there from now on, so that ``zero_grad`` is seen."""
     passes = passes_ref()
     if passes is not None and passes.phase is Phase.NOTICED:
-        passes.sentinels.place_used()
+        passes.sharded_grads.place_used()
 
 
 class Passes:
@@ -85,7 +85,6 @@ class Passes:
         *,
         order: GatherOrder,
         reducer: Reducer,
-        sentinels: Sentinels,
         after_step: AfterStep,
         writes: Writes,
         precision: Precision,
@@ -94,8 +93,8 @@ class Passes:
         self.comm = comm
         self.order = order
         self.reducer = reducer
-        self.sentinels = sentinels
         self.after_step = after_step
+        self.sharded_grads = ShardedGrads(reducer, after_step, self.forget_failed)
         self.writes = writes
         self.hooks = Hooks(self, precision)
         # Weakly: a graph holds the functions that unpack its tensors, and Python's garbage collector does not see
@@ -235,7 +234,7 @@ class Passes:
         if self.in_backward and self.look is None:
             self.reducer.abort(deadline)
             # The backward has taken them away. Without them nobody could tell later what the user has cleared since.
-            self.sentinels.place_used()
+            self.sharded_grads.place_used()
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
@@ -387,12 +386,12 @@ class Passes:
         self.explicit_backwards += explicit and self.look is None
         # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
-        # Before ``remove``, which sets ``grad`` to None. To ``forget_zeroed`` a None says that the user has cleared the
-        # gradient, and it would drop what earlier backwards have accumulated.
-        self.sentinels.forget_zeroed()
+        # Before ``remove``, which sets ``grad`` to None. To ``forget_cleared`` a None says that users have cleared it,
+        # and that would drop what earlier backwards have accumulated.
+        self.sharded_grads.forget_cleared()
         if self.look is None:
             self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
-        self.sentinels.remove(info for unit in self.units for info in unit.infos())
+        self.sharded_grads.remove(info for unit in self.units for info in unit.infos())
         self.progress.backward_begins()
         self._needed = None
 
@@ -418,7 +417,7 @@ class Passes:
         Gradients that are there stay as they are, and steps and clipping do nothing. Around whole steps, on all ranks.
         """
         self.leave()
-        with self.sentinels.set_aside(info for unit in self.units for info in unit.infos()):
+        with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos()):
             self.look = look
             try:
                 yield
@@ -429,7 +428,7 @@ class Passes:
     def forget_failed(self) -> None:
         """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
         if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed.is_over):
-            self.sentinels.forget_zeroed()  # placed when it failed: the user may have cleared some since
+            self.sharded_grads.forget_cleared()  # placed when it failed: the user may have cleared some since
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
@@ -493,7 +492,7 @@ class Passes:
         # This was torch.autograd.grad: it brings no gradient to parameters, so nothing may be reduced, as other ranks
         # may not have called it. The forward goes on, or another backward follows.
         self._enter(Phase.FORWARD)
-        self.sentinels.place_used()
+        self.sharded_grads.place_used()
         if not self._open.second_order:
             for unit in self.units[1:]:
                 self.stays.end(unit)
@@ -512,7 +511,7 @@ class Passes:
         # Before ``reducer.end`` too, whose message tells the others whether this rank has written to parameters.
         self.writes.take_all_over()
         written = self.look is None and self.reducer.end(self.writes.unconfirmed)
-        self.sentinels.place_used()
+        self.sharded_grads.place_used()
         self._close()
         # After the pass is closed: ``confirm`` may raise, on all ranks, and the engine must be at rest by then.
         if written:

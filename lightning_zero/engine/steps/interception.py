@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.passes.access import Writes
-from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -118,7 +117,6 @@ class AroundStep:
         *,
         passes: Passes,
         reducer: Reducer,
-        sentinels: Sentinels,
         writes: Writes,
         after_step: AfterStep,
         stepped: Callable[[], None],
@@ -127,7 +125,6 @@ class AroundStep:
         self.place_of = place_of
         self._passes = passes
         self._reducer = reducer
-        self._sentinels = sentinels
         self._writes = writes
         self._after_step = after_step
         self._stepped = stepped
@@ -154,7 +151,7 @@ class AroundStep:
             )
         self._passes.forget_failed()
         self._after_step.settle()
-        self._sentinels.forget_zeroed()
+        self._passes.sharded_grads.forget_cleared()
         # Before masters change: taken over afterwards, a write would be set against values of after the step.
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))
@@ -166,7 +163,7 @@ class AroundStep:
 
     def used(self) -> set[int]:
         """Ids of the parameters that any rank gave a gradient since it was cleared."""
-        return self._sentinels.used_params()
+        return self._passes.sharded_grads.used_params()
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Take the steps of buckets whose masters rest off the device, in the order of the forward."""

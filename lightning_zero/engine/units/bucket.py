@@ -107,6 +107,11 @@ class Dtypes:
     state: StateDtype = StateDtype.fp32
 
 
+class GradFragment(NamedTuple):
+    offset: int  # of its first element, in the parameter
+    values: Tensor
+
+
 class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
@@ -214,6 +219,14 @@ class Bucket:
     def grad(self) -> Tensor | None:
         """Reduced gradient [owned numel] in grad_dtype. The host waits for one that is on its way to host memory."""
         return self.grad_store.value
+
+    def grad_fragment(self, slot: int) -> GradFragment | None:
+        """This rank's part of one parameter's reduced gradient, as a view; None where it has none."""
+        place, (low, high) = self.layout.slots[slot], self.owned_range
+        first, last = max(low, place.start), min(high, place.start + place.numel)
+        if first >= last or (grad := self.grad) is None:
+            return None
+        return GradFragment(first - place.start, grad[first - low : last - low])
 
     @property
     def master(self) -> Tensor:

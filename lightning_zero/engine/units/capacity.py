@@ -19,7 +19,7 @@ import torch
 from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
-from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.grad_store import Landing
@@ -146,7 +146,7 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
         budget=offload.nvme_budget,
         ring_count=memory.RING_COUNT,
         ring_nbytes=memory.RING_NBYTES,
-        threads=offload.io_threads or IO_THREADS,
+        threads=IO_THREADS,
     )
 
 
@@ -314,23 +314,23 @@ def find_topology(
         node: names the node of this rank.
 
     Raises:
-        ConfigError: ``zero.comm.hierarchy=node`` or ``node_backward`` on nodes with different numbers of ranks; the
-            latter on one node, or on nodes of one rank; or ``grad_wire=bf16`` among too many ranks.
+        ConfigError: ``zero.comm.hybrid_shard=node`` or ``node_backward`` on nodes with different numbers of ranks; the
+            latter on one node, or on nodes of one rank; or ``grad_comm_dtype=bf16`` among too many ranks.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]
     local_ranks = Counter(host for _, host, *_ in table)
-    hierarchy = config.comm.hierarchy
-    if hierarchy is Hierarchy.auto:
+    hybrid_shard = config.comm.hybrid_shard
+    if hybrid_shard is HybridShard.auto:
         several = len(set(names)) > 1 and is_even(names)
         by_node_fits = several and all(
             _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
             for _, name, gpu, host in table
         )
-        hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    kinds = {Hierarchy.node: by_node, Hierarchy.node_backward: within_nodes}
-    topology = kinds[hierarchy](names) if hierarchy in kinds else flat(len(names))
+        hybrid_shard = HybridShard.node if by_node_fits else HybridShard.flat
+    kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
+    topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
     check_exchange(topology, config.comm)
     return topology
 
@@ -417,7 +417,7 @@ def change_tiers(
 
 
 def _serves(nvme: NvmeTier | None, path: str, offload: OffloadConfig) -> bool:
-    return nvme is not None and str(nvme.path) == path and nvme.threads == (offload.io_threads or IO_THREADS)
+    return nvme is not None and str(nvme.path) == path and nvme.threads == IO_THREADS
 
 
 def _files_for(

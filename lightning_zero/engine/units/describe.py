@@ -23,7 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.comm.agreements import gather_objects
-from lightning_zero.config import ConfigError, DType, GradWire, Precision, Transport, ZeroConfig
+from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Transport, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
@@ -254,13 +254,13 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """``dtypes`` with what gradients travel in under ``zero.comm.grad_wire``."""
+    """``dtypes`` with what gradients travel in under ``zero.comm.grad_comm_dtype``."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
-    if config.micro_batches > 1:  # their sum is fp32
+    if config.vertical_chunks > 1:  # their sum is fp32
         return dtypes
-    wire = fp32 if config.comm.grad_wire is GradWire.full else bf16
+    wire = fp32 if config.comm.grad_comm_dtype is GradCommDtype.full else bf16
     return replace(dtypes, wire=wire, exchanged=True)
 
 

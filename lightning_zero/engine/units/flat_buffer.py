@@ -65,7 +65,7 @@ def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch
 
 
 class NodeShard:
-    """The slice that a rank keeps of a bucket's gathered values for its node: ``zero.comm.hierarchy=node_backward``.
+    """The slice that a rank keeps of a bucket's gathered values for its node: ``zero.comm.hybrid_shard=node_backward``.
 
     ::
 

@@ -1,4 +1,4 @@
-"""Vertical accumulation: all micro-batches of a step go through a unit before the next unit (``zero.micro_batches``).
+"""Vertical accumulation: all micro-batches of a step go through a unit before the next unit (``zero.vertical_chunks``).
 
 ::
 

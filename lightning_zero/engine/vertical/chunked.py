@@ -252,9 +252,9 @@ class Chunked:
         """
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"{self._title} is run in chunks (zero.micro_batches), whose gradients come by backward() only. "
+                f"{self._title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
                 "Expected a backward of the loss, got torch.autograd.grad() or backward(inputs=...). Use "
-                "loss.backward(), or set zero.micro_batches=1."
+                "loss.backward(), or set zero.vertical_chunks=1."
             )
         sums = _InputGrads(self._inputs, tensors, needed)
         with self._in_backward(), self._states[0].put_back(self._device_type):

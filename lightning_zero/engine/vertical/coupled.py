@@ -39,7 +39,7 @@ def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -
         ConfigError: a unit has a part that couples the samples of a batch; a class of ``zero.unit.whole_batch`` does
             not occur in any unit; no unit is left.
     """
-    if config.micro_batches == 1:
+    if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
     if missing := sorted(set(config.unit.whole_batch) - present):
@@ -51,18 +51,19 @@ def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -
     divided = [name for name in names if name not in whole]
     if not divided:
         raise ConfigError(
-            f"zero.micro_batches: expected units that run in chunks, got {config.micro_batches} with a model none of "
+            f"zero.vertical_chunks: expected units that run in chunks, got {config.vertical_chunks} with a model none "
+            "of "
             "whose units do. Name blocks in zero.unit.classes, change zero.unit.whole_batch, or set "
-            "zero.micro_batches=1."
+            "zero.vertical_chunks=1."
         )
     for name in divided:
         unit = module.get_submodule(name)
         for inner_name, why in coupling_parts(unit):
             inner = unit.get_submodule(inner_name)
             raise ConfigError(
-                f"zero.micro_batches={config.micro_batches}: unit {name} ({type(unit).__name__}) holds "
+                f"zero.vertical_chunks={config.vertical_chunks}: unit {name} ({type(unit).__name__}) holds "
                 f"{inner_name or 'itself'} ({type(inner).__name__}), which {why}. Run such units on the whole batch "
-                f"with zero.unit.whole_batch=[{type(inner).__name__}], or set zero.micro_batches=1."
+                f"with zero.unit.whole_batch=[{type(inner).__name__}], or set zero.vertical_chunks=1."
             )
 
 
@@ -99,9 +100,9 @@ def changes_with_batch(function: Callable[..., Any], module: nn.Module | None, t
             if now.get(name) is not buffer or buffer._version != version:
                 owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
                 raise Changes(
-                    f"{title} is run in chunks (zero.micro_batches), and its forward changes the buffer {name} of "
+                    f"{title} is run in chunks (zero.vertical_chunks), and its forward changes the buffer {name} of "
                     f"{owner}, which would be that of chunks, and change with each of them. Run such units on the "
-                    f"whole batch with zero.unit.whole_batch=[{owner}], or set zero.micro_batches=1."
+                    f"whole batch with zero.unit.whole_batch=[{owner}], or set zero.vertical_chunks=1."
                 )
         return result
 

@@ -127,7 +127,7 @@ class Inputs:
             shapes = ", ".join(str(list(shape)) for shape in self._shapes) or "no tensor"
             return f"expected a tensor whose first dimension is the batch ({self.size or 'not known'}), got {shapes}"
         if self.size % self.count:
-            return f"expected a batch that divides by zero.micro_batches={self.count}, got {self.size} samples"
+            return f"expected a batch that divides by zero.vertical_chunks={self.count}, got {self.size} samples"
         for other in self._others:
             if any(tensor.ndim and tensor.shape[0] == self.size for tensor in tensors_inside(other)):
                 return (

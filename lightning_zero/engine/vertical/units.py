@@ -29,7 +29,7 @@ from lightning_zero.engine.vertical.trial import Trial
 
 _HELP = (
     "Run such units on the whole batch with zero.unit.whole_batch=[Class], choose other units with zero.unit.classes, "
-    "or set zero.micro_batches=1."
+    "or set zero.vertical_chunks=1."
 )
 
 
@@ -61,7 +61,7 @@ class Vertical:
     """Runs units in chunks, for one engine.
 
     Attributes:
-        count: ``zero.micro_batches``.
+        count: ``zero.vertical_chunks``.
         sums: while the chunks of a call are computed again: takes gradients that arrive.
         batch: samples of the batch that the step was given, as far as known.
     """
@@ -100,9 +100,9 @@ class Vertical:
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
-                f"zero.micro_batches: expected a batch that divides by {self.count}, got {size} samples (the first "
-                "dimension of the first tensor in it). Change the batch size (data.batch_size) or zero.micro_batches; "
-                "if it is the last batch of an epoch, set drop_last=True in its DataLoader."
+                f"zero.vertical_chunks: expected a batch that divides by {self.count}, got {size} samples (the first "
+                "dimension of the first tensor in it). Change the batch size (data.batch_size) or "
+                "zero.vertical_chunks; if it is the last batch of an epoch, set drop_last=True in its DataLoader."
             )
         before = self.batch, self._told
         self.batch, self._told = size, size is not None
@@ -173,7 +173,8 @@ class Vertical:
             assert passes is not None, "the engine is gone but its backward is not"
             if trains != [param.requires_grad for param in params]:
                 raise RuntimeError(
-                    f"{title} is computed again in backward (zero.micro_batches), and requires_grad of its parameters "
+                    f"{title} is computed again in backward (zero.vertical_chunks), and requires_grad of its "
+                    "parameters "
                     "has changed since its forward. Change it (toggle_optimizer, unfreezing) before a forward or after "
                     "its backward."
                 )

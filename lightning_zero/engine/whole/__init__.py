@@ -6,6 +6,5 @@
     values           which rank holds which part of what, for all forms in which it is saved
     state_dicts      of the module and of optimizers, out of shards and into them
     snapshot         what shards are now, copied for a thread that writes them later
-    norms            norms and clipping
     restage          another stage or offload row, from shard to shard
 """

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import AfterFit, ConfigError
+from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.access import checksum
-from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
@@ -127,7 +127,7 @@ def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[B
     """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
     # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     take_writes_over(engine)
-    engine.forget_zeroed()
+    engine.settle_gradients()
     if grads:
         engine.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
@@ -179,7 +179,7 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
     _back_to_shards(engine, shown)
     for bucket, full in shown.items():
         if full.grad is not None:
-            engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
+            engine.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:
@@ -363,12 +363,12 @@ def show_whole(engine: Engine) -> bool:
     """Let the module hold whole parameters on the host, if there is room. On all ranks, between runs.
 
     Returns:
-        whether it does; where not, and ``zero.after_fit`` does not say so, a warning tells why.
+        whether it does; where not, and ``zero.gather_after_fit`` does not say so, a warning tells why.
     """
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
-    if engine.config.after_fit is AfterFit.sharded or engine.shown or engine.comm.device.type == "meta":
+    if engine.config.gather_after_fit is False or engine.shown or engine.comm.device.type == "meta":
         return False
     take_writes_over(engine)
     known = copy is not None and copy.still_equals(engine)
@@ -382,7 +382,9 @@ def show_whole(engine: Engine) -> bool:
         if copy is None:
             if engine.rank == 0:
                 stays = f"the module stays sharded after this run: {refusal}. {CALLS}."
-                warnings.warn(f"{stays} Set zero.after_fit=sharded to have it so without this warning.", stacklevel=2)
+                warnings.warn(
+                    f"{stays} Set zero.gather_after_fit=false to have it so without this warning.", stacklevel=2
+                )
             return False
         _fill(engine, copy, hosts)
     assert copy is not None
@@ -396,7 +398,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
     values = iter(copy.params)
     for bucket in engine.buckets:
         for info in bucket.params:
-            if isinstance(info.param.grad, GradSentinel):
+            if isinstance(info.param.grad, ShardedGrad):
                 copy.grads.append((info.param, info.param.grad))
             info.param.grad = None
         bucket.show_plain(next(values).value for _ in bucket.params)
@@ -520,12 +522,12 @@ def set_aside(engine: Engine) -> Iterator[None]:
 
 
 def check_room(engine: Engine) -> None:
-    """Refuse ``zero.after_fit=whole`` at the start of a run where some host has no room for a whole copy. On all ranks.
+    """Refuse ``zero.gather_after_fit=true`` at the start of a run where some host has no room. On all ranks.
 
     Raises:
         ConfigError: on all ranks, with the bytes that are needed and available.
     """
-    if engine.config.after_fit is AfterFit.whole and engine.host_copy is None:
+    if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
         _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
 
@@ -545,5 +547,6 @@ def check_room_here(nbytes: int) -> None:
 def _refuse(why: str | None) -> None:
     if why is not None:
         raise ConfigError(
-            f"zero.after_fit=whole: {why}. Set zero.after_fit=auto: the module then stays sharded; {CALLS}."
+            f"zero.gather_after_fit=true: {why}. Set zero.gather_after_fit=null: the module then stays sharded; "
+            f"{CALLS}."
         )

@@ -231,8 +231,8 @@ class _Measurement:
             give_fake_optimizers(self._module)
         names = [group.name for group in groups]
         self._batch_size: int | None = None
-        around = units_around(names) if config.micro_batches > 1 else set()
-        whole = whole_batch_units(self._module, names, config) if config.micro_batches > 1 else set(names)
+        around = units_around(names) if config.vertical_chunks > 1 else set()
+        whole = whole_batch_units(self._module, names, config) if config.vertical_chunks > 1 else set(names)
         for number, group in enumerate(groups):
             if number:
                 inner_module = self._module.get_submodule(group.name)
@@ -255,12 +255,12 @@ class _Measurement:
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As under ``zero.micro_batches``."""
+        """As under ``zero.vertical_chunks``."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
-        inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches, tables=Tables(self._module))
+        inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks, tables=Tables(self._module))
         if (why := inputs.why_not()) is not None:
-            raise ConfigError(f"zero.micro_batches: a {type(module).__name__}: {why}.")
+            raise ConfigError(f"zero.vertical_chunks: a {type(module).__name__}: {why}.")
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
@@ -313,7 +313,7 @@ class _Measurement:
             try:
                 self._batch_size = first_size(fake)
                 with (
-                    assuming(self._config.micro_batches),
+                    assuming(self._config.vertical_chunks),
                     self._live,
                     saved_tensors_hooks(pack, lambda tensor: tensor),
                     self._context(),

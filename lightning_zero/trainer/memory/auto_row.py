@@ -165,7 +165,7 @@ def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
         min(place.disk for place in places),
         len(ranks),
         shared=strategy.root_device.type == "cpu",
-        hierarchy=strategy.config.comm.hierarchy,
+        hybrid_shard=strategy.config.comm.hybrid_shard,
     )
 
 
@@ -251,8 +251,8 @@ def model_of(
         states,
         found,
         recomputes=recomputes,
-        in_parts=config.micro_batches,
-        after_fit=config.after_fit,
+        in_parts=config.vertical_chunks,
+        gather_after_fit=config.gather_after_fit,
     )
     return model, assumed
 

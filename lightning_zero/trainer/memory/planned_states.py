@@ -38,9 +38,7 @@ def planned_states(
     Raises:
         UnknownStateError: an optimizer cannot be tried.
     """
-    stepped_whole = [
-        is_stepped_whole(o, whole=settings.whole, declared_elementwise=settings.elementwise) for o in optimizers
-    ]
+    stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):
         return max(map(count_states, optimizers), default=0)
     dtypes = {

@@ -1,0 +1,511 @@
+"""What ``param.grad`` is from a backward until it is cleared: a tensor whose values are in fragments on the ranks.
+
+::
+
+    zero_, and mul_, div_, clamp_ by numbers   change this rank's fragment at once
+    norm, linalg.vector_norm                   from partial norms, one message for all gradients: grad_norms.py
+    any other read                             gathers the values; all ranks must make it
+    any other write                            refused
+
+A ``param.grad`` that is None at the next backward or step was cleared by the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn.utils import get_total_norm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zero.engine.passes.grad_norms import (
+    GradNorms,
+    alike,
+    parts_of_shards,
+    refuse_whole,
+    shows_whole,
+    slots_of,
+    views_of,
+)
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import AfterStep
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.grad_store import Factor
+from lightning_zero.engine.units.param import ParamInfo
+
+_aten = torch.ops.aten
+_NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
+_IN_PLACE = {  # the operation: the method that does it to a tensor
+    _aten.zero_.default: "zero_",
+    _aten.mul_.Tensor: "mul_",
+    _aten.mul_.Scalar: "mul_",
+    _aten.div_.Tensor: "div_",
+    _aten.div_.Scalar: "div_",
+    _aten.clamp_.default: "clamp_",
+    _aten.clamp_min_.default: "clamp_min_",
+    _aten.clamp_max_.default: "clamp_max_",
+    _aten._foreach_zero_.default: "zero_",
+    _aten._foreach_mul_.Tensor: "mul_",
+    _aten._foreach_mul_.Scalar: "mul_",
+    _aten._foreach_div_.Tensor: "div_",
+    _aten._foreach_div_.Scalar: "div_",
+    _aten._foreach_clamp_min_.Scalar: "clamp_min_",
+    _aten._foreach_clamp_max_.Scalar: "clamp_max_",
+}
+_TOTAL_NORM = inspect.unwrap(get_total_norm).__code__
+_CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts if inspect.iscode(const))}
+
+Args = Sequence[Any]
+
+
+class ShardedGrad(Tensor):
+    """The gradient of a sharded parameter, as ``param.grad`` shows it; or a view of one whose values were gathered.
+
+    A view cannot be written: what is written to gathered values would be lost.
+    """
+
+    info: ParamInfo
+    gathered: Tensor | None  # of a view: what it shows
+    added: bool  # autograd added a new gradient to it before the engine took notice of the backward
+    incoming: Tensor | None  # that gradient
+    # Weakly: Python's garbage collector does not see through ``param.grad``, and the module would live for ever.
+    _owner: ref[ShardedGrads]
+
+    # What is made of it is no ShardedGrad, but for views.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, info: ParamInfo, owner: ref[ShardedGrads], gathered: Tensor | None = None) -> ShardedGrad:
+        like, strides = (info.param, info.strides) if gathered is None else (gathered, gathered.stride())
+        wrapper: ShardedGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        wrapper.info, wrapper._owner, wrapper.gathered = info, owner, gathered
+        wrapper.added, wrapper.incoming = False, None
+        return wrapper
+
+    @property
+    def owner(self) -> ShardedGrads:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the gradient of {self.info.fqn} is gone, with the engine of its module.")
+        return owner
+
+    def pop_incoming(self) -> Tensor | None:
+        """The gradient that autograd added."""
+        incoming, self.incoming = self.incoming, None
+        return incoming
+
+    def whole(self) -> Tensor:
+        """Its values, in a tensor of their own. Collective, but for views."""
+        return self.owner.gather(self.info) if self.gathered is None else self.gathered
+
+    @property
+    def data(self) -> Tensor:
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # else Module.to, for the device where it is
+            raise _refusal(self.info.fqn)
+
+    def detach(self) -> Tensor:
+        return self
+
+    # torch refuses these of any subclass.
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole().__array__(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if self.gathered is not None:
+            return repr(self.gathered)
+        return f"<the gradient of {self.info.fqn} is sharded; .clone() of it, on all ranks, has its values>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in _IN_PLACE and not any(map(_has_elements, args[1:])):
+            many = isinstance(args[0], (list, tuple))
+            for grad in args[0] if many else args[:1]:
+                act = grad.owner.change if _is_grad(grad) else _change_plain
+                act(grad, _IN_PLACE[func], args[1:])
+            return None if many else args[0]
+        if func is _aten.add_.Tensor and _is_grad(args[0]) and torch._C._current_graph_task_id() != -1:
+            # Autograd accumulates, in a backward that the engine has not heard of yet. The gradient is kept for our
+            # hook, which runs right after.
+            args[0].added, args[0].incoming = True, args[1]
+            return args[0]
+        if func is _NORMS or func is _NORM:
+            tensors = args[0] if func is _NORMS else args[:1]
+            # Whether ``get_total_norm`` has asked, by itself and not by what it is called from.
+            lazy = sys._getframe(1).f_code in _CODE_OF_TOTAL_NORM
+            norms = [_norm(tensor, *args[1:], lazy=lazy, **kwargs) for tensor in tensors]
+            return norms if func is _NORMS else norms[0]
+        return _read(func, args, kwargs)
+
+
+def _is_grad(value: object) -> TypeGuard[ShardedGrad]:
+    return isinstance(value, ShardedGrad) and value.gathered is None
+
+
+def _has_elements(value: object) -> bool:
+    return isinstance(value, Tensor) and (value.dim() > 0 or type(value) is not Tensor)
+
+
+def _change_plain(tensor: Tensor, method: str, numbers: Args) -> None:
+    if isinstance(tensor, ShardedGrad):
+        raise _refusal(tensor.info.fqn)
+    getattr(tensor, method)(*numbers)
+
+
+def _norm(
+    tensor: Tensor,
+    norm_type: float = 2.0,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    lazy: bool,
+) -> Tensor:
+    """``torch.linalg.vector_norm``: of all of a gradient from partial norms, otherwise of its values."""
+    is_whole = not dim or {d % tensor.dim() for d in dim} == set(range(tensor.dim()))
+    if not _is_grad(tensor) or not is_whole or keepdim or not norm_type >= 0.0:
+        values = tensor.whole() if isinstance(tensor, ShardedGrad) else tensor
+        return torch.linalg.vector_norm(values, norm_type, dim, keepdim, dtype=dtype)
+    if lazy and norm_type:
+        return LazyNorm([tensor], float(norm_type))
+    return tensor.owner.norms.norm(tensor.info, float(norm_type), dtype)
+
+
+def _read(func: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> object:
+    """Run an operation on the values of gradients. Collective.
+
+    Raises:
+        RuntimeError: the operation writes to one.
+    """
+    arguments = func._schema.arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    for leaf in tree_leaves(written):
+        if isinstance(leaf, ShardedGrad):
+            raise _refusal(leaf.info.fqn)
+    gathered: dict[ShardedGrad, Tensor] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, ShardedGrad) and leaf not in gathered:
+            gathered[leaf] = leaf.whole()
+    args, kwargs = tree_map_only(ShardedGrad, gathered.__getitem__, (args, kwargs))
+    of_storage = {values.untyped_storage()._cdata: grad for grad, values in gathered.items()}
+
+    def protect(result: Tensor) -> Tensor:
+        grad = of_storage.get(result.untyped_storage()._cdata)
+        return result if grad is None else ShardedGrad(grad.info, grad._owner, result)
+
+    return tree_map_only(Tensor, protect, func(*args, **kwargs))
+
+
+def _refusal(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {fqn} is sharded over the ranks: it can be read, on all ranks, and zeroed, multiplied, "
+        "divided or clamped by a number in place, as by torch.nn.utils.clip_grad_norm_. For other changes use "
+        "`with lightning_zero.gather(module, grads=True):`."
+    )
+
+
+# -- torch.nn.utils.get_total_norm ------------------------------------------------------------------------------------
+
+
+class LazyNorm(Tensor):
+    """Norms of gradients, 0-d or stacked, that are computed when they are used.
+
+    ``get_total_norm``, which ``clip_grad_norm_`` calls, takes the norm of each gradient, stacks them and takes the norm
+    of that. Norms of single gradients cost an exchange for which the host waits, and nobody wants them there. So inside
+    of that function, and nowhere else, each is one of these. The norm of their stack is :meth:`GradNorms.total`: one
+    message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``.
+    """
+
+    grads: Sequence[ShardedGrad]
+    norm_type: float
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, grads: Sequence[ShardedGrad], norm_type: float, *shape: int) -> LazyNorm:
+        info = grads[0].info
+        wrapper: LazyNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=grads[0].owner.norms.dtype_of(info), device=info.param.device, requires_grad=False
+        )
+        wrapper.grads, wrapper.norm_type = grads, norm_type
+        return wrapper
+
+    def each(self) -> Tensor:
+        """The norm of each gradient: of the shape of this tensor."""
+        norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
+        return torch.stack(norms) if self.dim() else norms[0]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if func is _aten.stack.default and len(args) == 1:
+            lazy = [norm for norm in args[0] if isinstance(norm, LazyNorm) and not norm.dim()]
+            if len(lazy) == len(args[0]) and len({(norm.norm_type, norm.grads[0]._owner) for norm in lazy}) == 1:
+                return LazyNorm([norm.grads[0] for norm in lazy], lazy[0].norm_type, len(lazy))
+        elif func is _NORM and len(args) <= 2 and not kwargs:
+            (norms, norm_type) = args if len(args) == 2 else (args[0], 2.0)
+            if float(norm_type) == norms.norm_type:
+                total = norms.grads[0].owner.norms.total_shown([grad.info for grad in norms.grads], norms.norm_type)
+                if total is not None:
+                    return total
+        args, kwargs = tree_map_only(LazyNorm, LazyNorm.each, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+class ShardedGrads:
+    """The gradients of one engine as users see them: a :class:`ShardedGrad` for each parameter, made once.
+
+    Args:
+        forget_failed: ends the pass of a backward that has raised unnoticed.
+
+    Attributes:
+        norms: their norms.
+    """
+
+    def __init__(self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None]) -> None:
+        self._reducer, self._grads = reducer, reducer.grads
+        self._after_step, self._forget_failed = after_step, forget_failed
+        self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
+        self._of: dict[int, ShardedGrad] = {}
+        self._aside = False
+        self.norms = GradNorms(reducer, self._bucket_of, self.settle)
+
+    # -- param.grad ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
+        """Inside, ``param.grad`` is the caller's own, and says nothing of the gradients that there are."""
+        kept = [(info.param, info.param.grad) for info in infos]
+        self._aside = True
+        try:
+            for param, _ in kept:
+                param.grad = None
+            yield
+        finally:
+            self._aside = False
+            for param, grad in kept:
+                param.grad = grad
+
+    def place_used(self) -> None:
+        """Set ``param.grad`` after a backward, of parameters that were used in it or before it."""
+        for bucket, grads in () if self._aside else self._grads.items():
+            self.place(bucket.params[slot] for slot in grads.used)
+
+    def place(self, infos: Iterable[ParamInfo]) -> None:
+        """Set ``param.grad`` of these parameters: they have gradients, which may have changed."""
+        self.norms.forget()
+        for info in infos:
+            grad = self._of.get(id(info.param))
+            if grad is None or grad.dtype != info.param.dtype:
+                grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
+            grad.added = False
+            info.param.grad = grad
+
+    def remove(self, infos: Iterable[ParamInfo]) -> None:
+        """Set ``param.grad`` to None, because a backward starts: autograd must find no gradient to add to."""
+        for info in infos:
+            if isinstance(info.param.grad, ShardedGrad):
+                info.param.grad = None
+            if (grad := self._of.get(id(info.param))) is not None:
+                grad.added = False
+
+    def settle(self) -> None:
+        """Wait until gradients are what users' code has left of them, before they are looked at."""
+        self._forget_failed()
+        self._after_step.wait_for_steps()
+        self.forget_cleared()
+
+    def forget_cleared(self) -> None:
+        """Drop the gradients that users have cleared (``param.grad = None``) since they were placed."""
+        for bucket, grads in () if self._aside else self._grads.items():
+            if not grads.used and not bucket.grad_store.is_there:
+                continue
+            cleared = []
+            for info in bucket.params:
+                grad = self._of.get(id(info.param))
+                is_there = grad is not None and (info.param.grad is grad or grad.added)
+                if not is_there and not shows_whole(Place(bucket, info)):
+                    cleared.append(info.slot)
+            grads.forget(cleared)
+
+    def used_params(self) -> set[int]:
+        """Ids of the parameters that any rank gave a gradient since it was last cleared.
+
+        Raises:
+            RuntimeError: ``param.grad`` was assigned by hand.
+        """
+        used = set()
+        for bucket, grads in self._grads.items():
+            for info in bucket.params:
+                grad = info.param.grad
+                if grad is not None and not isinstance(grad, ShardedGrad):
+                    raise RuntimeError(
+                        f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
+                        "`with lightning_zero.gather(module, grads=True):`."
+                    )
+                if grad is not None and info.slot in grads.agreed:
+                    used.add(id(info.param))
+        return used
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    @outside_autograd
+    def change(self, grad: ShardedGrad, method: str, numbers: Args) -> None:
+        """Apply an elementwise method, in place, to this rank's fragment of a gradient.
+
+        Args:
+            numbers: its arguments: numbers, 0-d tensors or None.
+
+        Raises:
+            RuntimeError: the gradient lacks some of its backwards.
+        """
+        info = grad.info
+        bucket = self._bucket_of[id(info.param)]
+        self._forget_failed()
+        bucket.awaited_step.wait()  # an offloaded step owns the gradient that it was given until it is over
+        self.norms.forget()
+        if method == "zero_":
+            self._grads[bucket].zero(info.slot)
+            return
+        self._reducer.refuse_partial()
+        if self._reducer.unreduced:
+            raise RuntimeError(
+                f"the gradient of {info.fqn} cannot be changed or clipped after a backward inside no_sync(): it is not "
+                "reduced over the ranks yet. Change gradients after the last backward before the step, outside of "
+                "no_sync() (on_before_optimizer_step; sync_grad=True)."
+            )
+        if (fragment := bucket.grad_fragment(info.slot)) is None:
+            return
+        if method not in ("mul_", "div_") and (scale := self._reducer.shown_scale(id(info.param))) != 1.0:
+            numbers = [number if number is None else number / scale for number in numbers]  # gradients rest unscaled
+        values = fragment.values
+        getattr(values, method)(*(n.to(values.device) if isinstance(n, Tensor) else n for n in numbers))
+
+    @outside_autograd
+    def gather(self, info: ParamInfo) -> Tensor:
+        """The values of one gradient as DDP shows it, in a new tensor. Collective, where gradients are in shards.
+
+        Raises:
+            RuntimeError: inside a backward; or the gradient lacks some of its backwards.
+            StallError, ApartError: other ranks are somewhere else.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
+        self.settle()
+        self._reducer.refuse_partial()
+        bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
+        scale = self._reducer.shown_scale(id(info.param))
+        if self._reducer.unreduced and self._grads[bucket].accumulates:
+            local = self._grads[bucket].local_grads().get(info.slot)
+            if local is None or bucket.grad_store.is_there:
+                raise self.norms.mixed(info)
+            return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
+        flat = torch.zeros(info.numel, dtype=bucket.dtypes.grad, device=comm.device)
+        fragment = bucket.grad_fragment(info.slot)
+        if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # other replicas hold it too
+            flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
+        if bucket.plan.shards_master:
+            with comm.at("a read of .grad, which takes all ranks"):
+                comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
+                comm.sum_(flat)
+        values = flat.to(bucket.dtypes.master)
+        return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
+
+    # -- many together ------------------------------------------------------------------------------------------------
+
+    def total_norm(self, places: Iterable[Place], norm_type: float = 2.0) -> Tensor:
+        """See :meth:`GradNorms.total`; 0 where gradients are only looked at. Collective."""
+        return torch.zeros((), device=self._reducer.comm.device) if self._aside else self.norms.total(places, norm_type)
+
+    def clip_by_norm(
+        self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale gradients so that their norm is at most ``max_norm``. Collective.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        norm = self.total_norm(places, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
+        # As torch.nn.utils.clip_grad_norm_: no host synchronization, a factor of one where nothing is to be clipped.
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        streams = self._reducer.comm.streams
+        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
+
+        def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
+            """Whether a whole bucket on the host is multiplied later, by its step: the host waits for nothing here."""
+            return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
+
+        grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
+        for same in alike(grads):
+            torch._foreach_mul_([grads[number] for number in same], factor.to(grads[same[0]].device))
+        return norm
+
+    def clip_by_value(self, places: Iterable[Place], clip_value: float) -> None:
+        """Clamp gradients to ``[-clip_value, clip_value]``."""
+        for grad in self._shards_of(places):
+            grad.clamp_(-clip_value, clip_value)
+
+    def _shards_of(
+        self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
+    ) -> list[Tensor]:
+        """All that this rank holds of reduced gradients, to be changed in place: views.
+
+        Args:
+            but: says of a bucket, and its slots, that they are left out.
+        """
+        places = [] if self._aside else list(places)
+        refuse_whole(places)
+        self.settle()  # and wait for steps under way, which own their gradients until they are over
+        self.norms.forget()
+        views = []
+        for bucket, slots in slots_of(places).items():
+            if not but(bucket, slots) and (grad := bucket.grad) is not None:
+                views += views_of(grad, bucket.owned_fragments(), slots)
+        return views
+
+    def overflowed(self, places: Iterable[Place]) -> bool:
+        """Whether any rank holds a gradient at ``places`` that is not finite; checked where they rest. Collective."""
+        if self._aside:
+            return False
+        places = list(places)
+        self.settle()
+        self._reducer.refuse_unreduced(places)
+        known, views = parts_of_shards(self._grads, slots_of(places), lambda store: store.all_finite())
+        checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]
+        checks += [torch.stack(list(known.values())).all()] if known else []
+        found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
+        # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
+        return bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))
