@@ -9,24 +9,14 @@ from pathlib import Path
 
 from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, private_names_of_lightning
 
-LAYERS = [
-    "config",
-    "planning",
-    "device",
-    "tiers",
-    "lightning_api",
-    "ranks",
-    "comm",
-    "sequence",
-    "optimizers",
-    "pretrained",
-]
-LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
+LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
+LAYERS += ["pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate", "app.sweep"}
 MAX_IN_ROOT = 10
+MOST_REPLACED = 25  # methods of Lightning's
 SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
 # What the main job trains. Layers do not import it.
@@ -104,6 +94,19 @@ def test_private_names_of_lightning_are_taken_by_one_file() -> None:
         imported = [name for name in imports_package(path, "lightning") if name.rpartition(".")[2].startswith("_")]
         assert not imported
         assert not private_names_of_lightning(path) or name_of(path) == "lightning_api"
+
+
+def test_methods_of_lightning_that_are_replaced_are_listed() -> None:
+    replaced = set()
+    for path in modules():
+        for node in nodes(path.read_text()):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("in_place_of", "self._replaced.replace"):
+                replaced.add((ast.unparse(node.args[0]), ast.literal_eval(node.args[1])))
+    text = ast.get_docstring(ast.parse((PACKAGE / "trainer" / "replaced.py").read_text())) or ""
+    assert 0 < len(replaced) <= MOST_REPLACED
+    for _, name in replaced:
+        assert re.search(rf"\b{name}\b", text), f"trainer/replaced.py: {name}?"
 
 
 def test_planning_knows_no_process_group() -> None:

@@ -68,7 +68,7 @@ class Ours(Side):
         self._trainer.save_checkpoint(path)
 
     def finish(self) -> None:
-        self._strategy.wait_for_writes()
+        self._strategy._checkpoints.wait_for_writes()
 
     def load(self, path: str) -> None:
         checkpoint = self._strategy.load_checkpoint(path)

@@ -142,7 +142,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
-        strategy.command_to_go_on = partial(command_to_go_on, sys.argv[1:])
+        strategy.run_plan.command_to_go_on = partial(command_to_go_on, sys.argv[1:])
         strategy.save_every_s = 60 * config.save_minutes if config.save_minutes is not None else None
 
 
@@ -172,7 +172,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     if trainer.is_global_zero:
         print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
         keep_metrics(trainer)
-    cast("ZeroStrategy", trainer.strategy).resumes_job = True
+    cast("ZeroStrategy", trainer.strategy).run_plan.resumes_job = True
     return str(found)
 
 

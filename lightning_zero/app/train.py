@@ -166,7 +166,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
-    whole = config.zero.gather_after_fit is True and strategy.speaks_for_all
+    whole = config.zero.gather_after_fit is True and strategy._speaks_for_all
     if config.zero.init_from is not None:
         SafetensorsFolder(Path(config.zero.init_from).expanduser())
     if not whole and not config.zero.unit.classes:
@@ -272,7 +272,7 @@ def run(config: TrainConfig) -> float | None:
     check_model(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
-    trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
+    trainer.strategy.run_plan.settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
     with batches_explained(model, data):
         metrics = perform(config, trainer, model, data, ckpt_path)
     if trainer.is_global_zero:
@@ -284,7 +284,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     """What the strategy is to know of the run: for the decision on ``zero/stage=auto``, and for its last table."""
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
-    strategy.planned_states = optimizer_states(config) if steps_slices(config) else None
+    strategy.run_plan.optimizer_states = optimizer_states(config) if steps_slices(config) else None
 
     def activations() -> Any:
         try:
@@ -294,7 +294,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
         return None if found is None else found.measured[0]
 
     if config.data.get("_target_") in OUR_DATA:  # other data would have to be asked for a batch once more
-        strategy.activations_of_run = activations
+        strategy.run_plan.activations = activations
 
 
 def _quieten(task: Task) -> None:

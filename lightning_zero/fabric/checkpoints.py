@@ -92,12 +92,12 @@ class Checkpoints(CheckpointFiles):
         else:
             content = _converted(state, filter, lambda _: save.module_state(), save.optimizer_state)
         if save is None or not save.write(content):
-            self.together("writing a checkpoint", lambda: self._write(content, path, storage_options))
+            self._together("writing a checkpoint", lambda: self._write(content, path, storage_options))
 
     def _write(self, content: dict[str, Any], path: Any, storage_options: Any) -> None:
         if self.is_global_zero:
             if writes_files(self.checkpoint_io):
-                self.checkpoint_io.long_work = self.long_work
+                self.checkpoint_io.long_work = self._long_work
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
@@ -177,7 +177,7 @@ class Checkpoints(CheckpointFiles):
                 engine = self.engine_of_optimizer(optimizer)
                 check_optimizer(engine, optimizer, found[key], f"fabric.load: {path}")
 
-        self.together("comparing a checkpoint with what it is loaded into", check)
+        self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():
             entry = state[key]
             if key in modules:

@@ -52,7 +52,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         ConfigError: a setting that cannot work; the message names the key to change.
     """
 
-    launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
+    _launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
 
     def __init__(
         self,
@@ -92,12 +92,9 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def _set_world_ranks(self) -> None:
-        self.set_world_ranks()
-
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.join_ranks()
+        self._join_ranks()
         if self._start_waits is not None:
             # Kept: before there are engines, between them, and when they are gone, barriers wait with these.
             self._start_waits.place = "the user's code, outside of the calls of sharded modules"
@@ -153,7 +150,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             module,
             config=with_precision(self.config, self.precision.row),
             device=self.root_device,
-            node=self.node,
+            node=self._node,
         )
         self._set_up.append(weakref.ref(engine))
         with engine.placeholders_allowed():

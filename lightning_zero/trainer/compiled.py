@@ -7,33 +7,19 @@ called before any process starts, which makes it the place to miss a C++ compile
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.lightning_api import pl
-
-_CHECK = "_verify_strategy_supports_compile"
-
-
-class _Checks(Protocol):
-    """A strategy that says what it misses."""
-
-    def check_before_start(self, model: pl.LightningModule) -> None: ...
+from lightning_zero.trainer.replaced import in_place_of
 
 
-def accept(kind: type[_Checks]) -> None:
-    """Have Lightning take compiled models under strategies of ``kind``, and ask these what a run lacks."""
-    check: Callable[[Any, Any], None] | None = getattr(pl.trainer.trainer, _CHECK, None)
-    if check is None:  # a Lightning without the check
+@in_place_of(pl.trainer.trainer, "_verify_strategy_supports_compile")
+def _verify(theirs: Any, model: pl.LightningModule, strategy: Any) -> None:
+    check = getattr(strategy, "_check_before_start", None)
+    if check is None:
+        theirs(model, strategy)
         return
-
-    def verify(model: pl.LightningModule, strategy: Any) -> None:
-        if not isinstance(strategy, kind):
-            check(model, strategy)
-            return
-        if needs_compiler(model):
-            find_compiler("torch.compile", "compile with another backend")
-        strategy.check_before_start(model)
-
-    setattr(pl.trainer.trainer, _CHECK, verify)
+    if needs_compiler(model):
+        find_compiler("torch.compile", "compile with another backend")
+    check(model)

@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
 from lightning_zero.ranks.verdict import REQUEUE, VERDICT_VARIABLE, give_verdict
-from lightning_zero.trainer.validations import Validations
+from lightning_zero.trainer.replaced import Replacements
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -33,19 +33,15 @@ ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # on an exception: a save has rai
 MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
 SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
-_TERM_HANDLER = "_sigterm_notifier_fn"
-_AGREEMENT, _ADVANCE = "_broadcast_sigterm_tensor", "advance"
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """All ranks leave together, between two steps or two batches of a validation. What was to be saved is saved."""
+    """All ranks leave together, between two steps. What was to be saved is saved."""
 
 
 class Interruptions:
     """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree.
-
-    They also agree between two batches of a validation, which may take longer than a scheduler waits.
 
     Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
     then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
@@ -57,8 +53,7 @@ class Interruptions:
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to, leave                      leave at once
 
-    A validation that no later run could do anew (see :meth:`Validations.can_be_done_anew`) is finished before anything
-    is saved. The sanity check before training saves nothing: there is nothing that the run did not start from.
+    A validation is finished first.
 
     SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
     signal takes the place of one that is there already (submitit's, which would requeue without saving).
@@ -97,14 +92,12 @@ class Interruptions:
         # Before Lightning, which leaves a signal alone that has a handler.
         if self._main_thread and self._signum is not None:
             self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
-        setattr(self._connector, _TERM_HANDLER, self._on_term)
         self._loop = trainer.fit_loop.epoch_loop
-        setattr(self._loop, _AGREEMENT, lambda: None)
-        self._advance = self._loop.advance
-        self._validations: Validations | None = None
+        self._replaced = Replacements()
+        self._replaced.replace(self._connector, "_sigterm_notifier_fn", lambda _, *args: self._on_term(*args))
+        self._replaced.replace(self._loop, "_broadcast_sigterm_tensor", lambda _: None)
         if training:
-            setattr(self._loop, _ADVANCE, self._advance_from_boundary)
-            self._validations = Validations(trainer, self._agree_in_validation)
+            self._replaced.replace(self._loop, "advance", self._advance_from_boundary)
 
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self.training:
@@ -127,13 +120,13 @@ class Interruptions:
         # Where one rank fails, srun kills those that take longer to end.
         return 0 if self._on_slurm else TERMINATED
 
-    def _advance_from_boundary(self, data_fetcher: Any) -> None:
+    def _advance_from_boundary(self, advance: Any, data_fetcher: Any) -> None:
         """Answer signals before a batch is fetched: afterwards a loader that saves its place would count that batch."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # inside a window, what it has accumulated would be lost
             self.at_boundary()
-        self._advance(data_fetcher)
+        advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
         """Save if it is time to, and leave if any rank got a signal. On all ranks, between two steps.
@@ -145,39 +138,15 @@ class Interruptions:
             Left: on all ranks.
         """
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
-        strategy = cast(Any, self._trainer.strategy)
-        noted = max(self._noted, _SAVE if due else _NOTHING), strategy.has_failed_write
+        checkpoints = cast(Any, self._trainer.strategy)._checkpoints
+        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.has_failed_write
         asked, failed = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
         if failed:
-            strategy.wait_for_writes()
+            checkpoints.wait_for_writes()
         if not asked:
             return
         at = contextlib.nullcontext() if last else self._as_lightning_saves()
         self._answer(asked, at, saves=asked != _TERM or self._saves)
-
-    def between_validation_batches(self) -> None:
-        """Save and leave if any rank got a signal. On all ranks that have another batch of a validation inside fit.
-
-        Raises:
-            Left: on all ranks.
-        """
-        if self._validations is not None:
-            self._agree_in_validation(True)
-
-    def _agree_in_validation(self, running: bool) -> bool:
-        noted = torch.tensor([self._noted, running], dtype=torch.int64)
-        asked, any_runs = self._comm.max_(noted).tolist()
-        if asked < _TERM:  # saving every so often can wait for a step
-            return bool(any_runs)
-        validations = self._validations
-        assert validations is not None
-        saves = not self._trainer.sanity_checking and (asked != _TERM or self._saves)
-        if not saves or not self._on_any_rank(not validations.can_be_done_anew()):
-            self._answer(asked, validations.undone(), saves=saves)
-        return bool(any_runs)
-
-    def _on_any_rank(self, flag: bool) -> bool:
-        return bool(self._comm.max_(torch.tensor([flag], dtype=torch.int64)).item())
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
         """Do what the signal asks for: save, leave, or both.
@@ -224,10 +193,11 @@ class Interruptions:
         for logger in trainer.loggers:
             logger.save()
         strategy = cast(Any, trainer.strategy)
-        strategy.wait_for_writes()  # the next number follows from the files that are there
+        checkpoints = strategy._checkpoints
+        checkpoints.wait_for_writes()  # the next number follows from the files that are there
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
-        failed, strategy.next_may_fail = False, not leaving
+        failed, checkpoints.next_may_fail = False, not leaving
         try:
             trainer.save_checkpoint(path, weights_only=False)
         except Exception as error:
@@ -237,17 +207,17 @@ class Interruptions:
             rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         else:
             if leaving:
-                strategy.finish_writes()  # a requeue ends these processes
+                checkpoints.finish_writes()  # a requeue ends these processes
             if trainer.is_global_zero:
                 said = f"{what} step {trainer.global_step} in {path}"
                 if leaving and not requeues:
-                    said += f"\nTo go on: {strategy.command_to_go_on(path)}"
-                strategy.after_writes(partial(print, said, flush=True))
+                    said += f"\nTo go on: {strategy.run_plan.command_to_go_on(path)}"
+                checkpoints.after_writes(partial(print, said, flush=True))
                 for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
                     if os.path.realpath(older) != os.path.realpath(path):  # in "." they are written in two ways
                         strategy.remove_checkpoint(str(older))
         finally:
-            strategy.next_may_fail = False
+            checkpoints.next_may_fail = False
         if failed:
             # The exception's frames, which refer to each other, hold what hooks were given: values of a file without a
             # name, whose room the next try may need.
@@ -274,13 +244,27 @@ class Interruptions:
 
     def let_go(self) -> None:
         """Give signals back to Lightning, after the run."""
-        self._connector.__dict__.pop(_TERM_HANDLER, None)
-        for name in (_AGREEMENT, _ADVANCE):
-            self._loop.__dict__.pop(name, None)
-        if self._validations is not None:
-            self._validations.let_go()
+        self._replaced.undo()
         if self._main_thread and self._signum is not None:
             self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
+
+
+def repair_counts(trainer: pl.Trainer) -> None:
+    """Do not count a batch that was fetched and never trained: validations every so many batches go by this."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
+        total.ready -= 1
+
+
+def step_plateau_schedulers(trainer: pl.Trainer) -> None:
+    """After a validation at the end of an epoch that was resumed, have schedulers step that have their metric.
+
+    Lightning lets them out there, because metrics of before are in no checkpoint. These are of now.
+    """
+    loop = trainer.fit_loop
+    monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
+    if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
+        loop._restarting = False
 
 
 def failed_on_all_ranks(error: Exception) -> bool:

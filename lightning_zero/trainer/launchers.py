@@ -102,9 +102,9 @@ class Forking:
         try:
             super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._strategy.end_forked(failed=True)
+            self._strategy._end_forked(failed=True)
             raise
-        self._strategy.end_forked(failed=False)
+        self._strategy._end_forked(failed=False)
 
 
 class ForkLauncher(Forking, ForkingLauncher):

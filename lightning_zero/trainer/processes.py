@@ -6,9 +6,9 @@ import atexit
 import contextlib
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_zero.comm.agreements import barrier, broadcast_object, open_waits
+from lightning_zero.comm.agreements import barrier, broadcast_object, gather_objects, open_waits, together
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
@@ -28,7 +28,9 @@ from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.trainer import launchers
+from lightning_zero.trainer.settings import RunPlan
 
+T = TypeVar("T")
 EXIT_BARRIER_S = 20.0
 OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 _START_METHODS = ("popen", "fork")
@@ -38,14 +40,12 @@ class Processes:
     """What a strategy of Lightning's, of the Trainer's or of Fabric's, says and does about processes.
 
     Attributes:
-        launchers: how processes are started: by the script itself, and by fork.
-        run_settings: settings of the run that all ranks must have alike, besides the strategy's own. They are compared
-            at the start.
+        run_plan: what the program around a run tells of it.
     """
 
     config: ZeroConfig
     cluster_environment: ClusterEnvironment | None
-    launchers: ClassVar[tuple[Any, Any]]
+    _launchers: ClassVar[tuple[Any, Any]]  # by the script itself, and by fork
     if TYPE_CHECKING:  # Lightning's
         parallel_devices: Any
         _launcher: Any
@@ -92,7 +92,7 @@ class Processes:
         self._timeout = timeout
         self._start_method = start_method
         self._start_waits: Waits | None = None  # until there is an engine
-        self.run_settings: Mapping[str, Any] = {}
+        self.run_plan = RunPlan()
         more["cluster_environment"] = cluster_environment or own_environment()
         super().__init__(*args, **more)
 
@@ -125,15 +125,11 @@ class Processes:
         }
 
     @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def node(self) -> str | None:
+    def _node(self) -> str | None:
         """The node of this rank, as the cluster environment numbers it: several may be on one host."""
         return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
 
-    def set_world_ranks(self) -> None:
+    def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -143,9 +139,10 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._set_world_ranks()
         check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
-        by_script, by_fork = self.launchers
+        by_script, by_fork = self._launchers
         if self._start_method == "fork":
             self._launcher = by_fork(self, "fork")
         elif launchers.in_one_process(self.cluster_environment, self.num_nodes * self.num_processes):
@@ -154,10 +151,10 @@ class Processes:
             # Also where something else has made the processes: it sets the number of threads of every rank.
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def join_ranks(self) -> None:
+    def _join_ranks(self) -> None:
         """Meet the other ranks, once in a process. Nobody is met by a single one in a notebook."""
         begin()
-        self.set_world_ranks()
+        self._set_world_ranks()
         device = self.root_device
         self._process_group_backend = self._process_group_backend or dist.get_default_backend_for_device(device)
         if not dist.is_initialized() and (self._launcher is not None or self.config.comm.even_alone):
@@ -175,7 +172,7 @@ class Processes:
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
             init_process_group(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
-        settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_settings))
+        settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_plan.settings))
         rendezvous.join(
             self.cluster_environment,
             self._process_group_backend,
@@ -186,7 +183,7 @@ class Processes:
             per_node=self.num_processes,
         )
 
-    def end_forked(self, *, failed: bool) -> None:
+    def _end_forked(self, *, failed: bool) -> None:
         """At the end of a forked process, which ends without what is to be done at exit.
 
         Args:
@@ -234,6 +231,16 @@ class Processes:
         """Around a wait of Lightning's for all ranks: one that waits for this rank meanwhile hears of it."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
+
+    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Gather an object of each rank. Collective."""
+        waits = self._waits
+        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        """Do this on all ranks, without messages inside; where it fails on one, all raise. Collective."""
+        waits = self._waits
+        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 _failed = False

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_zero.config import Precision, ZeroConfig, make_config
 from lightning_zero.engine.passes.compiled import check_compiler
+from lightning_zero.planning.activations import Activations
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.timeline.record import check_timeline
+
+
+def call_to_go_on(path: str) -> str:
+    """How a run of a script of the user's own goes on from the checkpoint ``path``."""
+    return f"trainer.fit(..., ckpt_path={path!r})"
+
+
+@dataclass
+class RunPlan:
+    """What the program around a run tells its strategy; the main job does.
+
+    Attributes:
+        settings: those of the run, besides the strategy's own. All ranks must have the same, and compare them at the
+            start.
+        resumes_job: the checkpoint to go on from was written by an earlier start of this job. It is compared with its
+            checksums, unless ``zero.checkpoint.verify`` is false.
+        command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
+        optimizer_states: tensors of optimizer state for each parameter, for the decision on ``stage="auto"``; ``None``:
+            those of ``configure_optimizers``.
+        activations: gives the activations of a micro-batch, for the table at the end of training.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    resumes_job: bool = False
+    command_to_go_on: Callable[[str], str] = call_to_go_on
+    optimizer_states: int | None = None
+    activations: Callable[[], Activations | None] | None = None
 
 
 def settings_of(

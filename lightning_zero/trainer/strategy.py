@@ -1,28 +1,47 @@
-"""ZeroStrategy: Lightning's lifecycle in terms of the engine. No sharding logic here."""
+"""ZeroStrategy: Lightning's lifecycle in terms of the engine, in its order. No sharding logic here."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
-from lightning_zero.config import ZeroConfig, check_accumulation, for_layout, is_decided
+from lightning_zero.checkpoint.hugging_face.export import export
+from lightning_zero.checkpoint.hugging_face.files import parse_dtype
+from lightning_zero.config import (
+    ConfigError,
+    ZeroConfig,
+    check_accumulation,
+    for_layout,
+    is_decided,
+    parse_bytes,
+    with_rows,
+)
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole import shown
-from lightning_zero.lightning_api import CheckpointIO, ClusterEnvironment, NoOptimizer, TrainerFn, pl, reset_seed
-from lightning_zero.planning.activations import Activations
+from lightning_zero.lightning_api import (
+    CheckpointIO,
+    ClusterEnvironment,
+    NoOptimizer,
+    TrainerFn,
+    pl,
+    rank_zero_info,
+    reset_seed,
+)
 from lightning_zero.planning.whole import copy_nbytes
+from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
-from lightning_zero.trainer import compiled, processes, validations
+from lightning_zero.trainer import compiled, processes
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
-from lightning_zero.trainer.interruptions import Interruptions, Left
+from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
@@ -30,15 +49,21 @@ from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves import kept_files, range_saves
-from lightning_zero.trainer.saves.checkpoint_io import async_writer
+from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
+from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
+from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 from lightning_zero.trainer.settings import settings_of, with_precision
-from lightning_zero.trainer.steps import SteppingStrategy
 from lightning_zero.trainer.summary import print_held, print_units
 
+# These replace methods of Lightning when they are imported: see ``replaced.py``.
+ADAPTERS = compiled, averaging, stochastic_averaging, finetuning, pruning, kept_files, range_saves
+# Hooks of Lightning outside of its steps. What a step has left open (a ``training_step`` that returned None) is over.
+_BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
-class ZeroStrategy(Processes, SteppingStrategy):
-    """ZeRO stages 0-3 as a Lightning strategy.
+
+class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
+    """Trains a LightningModule with ZeRO stages 0-3.
 
     Args:
         stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``. ``"auto"``: the
@@ -54,19 +79,17 @@ class ZeroStrategy(Processes, SteppingStrategy):
     The remaining arguments are those of every Lightning strategy.
 
     Attributes:
-        run_settings: see :class:`Processes`.
+        config: the settings of this run.
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
-        command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
-        decision: the rows that ``stage="auto"`` has become, and why.
-        activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
-        planned_states: tensors of optimizer state for each parameter, for that decision; ``None``: those of
-            ``configure_optimizers``.
+        run_plan: what the program around a run tells of it: see :class:`RunPlan`.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
     """
+
+    _launchers: ClassVar = TRAINERS
 
     def __init__(
         self,
@@ -86,34 +109,136 @@ class ZeroStrategy(Processes, SteppingStrategy):
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        config = settings_of(config, stage, offload, checkpoint, compile, settings)
-        self._asked_precision = config.precision.name
+        self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        self._asked_precision = self.config.precision.name
+        self._given_offload = self.config.offload  # with settings for rows that may be gone to
+        refuse_writer(checkpoint_io, self.config.checkpoint)
         super().__init__(
-            config,
-            checkpoint_io,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
-        self.asked_config = None if is_decided(config) else config
-        self.decision: auto_row.Decision | None = None
-        self.planned_states: int | None = None
-        self.activations_of_run: Callable[[], Activations | None] | None = None
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
-        self.command_to_go_on: Callable[[str], str] = call_to_go_on
+        self._auto = auto_row.Auto(None if is_decided(self.config) else self.config)
+        self._checkpoints = Checkpoints(self)
         self._random_numbers: RandomNumbers | None = None
+        self._interruptions: Interruptions | None = None
+        self._sequences = LongSequences()
+        self._evaluation_starts = False
         self._trained = False
         self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
 
-    launchers: ClassVar = TRAINERS
+    # -- what users call --------------------------------------------------------------------------------------------
 
-    # -- what the Trainer asks and tells --------------------------------------------------------------------------
+    @property
+    def engine(self) -> Engine:
+        """The engine of the connected LightningModule.
+
+        Raises:
+            RuntimeError: it is not sharded yet.
+        """
+        if (engine := self._engine_that_waits) is None:
+            raise RuntimeError(
+                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
+                "Use this from on_fit_start on."
+            )
+        return engine
+
+    @contextlib.contextmanager
+    def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
+        """Inside, the sharded module may be called outside of a Lightning step (generation, say). Collective."""
+        precision = self.precision_plugin.forward_context()
+        with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
+            yield
+
+    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
+        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it, each rank its part.
+
+        Args:
+            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
+            shard_size: of a file at most.
+
+        Raises:
+            ConfigError: the folder has something in it, or not all ranks see it.
+            RuntimeError: the module is not sharded yet.
+            Exception: on all ranks, with folder and cause: it could not be written.
+
+        Collective.
+        """
+        folder, nbytes = local_path(self.broadcast(str(path))), parse_bytes("export(shard_size=)", shard_size)
+        export(self.engine, folder, parse_dtype("export(dtype=)", dtype), nbytes)
+
+    def finish_writes(self) -> None:
+        """Wait until what was handed over for writing behind training is written.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+
+        Collective.
+        """
+        self._checkpoints.finish_writes()
+
+    def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
+        """Go on with another stage, another row of ``zero/offload``, or both. Between two steps: in
+        ``on_train_batch_end``, ``on_train_epoch_end`` and the like, or between two fits.
+
+        Values go from shard to shard, a bucket at a time, and through no file. Parameters, optimizer state, gradients,
+        averages of callbacks and all objects that hold them stay; losses are those of a run that had the rows all
+        along. Before a module is sharded it only changes the settings.
+
+        Args:
+            stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: as it is.
+            offload: a row's name; settings that were given with the strategy count as far as they go with it. Or all
+                settings of the group. Default: as it is.
+
+        Raises:
+            ConfigError: rows that do not go together or find no room, other ones on some ranks, or a step that is under
+                way; on all ranks, and nothing has changed.
+            Exception: while values moved. The engine then refuses to go on.
+
+        Collective.
+        """
+
+        def rows() -> ZeroConfig:
+            if self._checkpoints.range_save is not None:
+                raise ConfigError(
+                    "restage: expected to be called between steps, got a call inside of trainer.save_checkpoint(). "
+                    "Call it before or after it."
+                )
+            return with_rows(self.config, stage, offload, settings=self._given_offload)
+
+        config = self._together("restaging: its rows", rows)
+        self._move_to(config)
+        self.config = config
+        if offload is not None and not isinstance(offload, str):
+            self._given_offload = config.offload
+
+    def _move_to(self, config: ZeroConfig) -> None:
+        """Move the module, if it is sharded yet."""
+        module, engine = self.lightning_module, self._engine_that_waits
+        if module is None or engine is None:
+            return
+        trainer = module._trainer
+        self._checkpoints.wait_for_writes()
+        if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
+            engine.rest()
+        before = engine.config
+        follow = averaging.followers(trainer, engine) if trainer is not None else []
+        engine.restage(config.stage.name, config.offload, follow=follow)
+        if engine.config != before:
+            old, new = ((c.stage.name.name, c.offload.name.name) for c in (before, engine.config))
+            rank_zero_info(f"restaged from {old[0]} to {new[0]}, offload {old[1]} to {new[1]}")
+            if config.summary and self.is_global_zero:
+                print_units(engine)
+
+    # -- what the Trainer asks and tells ----------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
@@ -138,43 +263,38 @@ class ZeroStrategy(Processes, SteppingStrategy):
         ours.attach(self)
         self._precision_plugin = ours
 
-    @property
-    def engine(self) -> Engine:
-        """The engine of the connected LightningModule.
-
-        Raises:
-            RuntimeError: it is not sharded yet.
-        """
-        module = self.lightning_module
-        engine = engine_of(module) if module is not None else None
-        if engine is None:
-            raise RuntimeError(
-                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
-                "Use this from on_fit_start on."
-            )
-        return engine
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._precision_plugin is not None:
             self.precision_plugin.attach(self)
 
-    # -- processes ------------------------------------------------------------------------------------------------
+    # -- the start --------------------------------------------------------------------------------------------------
+
+    @property
+    def _speaks_for_all(self) -> bool:
+        """Whether what this process refuses now is refused for all ranks: it starts them, all on this host."""
+        environment = self.cluster_environment
+        return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
+
+    def _check_before_start(self, model: pl.LightningModule) -> None:
+        """Check ``model`` when Lightning has been given it, and has not started other processes yet. Modules may lack
+        the parts that ``configure_model`` makes: what these add is found when the run is set up.
+
+        Raises:
+            ConfigError: what the settings ask for does not fit here.
+        """
+        if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
+            units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
+            shown.check_room_here(
+                copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
+            )
 
     def setup_environment(self) -> None:
         self._left = False
-        self._to_load = self._saved_rng = None
-        self._waits_for_setup = True
+        self._checkpoints.begin_run()
         super().setup_environment()
         reset_seed()
-        self.join_ranks()
-        if self.lightning_module is not None:
-            averaging.attach(self.lightning_module.trainer)
-            stochastic_averaging.attach(self.lightning_module.trainer)
-            finetuning.attach(self.lightning_module.trainer)
-            pruning.attach(self.lightning_module.trainer)
-            kept_files.attach(self.lightning_module.trainer)
-            range_saves.attach(self.lightning_module.trainer)
+        self._join_ranks()
 
     def _settings_of_front(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"zero.precision.name": self.precision_plugin.row.name}
@@ -188,28 +308,13 @@ class ZeroStrategy(Processes, SteppingStrategy):
     def _engine_that_waits(self) -> Engine | None:
         return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
-    # -- before other processes start -----------------------------------------------------------------------------
-
     @property
-    def speaks_for_all(self) -> bool:
-        """Whether what this process refuses now is refused for all ranks: it starts them, all on this host."""
-        environment = self.cluster_environment
-        return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
-
-    def check_before_start(self, model: pl.LightningModule) -> None:
-        """Lightning has been given ``model``, and has not started other processes yet. Modules may lack the parts that
-        ``configure_model`` makes: what these add is found when the run is set up.
-
-        Raises:
-            ConfigError: what the settings ask for does not fit here.
-        """
-        if self.config.gather_after_fit is True and self.speaks_for_all and engine_of(model) is None:
-            units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
-            shown.check_room_here(
-                copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
-            )
-
-    # -- setup and teardown ---------------------------------------------------------------------------------------
+    def _long_work(self) -> LongWork:
+        """Shows what takes long, on rank 0 and where the Trainer has a progress bar that is not switched off."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        bar = trainer.progress_bar_callback if trainer is not None else None
+        is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
+        return LongWork(self.is_global_zero and self.config.summary and is_wanted)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -217,6 +322,8 @@ class ZeroStrategy(Processes, SteppingStrategy):
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
+
+    # -- setup ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
@@ -234,10 +341,10 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.model = self._setup_model(self.model)
         self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
-            saved, self._saved_rng = self._saved_rng, None
+            saved = self._checkpoints.take_saved_rng()
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
-        self._load_what_waits(trainer)
+        self._checkpoints.load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
             stochastic_averaging.average_shards(trainer, self.engine)
@@ -271,15 +378,15 @@ class ZeroStrategy(Processes, SteppingStrategy):
             engine.release()
             engine = None
         if engine is None:
-            sources = self._first_values(model)
+            sources = self._checkpoints.first_values(model)
             engine = shard(
                 model,
                 config=wanted,
                 device=self.root_device,
-                node=self.node,
+                node=self._node,
                 sources=sources,
                 has_values=self._has_values,
-                long_work=self.long_work,
+                long_work=self._long_work,
             )
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
@@ -287,7 +394,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
             shown.check_room(engine)
         else:
             engine.comm.waits.forget_failures()
-            engine.long_work = self.long_work
+            engine.long_work = self._long_work
         engine.passes.calls_meet = True
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
@@ -306,22 +413,135 @@ class ZeroStrategy(Processes, SteppingStrategy):
             if not isinstance(optimizer, NoOptimizer):  # configure_optimizers returned None
                 self.engine.add_optimizer(optimizer)
 
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
+        if self._random_numbers is not None:
+            self._random_numbers.on_train_start()
+        assert self.lightning_module is not None
+        check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
+        repair_counts(self.lightning_module.trainer)
+
+    def on_train_end(self) -> None:
+        self._trained = True
+        if self._interruptions is not None:
+            self._interruptions.at_boundary(last=True)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
+        self._sequences.check("training_step", super().training_step, args, kwargs)
+        with (
+            self.engine.step_scope("training_step"),
+            self.engine.vertical.step((args, kwargs), evaluation=False),
+        ):
+            return self._sequences.training_step(super().training_step, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            closure_loss = self._sequences.manual_loss(closure_loss)
+        if (check := self._sequences.trying) is not None:
+            check.backward(closure_loss, *args, **kwargs)
+            return closure_loss
+        with self._sequences.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sequences.trying is not None:
+            return closure()
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._sequences.check_alike(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation("validation_step", super().validation_step, args, kwargs):
+            return self._sequences.evaluation_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation("test_step", super().test_step, args, kwargs):
+            return self._sequences.evaluation_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation("predict_step", super().predict_step, args, kwargs):
+            return self._sequences.evaluation_step(super().predict_step, *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self._evaluation_starts = True
+
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._interruptions is not None and self._interruptions.training:
+            step_plateau_schedulers(self.lightning_module.trainer)
+
+    def on_test_start(self) -> None:
+        self._evaluation_starts = True
+
+    def on_predict_start(self) -> None:
+        self._evaluation_starts = True
+
+    @contextlib.contextmanager
+    def _evaluation(self, key: str, step: Any, args: Any, kwargs: Any) -> Generator[None, None, None]:
+        starts = self._evaluation_starts
+        if starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
+            self._evaluation_starts = False
+            self.engine.sync_buffers()
+        self._sequences.check(key, step, args, kwargs, together=starts)
+        engine = self.engine
+        with engine.step_scope(key, evaluation=True), engine.vertical.step((args, kwargs), evaluation=True):
+            yield
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
+        with self.engine.no_sync():
+            yield
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
+        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """As a strategy of Lightning's does it: by the CheckpointIO, on rank 0."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
     def teardown(self) -> None:
         """Shards stay where they are: saving, testing and fitting again work afterwards."""
         assert self.cluster_environment is not None and self.accelerator is not None
-        module = self.lightning_module
-        if module is not None:
-            engine = engine_of(module)
-            if engine is not None:
-                engine.rest()
-                self._show_held(engine, module)
-                self._show_whole(engine)
-            if module._trainer is not None:
-                averaging.let_go(module.trainer)
-                stochastic_averaging.let_go(module.trainer)
-                finetuning.let_go(module.trainer)
-                pruning.let_go(module.trainer)
-                kept_files.let_go(module.trainer)
+        module, engine = self.lightning_module, self._engine_that_waits
+        if module is not None and engine is not None:
+            engine.rest()
+            self._show_held(engine, module)
+            self._show_whole(engine)
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
@@ -331,13 +551,13 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self._end_writing()
+        self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         """At the end of training: the plan beside what was measured. On rank 0."""
         trained, self._trained = self._trained, False
         if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
-            activations = self.activations_of_run() if self.activations_of_run is not None else None
+            activations = self.run_plan.activations() if self.run_plan.activations is not None else None
             print_held(engine, module.trainer.accumulate_grad_batches, activations)
 
     def _show_whole(self, engine: Engine) -> None:
@@ -355,46 +575,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
             self._left = True
             return
         processes.fail()
-        module = self.lightning_module
-        engine = engine_of(module) if module is not None else None
         if self._waits is not None:
             self._waits.explain(exception)
-        if engine is not None:
+        if (engine := self._engine_that_waits) is not None:
             engine.abort()
-
-    # -- training -------------------------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
-        if self._random_numbers is not None:
-            self._random_numbers.on_train_start()
-        assert self.lightning_module is not None
-        check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
-        validations.repair_counts(self.lightning_module.trainer)
-
-    def on_train_end(self) -> None:
-        self._trained = True
-        if self._interruptions is not None:
-            self._interruptions.at_boundary(last=True)
-
-    def _end_writing(self) -> None:
-        if processes.has_failed():
-            self._background.wait_alone(self.long_work)
-        else:
-            self.finish_writes()
-        try:
-            if (writer := async_writer(self.checkpoint_io)) is not None:
-                writer.teardown()
-            self.checkpoint_io.teardown()
-        except Exception as error:
-            if not processes.has_failed():
-                raise
-            rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
-
-
-compiled.accept(ZeroStrategy)
-
-
-def call_to_go_on(path: str) -> str:
-    """How a run of a script of the user's own goes on from the checkpoint ``path``."""
-    return f"trainer.fit(..., ckpt_path={path!r})"

@@ -12,7 +12,7 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.choose import human_bytes
-from lightning_zero.planning.memory import Bytes, Limits, Moment, Phase, States
+from lightning_zero.planning.memory import Bytes, Limits, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
 if TYPE_CHECKING:
@@ -79,19 +79,15 @@ def print_units(engine: Engine) -> None:
 def print_held(engine: Engine, micro_batches: int, activations: Activations | None = None) -> None:
     """The table at the end of a run: what this rank was planned to hold, and what it holds.
 
-    Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
-
     Args:
         activations: of a micro-batch; ``None``: not known.
     """
-    from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+    from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
     engine.after_step.settle()  # this rank alone, so without an agreement
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)
-    gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
-    moment = Moment.cleared if gone else Moment.reduced
-    plan = memory.planned_bytes(buckets, engine.comm.shard_rank, state_tensors=states, moment=moment)
+    plan = planned_now(engine, held)
     table = Table(title="bytes of rank 0 at rest", title_justify="left")
     table.add_column("role")
     table.add_column("tier")

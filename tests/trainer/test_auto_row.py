@@ -38,11 +38,11 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
     rank = dist.get_rank()
     with memory(10**9 + rank):
         strategy, run = fit(tmp_path / "auto", count=12)
-    decision = strategy.decision
-    assert strategy.gather_objects(decision, "test") == [decision] * dist.get_world_size()
+    decision = strategy._auto.decision
+    assert strategy._gather_objects(decision, "test") == [decision] * dist.get_world_size()
     assert strategy.engine.config.stage.name.value == decision.stage != "auto"
     if rank == 0:  # where it was decided
-        assert pickle.loads(pickle.dumps(strategy.activations_of_run))() == strategy.activations_of_run()
+        assert pickle.loads(pickle.dumps(strategy.run_plan.activations))() == strategy.run_plan.activations()
     assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
     plain = toys.fit(
         ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain", count=12
@@ -59,10 +59,10 @@ def test_a_run_that_goes_on_keeps_the_row_of_its_checkpoint(form: str, tmp_path:
     run.trainer.save_checkpoint(path)
     with memory(10**9), mock.patch.object(auto_row, "choose_row", side_effect=AssertionError("decided again")):
         second, _ = fit(tmp_path, max_epochs=2, ckpt_path=path, zero={"checkpoint": form})
-    assert second.decision.rows == first.decision.rows
-    assert second.decision.reason == "the row of the checkpoint"
+    assert second._auto.decision.rows == first._auto.decision.rows
+    assert second._auto.decision.reason == "the row of the checkpoint"
     if form == "full":
-        assert torch.load(path, weights_only=True)[KEY]["stage"] == first.decision.stage
+        assert torch.load(path, weights_only=True)[KEY]["stage"] == first._auto.decision.stage
 
 
 @on_ranks(2)
@@ -73,8 +73,8 @@ def test_a_run_that_cannot_keep_its_row_says_why(tmp_path: Path) -> None:
     run.trainer.save_checkpoint(path)
     with memory(10**9):
         second, _ = fit(tmp_path, max_epochs=2, ckpt_path=path, offload="optimizer_cpu")
-    assert first.decision.offload == "none" and second.decision.offload == "optimizer_cpu"
-    assert "which is not among the rows that are asked for" in second.decision.reason
+    assert first._auto.decision.offload == "none" and second._auto.decision.offload == "optimizer_cpu"
+    assert "which is not among the rows that are asked for" in second._auto.decision.reason
 
 
 @on_ranks(1, 2)
@@ -92,9 +92,9 @@ def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
             return loss
 
     strategy, _ = fit(tmp_path, module=toys.seeded(Reads), count=8)
-    assert "activations are not in the plan" in strategy.decision.reason
-    assert "training_step of" in strategy.decision.reason
-    assert strategy.decision.samples is None
+    assert "activations are not in the plan" in strategy._auto.decision.reason
+    assert "training_step of" in strategy._auto.decision.reason
+    assert strategy._auto.decision.samples is None
 
 
 @on_ranks(2)

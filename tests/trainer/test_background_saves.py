@@ -29,7 +29,7 @@ from lightning_zero.engine.whole import snapshot as snapshots
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
-from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
+from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
 from tests.trainer.test_range_saves import Model, same
@@ -57,7 +57,7 @@ def behind(root: Path, stage: str = "zero3", offload: Any = "none") -> ZeroStrat
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(CheckpointingStrategy, "_behind", None)
+    return mock.patch.object(Checkpoints, "_behind", None)
 
 
 def content(path: Path) -> Any:
@@ -341,11 +341,11 @@ def test_a_save_after_one_that_failed_is_whole(rank: int, tmp_path: Path) -> Non
         class Empties(Callback):
             def on_train_batch_end(self, of: Any, *_: Any) -> None:
                 if of.global_step == 2:
-                    of.strategy.next_may_fail = True
+                    of.strategy._checkpoints.next_may_fail = True
                     of.save_checkpoint(tmp_path / "lost.ckpt")
-                    of.strategy.next_may_fail = False
+                    of.strategy._checkpoints.next_may_fail = False
                 if of.global_step == 3:
-                    of.strategy.wait_for_writes()
+                    of.strategy._checkpoints.wait_for_writes()
                     full.close()
 
         callbacks = [Empties(), SavesOnce(tmp_path / "a.ckpt", 5)]

@@ -359,7 +359,7 @@ def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> N
     dist.barrier()
     for resumes, verify in ((False, True), (True, None)):
         strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
-        strategy.resumes_job = resumes
+        strategy.run_plan.resumes_job = resumes
         module = seeded(lambda: Lit(width=40), seed=9)
         before = {name: value.clone() for name, value in module.state_dict().items()}
         of = trainer(strategy, tmp_path, max_epochs=3)
@@ -368,7 +368,7 @@ def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> N
         assert_weights(module.state_dict(), before, tolerance=0)
     for resumes, verify in ((False, None), (True, False)):  # as torch loads it
         strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
-        strategy.resumes_job = resumes
+        strategy.run_plan.resumes_job = resumes
         fit(strategy, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
 
 

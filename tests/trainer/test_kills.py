@@ -146,7 +146,7 @@ def start(root: Path, job: Job, kill: Kill | None) -> None:
         saves = {"name": job.checkpoint, "background": job.writer == "behind"}
         settings: dict[str, Any] = {"offload": offload, "checkpoint": saves}
         strategy = ZeroStrategy(job.stage, summary=False, stall_timeout_s=20.0, **settings)
-        strategy.resumes_job, strategy.save_every_s = newest is not None, job.every_s
+        strategy.run_plan.resumes_job, strategy.save_every_s = newest is not None, job.every_s
         of = trainer(
             strategy,
             root,

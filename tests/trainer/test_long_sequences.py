@@ -497,8 +497,8 @@ def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
         of.fit(seeded(lambda: gpt(position="rotary")), loader(Texts("next", 1), of))
         sums = monitor._sums
         seen[size] = (
-            sums.tokens * of.distributed_sampler_kwargs["num_replicas"] / sums.batches,
-            sums.flops / sums.batches,
+            sums["tokens"] * of.distributed_sampler_kwargs["num_replicas"] / sums["batches"],
+            sums["flops"] / sums["batches"],
         )
         assert ("zero/moved_bytes/sequence" in of.callback_metrics) == (size > 1)
         tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,12 +22,11 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import ResidentHome, opened
 from lightning_zero.engine.whole.restage import Follow, Move
 from lightning_zero.engine.whole.state_dicts import keeping_frozen, loading_into_shards, sharded_state_dict
-from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, WeightAveraging, pl
+from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.replaced import in_place_of
 
 EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint
-_WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
-_PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
 
 
 @contextlib.contextmanager
@@ -72,7 +70,6 @@ class ShardedAverage(AveragedModel):
         self._strategy = strategy
         self._homes: list[ResidentHome] = []  # of the averages, as they were saved last
         self._beside_masters = device is None
-        self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
 
@@ -102,7 +99,7 @@ class ShardedAverage(AveragedModel):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """On all ranks: full tensors on rank 0, and nothing on others; where folders are saved, each rank's parts."""
         settings = self.engine.config.checkpoint
-        save = getattr(self._strategy, "range_save", None)
+        save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
             state = self._own_state(trainable_only=settings.exclude_frozen)
         elif save is not None:
@@ -162,30 +159,15 @@ class ShardedAverage(AveragedModel):
         self.engine.settle()  # the current weights are loaded next
 
 
-def attach(trainer: pl.Trainer) -> None:
-    """Keep averaging callbacks from copying the plain module and from touching parameters. Before setup hooks."""
-    for callback in _averaging(trainer):
-        if trainer.state.fn == TrainerFn.FITTING:
-            callback._average_model = None  # of an earlier fit
-        callback.__dict__.update(
-            {
-                "setup": partial(_set_up_later, callback),
-                "_swap_models": partial(_exchange, callback, swap=True),
-                "_copy_average_to_current": partial(_exchange, callback, swap=False),
-                "on_load_checkpoint": partial(_on_load_checkpoint, callback),
-            }
-        )
-
-
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
     """Give averaging callbacks a sharded copy, after the module was sharded."""
     for callback in _averaging(trainer):
+        waiting: Any = callback._average_model
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
             engine, trainer.strategy, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
         )
-        if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
-            assert trainer.lightning_module is not None
-            _on_load_checkpoint(callback, trainer, trainer.lightning_module, checkpoint)
+        if isinstance(waiting, NoAverageYet) and waiting.loaded is not None:
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, waiting.loaded)
 
 
 def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -194,32 +176,11 @@ def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return weights
 
 
-@contextlib.contextmanager
-def as_trained(trainer: pl.Trainer) -> Iterator[None]:
-    """Have the model hold the trained weights and not the averages, inside. An exception leaves it so."""
-    found = (callback._average_model for callback in _averaging(trainer))
-    swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
-    for average in reversed(swapped):
-        average.exchange(swap=True)
-        average.swapped = False
-    yield
-    for average in swapped:
-        average.exchange(swap=True)
-        average.swapped = True
-
-
 def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:
     """What moves the averages of callbacks when the module of ``engine`` is restaged."""
     averaging: list[Any] = [*_averaging(trainer), *stochastic(trainer)]
     averages = (callback._average_model for callback in averaging)
     return [a.follow for a in averages if isinstance(a, ShardedAverage) and a.engine is engine]
-
-
-def let_go(trainer: pl.Trainer) -> None:
-    """Give the callbacks their own methods back, after the run."""
-    for callback in _averaging(trainer):
-        for name in _PATCHED:
-            callback.__dict__.pop(name, None)
 
 
 def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
@@ -230,67 +191,95 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
 
 
-# -- what stands for the callback's methods during a run --------------------------------------------------------------
+# -- what is replaced -------------------------------------------------------------------------------------------------
 
 
-def _set_up_later(callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-    """Run a subclass's own ``setup`` without the copy of the module, which :func:`average_shards` makes later."""
-    with _no_copy(callback):
-        try:
-            type(callback).setup(callback, trainer, pl_module, stage)
-        except AttributeError as error:
-            if callback._average_model is None:
-                error.add_note(
-                    f"With a ZeRO strategy the averages of {type(callback).__name__} (_average_model) are made after "
-                    "setup(), when the module is sharded. What needs them belongs into on_fit_start()."
-                )
-            raise
+class NoAverageYet:
+    """What an averaging callback has in ``_average_model`` until the module is sharded.
+
+    Attributes:
+        loaded: from a checkpoint, for the average.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"_average_model.{name}: with a ZeRO strategy the averages are made after setup(), when the module is "
+            "sharded. What needs them belongs into on_fit_start()."
+        )
 
 
-@contextlib.contextmanager
-def _no_copy(callback: WeightAveraging) -> Iterator[None]:
-    """Make Lightning's own ``setup`` do nothing to ``callback``, inside."""
-    kept = WeightAveraging.__dict__["setup"]
-
-    def setup(self: WeightAveraging, *args: Any, **kwargs: Any) -> None:
-        if self is not callback:
-            kept(self, *args, **kwargs)
-
-    WeightAveraging.setup = setup  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        WeightAveraging.setup = kept  # type: ignore[method-assign]
+def averages_shards(trainer: pl.Trainer) -> bool:
+    """Whether a callback of ``trainer`` averages shards."""
+    return hasattr(trainer.strategy, "_checkpoints")
 
 
-def _exchange(callback: WeightAveraging, pl_module: pl.LightningModule, *, swap: bool) -> None:
-    average = _average_of(callback)
-    average.exchange(swap=swap)
-    average.swapped ^= swap
-
-
-def _on_load_checkpoint(
-    callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+@in_place_of(WeightAveraging, "setup")
+def _setup(
+    theirs: Any, callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
 ) -> None:
-    if callback._average_model is None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            callback.__dict__[_WAITING] = checkpoint  # until there are shards
-        else:
-            type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+    """Copy nothing: :func:`average_shards` makes the average."""
+    if not averages_shards(trainer):
+        theirs(callback, trainer, pl_module, stage)
+    elif stage == "fit":
+        callback._average_model = NoAverageYet()  # type: ignore[assignment]
+
+
+@in_place_of(WeightAveraging, "_swap_models")
+def _swap_models(theirs: Any, callback: WeightAveraging, pl_module: pl.LightningModule) -> None:
+    if isinstance(callback._average_model, ShardedAverage):
+        _average_of(callback).exchange(swap=True)
+    else:
+        theirs(callback, pl_module)
+
+
+@in_place_of(WeightAveraging, "_copy_average_to_current")
+def _copy_average_to_current(theirs: Any, callback: WeightAveraging, pl_module: pl.LightningModule) -> None:
+    if isinstance(callback._average_model, ShardedAverage):
+        _average_of(callback).exchange(swap=False)
+    else:
+        theirs(callback, pl_module)
+
+
+@in_place_of(WeightAveraging, "on_load_checkpoint")
+def _on_load_checkpoint(
+    theirs: Any,
+    callback: WeightAveraging,
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    checkpoint: dict[str, Any],
+) -> None:
+    average: Any = callback._average_model
+    if isinstance(average, NoAverageYet):
+        average.loaded = checkpoint
+        return
+    if not isinstance(average, ShardedAverage):
+        theirs(callback, trainer, pl_module, checkpoint)
         return
     engine = _average_of(callback).engine
     if checkpoint.get(EXCLUDES_FROZEN):
         states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
         checkpoint = checkpoint | {key: keeping_frozen(engine.module, state) for key, state in states.items()}
     with loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
-        type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+        theirs(callback, trainer, pl_module, checkpoint)
 
 
 def _average_of(callback: WeightAveraging) -> ShardedAverage:
+    """The average of a callback.
+
+    Raises:
+        RuntimeError: it belongs to another module.
+    """
     average: Any = callback._average_model
-    if not isinstance(average, ShardedAverage) or engine_of(average.engine.module) is not average.engine:
+    if engine_of(average.engine.module) is not average.engine:
         raise RuntimeError(
             f"the averages of {type(callback).__name__} belong to a run with another strategy or other settings. Give "
             "each Trainer a callback of its own."
         )
+    assert isinstance(average, ShardedAverage)
     return average

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,11 @@ from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
 from lightning_zero.lightning_api import Callback, pl
-from lightning_zero.planning.buckets import RESTING, Role
-from lightning_zero.planning.memory import Bytes, Moment, planned_bytes
+from lightning_zero.planning.buckets import RESTING
+from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.callbacks.flops import FlopCount
-from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -29,27 +28,6 @@ _BETWEEN_RANKS = ("gather", "reduce", "agree")
 _OFFLOADED = ("transfer", "step", "h2d", "d2h")
 _DISK = ("disk", "disk_read", "disk_write")
 _DTYPES = {Precision.fp32: "fp32", Precision.fp64: "fp64", Precision.fp16: "fp16", Precision.fp16_true: "fp16"}
-
-
-@dataclass(slots=True)
-class _Sums:
-    """What has been counted since training began.
-
-    Attributes:
-        seconds: of training: validation in between is left out.
-        flops: of the model, on this rank.
-    """
-
-    seconds: float = 0.0
-    steps: int = 0
-    batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    stood: Mapping[str, float] = field(default_factory=dict)
-    moved: Mapping[str, int] = field(default_factory=Counter)
-    ahead: int = 0
-    missed: int = 0
 
 
 class ZeroMonitor(Callback):
@@ -104,8 +82,10 @@ class ZeroMonitor(Callback):
         self._recorder: Recorder | None = None
         self._counting: FlopCount | None = None
         self._flops_per_sample: float | None = None
-        self._sums = _Sums()
-        self._logged: deque[_Sums] = deque(maxlen=SMOOTHED + 1)
+        self._sums: defaultdict[str, float] = defaultdict(
+            float
+        )  # since training began, in which validation is left out
+        self._logged: deque[dict[str, float]] = deque(maxlen=SMOOTHED + 1)
         self._since: float = 0.0
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -120,7 +100,7 @@ class ZeroMonitor(Callback):
         engine = _engine(trainer)
         self._let_go()
         self._recorder = recording.listen(engine.comm.streams.accelerator)
-        self._sums, self._flops_per_sample = _Sums(steps=trainer.global_step), None
+        self._sums, self._flops_per_sample = defaultdict(float), None
         self._since = time.monotonic()
         self._logged.clear()
         self._logged.append(self._now(trainer))
@@ -131,7 +111,7 @@ class ZeroMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._end_counting()  # of a batch that was left out: on_train_batch_start has returned -1
-        first = self._recorder is not None and self._sums.batches == 0
+        first = self._recorder is not None and not self._sums["batches"]
         known = getattr(pl_module, "flops_per_batch", None) is not None
         if first and self._count_flops and not known and not _engine(trainer).compiled.are_there:
             self._counting = FlopCount()
@@ -144,17 +124,17 @@ class ZeroMonitor(Callback):
             return
         counted, samples, tokens = self._end_counting(), *_size(batch)
         sums = self._sums
-        sums.batches += 1
-        sums.samples += samples
-        sums.tokens += tokens
+        sums["batches"] += 1
+        sums["samples"] += samples
+        sums["tokens"] += tokens
         if counted is not None and counted.of_model and samples:
             self._flops_per_sample = counted.of_model / samples
         if (given := getattr(pl_module, "flops_per_batch", None)) is not None:
-            sums.flops += float(given) * _batches_at_once(trainer) / trainer.world_size
+            sums["flops"] += float(given) * _batches_at_once(trainer) / trainer.world_size
         elif self._flops_per_sample is not None:
-            sums.flops += self._flops_per_sample * samples
+            sums["flops"] += self._flops_per_sample * samples
         every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
-        if every and trainer.global_step >= self._logged[-1].steps + every:
+        if every and trainer.global_step >= self._logged[-1]["steps"] + every:
             self._log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,7 +142,7 @@ class ZeroMonitor(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder is not None:
-            self._sums.seconds += time.monotonic() - self._since
+            self._sums["seconds"] += time.monotonic() - self._since
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.monotonic()
@@ -191,11 +171,11 @@ class ZeroMonitor(Callback):
     # -- what is logged -----------------------------------------------------------------------------------------------
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now = self._now(trainer)
-        before = self._logged[-1]
-        self._logged.append(now)
-        speed = self._speed(trainer, now)
-        metrics = speed | self._waits(trainer, now, before) | self._memory(trainer)
+        self._logged.append(self._now(trainer))
+        oldest, before, now = self._logged[0], self._logged[-2], self._logged[-1]
+        speed = self._speed(trainer, {name: now[name] - oldest.get(name, 0) for name in now})
+        recent = {name: now[name] - before.get(name, 0) for name in now}
+        metrics = speed | self._waits(trainer, recent) | self._memory(trainer)
         # Not ``self.log``: what that is given is dropped where Trainer(log_every_n_steps=) is another number.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -207,50 +187,39 @@ class ZeroMonitor(Callback):
             for name in [*shown] or ["zero/steps_per_s"]:
                 pl_module.log(name, values[name], on_step=True, on_epoch=False, logger=False, prog_bar=True)
 
-    def _now(self, trainer: pl.Trainer) -> _Sums:
+    def _now(self, trainer: pl.Trainer) -> dict[str, float]:
+        """What has been counted until now."""
         assert self._recorder is not None
         sums, order, now = self._sums, _engine(trainer).order, time.monotonic()
-        sums.seconds += now - self._since
-        sums.steps, self._since = trainer.global_step, now
-        return _Sums(
-            sums.seconds,
-            sums.steps,
-            sums.batches,
-            sums.samples,
-            sums.tokens,
-            sums.flops,
-            self._recorder.stands_so_far(),
-            self._recorder.moved_so_far(),
-            order.ahead,
-            order.missed,
-        )
+        sums["seconds"] += now - self._since
+        sums["steps"], self._since = trainer.global_step, now
+        stood, moved = self._recorder.stands_so_far(), self._recorder.moved_so_far()
+        waits = {f"wait_s/{kind}": stood.get(kind, 0.0) for kind in STANDS}
+        bytes_moved = {f"moved_bytes/{kind}": moved[kind] for kind in MOVES}
+        return {**sums, **waits, **bytes_moved, "ahead": order.ahead, "missed": order.missed}
 
-    def _speed(self, trainer: pl.Trainer, now: _Sums) -> dict[str, float]:
-        oldest = self._logged[0]
-        seconds = max(now.seconds - oldest.seconds, 1e-9)
-        found = {"zero/steps_per_s": (now.steps - oldest.steps) / seconds}
-        tokens, samples, flops = now.tokens - oldest.tokens, now.samples - oldest.samples, now.flops - oldest.flops
-        if tokens:
-            found["zero/tokens_per_s"] = _batches_at_once(trainer) * tokens / seconds
-        elif samples:
-            found["zero/samples_per_s"] = _batches_at_once(trainer) * samples / seconds
-        if flops:
+    def _speed(self, trainer: pl.Trainer, done: Mapping[str, float]) -> dict[str, float]:
+        seconds = max(done["seconds"], 1e-9)
+        found = {"zero/steps_per_s": done["steps"] / seconds}
+        for name in ("tokens", "samples"):
+            if done.get(name):
+                found[f"zero/{name}_per_s"] = _batches_at_once(trainer) * done[name] / seconds
+                break
+        if flops := done.get("flops"):
             found["zero/tflops_per_s"] = flops / seconds / 1e12
             if self._peak is not None:
                 found["zero/mfu"] = flops / seconds / self._peak
         return found
 
     @staticmethod
-    def _waits(trainer: pl.Trainer, now: _Sums, before: _Sums) -> dict[str, float]:
-        steps, kinds = now.steps - before.steps, _kinds(_engine(trainer))
-        stood = {kind: (now.stood.get(kind, 0.0) - before.stood.get(kind, 0.0)) / steps for kind in STANDS}
-        moved = {kind: (now.moved[kind] - before.moved.get(kind, 0)) / steps for kind in MOVES}
-        found = {"zero/wait_s_per_step": sum(stood.values())}
-        found |= {f"zero/wait_s/{kind}": seconds for kind, seconds in stood.items() if kind in kinds or seconds}
-        found |= {f"zero/moved_bytes/{kind}": nbytes for kind, nbytes in moved.items() if kind in kinds or nbytes}
-        ahead, missed = now.ahead - before.ahead, now.missed - before.missed
-        if ahead + missed:
-            found["zero/prefetch_hits"] = ahead / (ahead + missed)
+    def _waits(trainer: pl.Trainer, done: Mapping[str, float]) -> dict[str, float]:
+        kinds = _kinds(_engine(trainer))
+        found = {"zero/wait_s_per_step": sum(done[f"wait_s/{kind}"] for kind in STANDS) / done["steps"]}
+        for name in (*(f"wait_s/{kind}" for kind in STANDS), *(f"moved_bytes/{kind}" for kind in MOVES)):
+            if name.partition("/")[2] in kinds or done[name]:
+                found[f"zero/{name}"] = done[name] / done["steps"]
+        if fetched := done["ahead"] + done["missed"]:
+            found["zero/prefetch_hits"] = done["ahead"] / fetched
         return found
 
     @staticmethod
@@ -264,14 +233,6 @@ class ZeroMonitor(Callback):
         if accelerator.has_streams:
             found["zero/peak_bytes/device"] = float(accelerator.peak_nbytes())
         return found
-
-
-def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """What was planned to be held at this moment, between two steps. Gradients that the user has cleared are dropped at
-    the next backward: they are held, and planned, until then."""
-    gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
-    moment = Moment.cleared if gone else Moment.reduced
-    return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)
 
 
 def at_rest(held: Bytes) -> int:

@@ -9,54 +9,60 @@ optimizers keep them. Masks, and the products that the hooks leave on modules, a
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+from collections.abc import Generator
 from typing import Any
 
 from torch import nn
 
-from lightning_zero.engine import engine_of
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole.shown import show_full
 from lightning_zero.lightning_api import ModelPruning, pl
-
-_WITH_VALUES = ("setup", "_run_pruning", "make_pruning_permanent")
-_SAVING = "on_save_checkpoint"
+from lightning_zero.trainer.replaced import in_place_of
 
 
-def attach(trainer: pl.Trainer) -> None:
-    for callback in _pruning(trainer):
-        for name in _WITH_VALUES:
-            callback.__dict__[name] = partial(_with_values, callback, trainer.lightning_module, name)
-        callback.__dict__[_SAVING] = partial(_on_save_checkpoint, callback)
+@contextlib.contextmanager
+def _with_values(engine: Engine | None) -> Generator[None, None, None]:
+    """Show the whole module inside: global pruning compares the parameters of all layers. Collective."""
+    if engine is None:
+        yield
+        return
+    with show_full(engine, list(engine.module.parameters())):
+        yield
+    engine.sync_buffers()  # masks that were drawn at random: rank 0's
 
 
-def let_go(trainer: pl.Trainer) -> None:
-    """Give the callbacks their own methods back after the run, except for the one that saves, which is still needed."""
-    for callback in _pruning(trainer):
-        for name in _WITH_VALUES:
-            callback.__dict__.pop(name, None)
+@in_place_of(ModelPruning, "setup")
+def _setup(theirs: Any, callback: ModelPruning, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+    with _with_values(engine_of(module)):
+        theirs(callback, trainer, module, stage)
 
 
-def _pruning(trainer: pl.Trainer) -> list[ModelPruning]:
-    return [c for c in trainer.callbacks if isinstance(c, ModelPruning)]  # type: ignore[attr-defined]
+@in_place_of(ModelPruning, "_run_pruning")
+def _run_pruning(theirs: Any, callback: ModelPruning, current_epoch: int) -> None:
+    params = {id(p) for module, _ in callback._parameters_to_prune or () for p in module.parameters(recurse=False)}
+    found = (engine for engine in engines() if any(id(p) in params for p in engine.module.parameters()))
+    with _with_values(next(found, None)):
+        theirs(callback, current_epoch)
 
 
-def _with_values(callback: ModelPruning, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-    """Global pruning compares the parameters of all layers: the whole module is shown, on all ranks."""
-    engine = engine_of(module)
-    shown = contextlib.nullcontext() if engine is None else show_full(engine, list(module.parameters()))
-    with shown:
-        getattr(type(callback), name)(callback, *args, **kwargs)
-    if engine is not None:
-        engine.sync_buffers()  # masks that were drawn at random: rank 0's
+@in_place_of(ModelPruning, "make_pruning_permanent")
+def _make_pruning_permanent(theirs: Any, callback: ModelPruning, module: nn.Module) -> None:
+    with _with_values(engine_of(module)):
+        theirs(callback, module)
 
 
+@in_place_of(ModelPruning, "on_save_checkpoint")
 def _on_save_checkpoint(
-    callback: ModelPruning, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    theirs: Any, callback: ModelPruning, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
 ) -> None:
     """Masks are applied to the state dict that is saved. The callback would ask the module for another one."""
+    if engine_of(module) is None:
+        theirs(callback, trainer, module, checkpoint)
+        return
     state = checkpoint["state_dict"]
-    pl_module.__dict__["state_dict"] = lambda *_, **__: type(state)(state)
+    module.__dict__["state_dict"] = lambda *_, **__: type(state)(state)
     try:
-        type(callback).on_save_checkpoint(callback, trainer, pl_module, checkpoint)
+        theirs(callback, trainer, module, checkpoint)
     finally:
-        pl_module.__dict__.pop("state_dict", None)
+        module.__dict__.pop("state_dict", None)

@@ -7,9 +7,7 @@ own code does the rest: schedules, the epoch that renews batch norms, what is in
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +16,14 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
-from lightning_zero.trainer.callbacks.averaging import ShardedAverage, masters, stochastic
-
-_WAITING = "_lightning_zero_average"  # of a checkpoint that was loaded before there were shards
-_PATCHED = ("setup", "update_parameters", "transfer_weights", "_load_average_model_state", _WAITING)
+from lightning_zero.trainer.callbacks.averaging import (
+    NoAverageYet,
+    ShardedAverage,
+    averages_shards,
+    masters,
+    stochastic,
+)
+from lightning_zero.trainer.replaced import in_place_of
 
 
 class StochasticAverage(ShardedAverage):
@@ -60,72 +62,38 @@ class StochasticAverage(ShardedAverage):
         self._load(state, strict)
 
 
-def attach(trainer: pl.Trainer) -> None:
-    """Keep the callbacks from copying the plain module and from touching parameters. Before setup hooks."""
-    for callback in stochastic(trainer):
-        if trainer.state.fn == TrainerFn.FITTING:
-            callback._average_model = None  # of an earlier fit
-        callback.__dict__.update(
-            {
-                "setup": partial(_set_up_later, callback),
-                "update_parameters": _update_parameters,
-                "transfer_weights": _transfer_weights,
-                "_load_average_model_state": partial(_load_later, callback),
-            }
-        )
-
-
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
     """Give the callbacks a sharded copy, after the module was sharded."""
     for callback in stochastic(trainer):
+        waiting: Any = callback._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=callback._device)
         callback._average_model = average  # type: ignore[assignment]
-        if (state := callback.__dict__.pop(_WAITING, None)) is not None:
-            average.load_state_dict(state)
+        if isinstance(waiting, NoAverageYet) and waiting.loaded is not None:
+            average.load_state_dict(waiting.loaded)
 
 
-def let_go(trainer: pl.Trainer) -> None:
-    """Give the callbacks their own methods back, after the run."""
-    for callback in stochastic(trainer):
-        for name in _PATCHED:
-            callback.__dict__.pop(name, None)
+@in_place_of(StochasticWeightAveraging, "setup")
+def _setup(
+    theirs: Any, callback: StochasticWeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
+) -> None:
+    """Copy nothing: :func:`average_shards` makes the average."""
+    if not averages_shards(trainer):
+        theirs(callback, trainer, pl_module, stage)
+    elif trainer.state.fn == TrainerFn.FITTING:
+        callback._average_model = NoAverageYet()  # type: ignore[assignment]
 
 
-# -- what stands for the callback's methods during a run --------------------------------------------------------------
+@in_place_of(StochasticWeightAveraging, "update_parameters")
+def _update_parameters(theirs: Any, average: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
+    if isinstance(average, StochasticAverage):
+        average.average(n_averaged, avg_fn)
+    else:
+        theirs(average, model, n_averaged, avg_fn)
 
 
-def _set_up_later(callback: StochasticWeightAveraging, *args: Any, **kwargs: Any) -> None:
-    """Run a subclass's own ``setup`` without the copy of the module, which :func:`average_shards` makes later."""
-    with _no_copy(callback):
-        type(callback).setup(callback, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _no_copy(callback: StochasticWeightAveraging) -> Iterator[None]:
-    """Make Lightning's own ``setup`` do nothing to ``callback``, inside."""
-    kept = StochasticWeightAveraging.__dict__["setup"]
-
-    def setup(self: StochasticWeightAveraging, *args: Any, **kwargs: Any) -> None:
-        if self is not callback:
-            kept(self, *args, **kwargs)
-
-    StochasticWeightAveraging.setup = setup  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StochasticWeightAveraging.setup = kept  # type: ignore[method-assign]
-
-
-def _update_parameters(average: StochasticAverage, _: Any, n_averaged: Tensor, avg_fn: Any) -> None:
-    average.average(n_averaged, avg_fn)
-
-
-def _transfer_weights(average: StochasticAverage, _: Any) -> None:
-    average.transfer()
-
-
-def _load_later(callback: StochasticWeightAveraging, state: Any) -> None:
-    if isinstance(callback._average_model, StochasticAverage):
-        callback._average_model.load_state_dict(state)
-    elif state is not None:
-        callback.__dict__[_WAITING] = state
+@in_place_of(StochasticWeightAveraging, "transfer_weights")
+def _transfer_weights(theirs: Any, average: Any, model: Any) -> None:
+    if isinstance(average, StochasticAverage):
+        average.transfer()
+    else:
+        theirs(average, model)

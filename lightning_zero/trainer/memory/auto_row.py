@@ -13,12 +13,11 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.config import (
@@ -48,7 +47,9 @@ from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from lightning_zero.trainer.strategy import ZeroStrategy
+
 KEY = "lightning_zero_auto"  # in checkpoints
 
 
@@ -82,31 +83,19 @@ class Decision:
         return f"auto: {self.rows}: {self.reason}.{most}"
 
 
-class Undecided(Protocol):
-    """The part of :class:`~lightning_zero.ZeroStrategy` that is used here."""
+@dataclass
+class Auto:
+    """The rows of a strategy that are decided at the start of a run.
 
-    config: ZeroConfig
-    asked_config: ZeroConfig | None
-    decision: Decision | None
-    saved_decision: Decision | None
-    planned_states: int | None
-    activations_of_run: Callable[[], Activations | None] | None
+    Attributes:
+        asked: the settings that leave them open; ``None``: there is nothing to decide.
+        decision: what they have become, and why.
+        saved: that of the checkpoint that was loaded last.
+    """
 
-    @property
-    def is_global_zero(self) -> bool: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-    @property
-    def precision_plugin(self) -> ZeroPrecision: ...
-
-    def gather_objects(self, value: Any, what: str) -> list[Any]: ...
-
-    def together(self, what: str, act: Callable[[], T]) -> T: ...
+    asked: ZeroConfig | None
+    decision: Decision | None = None
+    saved: Decision | None = None
 
 
 class _Place(NamedTuple):
@@ -118,19 +107,18 @@ class _Place(NamedTuple):
     disk: int
 
 
-def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
+def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
     """Give ``strategy`` the rows that a run is to have, if they are to be decided. On all ranks.
 
     Raises:
         ConfigError: on all ranks: no row fits.
     """
-    asked = strategy.asked_config
-    before = strategy.decision
+    asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return
     if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
         return
-    places = strategy.gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
+    places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
 
     def act() -> Decision | None:
         if not strategy.is_global_zero:
@@ -144,8 +132,8 @@ def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule,
             raise RuntimeError(text) from error
 
     what = "the decision on zero/stage=auto"
-    found: Decision = strategy.gather_objects(strategy.together(what, act), what)[0]
-    strategy.decision = found
+    found: Decision = strategy._gather_objects(strategy._together(what, act), what)[0]
+    strategy._auto.decision = found
     strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
     rank_zero_info(str(found))
 
@@ -159,14 +147,14 @@ def _settings(asked: ZeroConfig) -> OffloadConfig:
     return OffloadConfig(**values)
 
 
-def _place(strategy: Undecided, asked: ZeroConfig) -> _Place:
+def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
     path = _settings(asked).nvme_path
     folder = os.path.expandvars(os.path.expanduser(path)) if path else ""
     disk = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return _Place(machine(), accelerator_of(strategy.root_device).free_nbytes(), available_host_memory(), disk)
 
 
-def machine_of(places: list[_Place], strategy: Undecided) -> Machine:
+def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
     """The ranks' machine: as if all hosts were the one that has the least for each rank."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
@@ -182,7 +170,7 @@ def machine_of(places: list[_Place], strategy: Undecided) -> Machine:
 
 
 def _decide(
-    strategy: Undecided,
+    strategy: ZeroStrategy,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     asked: ZeroConfig,
@@ -194,7 +182,7 @@ def _decide(
     model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.activations_of_run = partial(_itself, found)  # not a lambda: strategies are pickled
+        strategy.run_plan.activations = partial(_itself, found)  # not a lambda: strategies are pickled
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:
@@ -203,7 +191,7 @@ def _decide(
             "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
         )
     note = "".join(f" ({text})" for text in assumed)
-    if (saved := strategy.saved_decision) is not None:
+    if (saved := strategy._auto.saved) is not None:
         kept, note_of_saved = _kept(saved, model, there, candidates)
         if kept:
             return Decision(
@@ -233,7 +221,7 @@ def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tup
 
 
 def model_of(
-    strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
+    strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
 ) -> tuple[Model, list[str]]:
     """The model as planning sees it, with the activations of one batch and the state of its optimizers; and what was
     assumed where these are not known, and why."""
@@ -248,7 +236,7 @@ def model_of(
     assumed = []
     if why_not:
         assumed.append(f"activations are not in the plan, half of the memory is left for them: {why_not}")
-    states: int | TensorStates | None = strategy.planned_states
+    states: int | TensorStates | None = strategy.run_plan.optimizer_states
     why = ""
     if states is None:
         states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
@@ -309,15 +297,6 @@ def batch_from(loaders: Any) -> Any:
         return loaders.collate_fn(dataset[0])
     count = min(size, len(dataset))  # type: ignore[arg-type]
     return loaders.collate_fn([dataset[index] for index in range(count)])
-
-
-def record(decision: Decision | None) -> dict[str, Any] | None:
-    """What a checkpoint says."""
-    return None if decision is None else asdict(decision)
-
-
-def from_record(saved: Mapping[str, Any] | None) -> Decision | None:
-    return None if saved is None else Decision(**saved)
 
 
 def _itself(found: Activations | None) -> Activations | None:

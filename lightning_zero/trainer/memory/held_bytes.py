@@ -10,7 +10,16 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, StateOfRank, States, at_rest
+from lightning_zero.planning.memory import (
+    FILE_PAGE_NBYTES,
+    Bytes,
+    Limits,
+    Moment,
+    StateOfRank,
+    States,
+    at_rest,
+    planned_bytes,
+)
 from lightning_zero.planning.placement import Tier
 
 
@@ -91,3 +100,11 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
         has_link=engine.comm.streams.are_there,
         node_ranks=engine.comm.node_size,
     )
+
+
+def planned_now(engine: Engine, held: Bytes) -> Bytes:
+    """What was planned to be held at this moment, between two steps. Gradients that the user has cleared are dropped at
+    the next backward: they are held, and planned, until then."""
+    gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
+    moment = Moment.cleared if gone else Moment.reduced
+    return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

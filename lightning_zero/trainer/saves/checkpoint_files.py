@@ -14,7 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
-from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -36,11 +35,14 @@ class CheckpointFiles:
         is_global_zero: Any
         broadcast: Any
 
+        _gather_objects: Callable[[Any, str], list[Any]]
+        _together: Callable[[str, Callable[[], Any]], Any]
+
         @property
         def _waits(self) -> Waits | None: ...
 
     @property
-    def long_work(self) -> LongWork:
+    def _long_work(self) -> LongWork:
         """Shows what takes long, on rank 0."""
         return LongWork(self.is_global_zero and self.config.summary)
 
@@ -75,7 +77,7 @@ class CheckpointFiles:
             )
         folder = local_path(self.broadcast(str(path)))
         parts, waits = divide(checkpoint, **settings), self._waits
-        save_folder(*parts, folder, dist.group.WORLD, waits, behind=behind, long_work=self.long_work)
+        save_folder(*parts, folder, dist.group.WORLD, waits, behind=behind, long_work=self._long_work)
 
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
@@ -91,10 +93,10 @@ class CheckpointFiles:
 
         def act() -> dict[str, Any]:
             if is_folder(path):
-                return read(path, weights_only, of_trainer=of_trainer, long_work=self.long_work)
+                return read(path, weights_only, of_trainer=of_trainer, long_work=self._long_work)
             return load(self.checkpoint_io, path, weights_only)
 
-        return self.together("reading a checkpoint", act)
+        return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
         """Compare a checkpoint with its checksums. Those that see the same one look at a part of it each. Collective.
@@ -109,28 +111,18 @@ class CheckpointFiles:
                 "Drop zero.checkpoint.verify, or copy the checkpoint."
             )
         name = get_filesystem(path)._strip_protocol(str(path))
-        found = self.gather_objects(_identity(name), "checksums")
+        found = self._gather_objects(_identity(name), "checksums")
         # A node that has a copy of its own reads all of it.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
         part = peers.index(self.global_rank)
-        report = self.together("reading checksums", lambda: check_sums(name, part, len(peers), self.long_work))
-        total = sum(r.checked for r in self.gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
+        report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))
+        total = sum(r.checked for r in self._gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
         if report.unknown:
             rank_zero_warn(
                 f"{name} has no checksums for all that is in it: it is loaded as it is (zero.checkpoint.verify)."
             )
         elif total:
             rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")
-
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather a small object from each rank. Collective."""
-        waits = self._waits
-        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
-
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """Do this, without messages; where it fails on one rank, all raise, and none waits for it. Collective."""
-        waits = self._waits
-        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 def _identity(name: str) -> tuple[int, ...] | None:

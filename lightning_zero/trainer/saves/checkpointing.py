@@ -1,4 +1,4 @@
-"""What a strategy does with checkpoints: which way they are written and read, and what goes into them.
+"""Saves and loads checkpoints: which way they are written and read, and what goes into them.
 
 One file that all ranks write (``range_saves.py``) or a folder (``sharded_checkpoints.py``); beside Lightning's own, the
 random numbers of all ranks and the model's record for Hugging Face.
@@ -7,24 +7,21 @@ random numbers of all ranks and the model's record for Hugging Face.
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.hugging_face.export import export
-from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
 from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
-from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
+from lightning_zero.config import CheckpointFormat
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.shown import hide_whole
@@ -36,7 +33,6 @@ from lightning_zero.engine.whole.state_dicts import (
 )
 from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.lightning_api import (
-    CheckpointIO,
     LightningOptimizer,
     NoOptimizer,
     TrainerFn,
@@ -45,14 +41,12 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
 )
 from lightning_zero.ranks.peers import PeerError
-from lightning_zero.ranks.progress import LongWork
-from lightning_zero.ranks.waits import StallError, Waits
-from lightning_zero.trainer.bars import has_bar
+from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.processes import has_failed
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
-from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
     check_model,
@@ -69,82 +63,51 @@ from lightning_zero.trainer.saves.checkpoint_io import (
     writes_files,
 )
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
-from lightning_zero.trainer.saves.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from lightning_zero.trainer.strategy import ZeroStrategy
 
 
-class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
-    """A strategy whose module is sharded, as far as checkpoints are concerned.
+class Checkpoints:
+    """Saves and loads the checkpoints of a strategy.
 
     Attributes:
-        resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
-            checksums, unless ``zero.checkpoint.verify`` is false.
         range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
         hollow: of the last one.
         next_may_fail: training goes on where a save fails that is handed over to the background now.
-        saved_decision: the rows of ``auto`` in the checkpoint that was loaded last.
     """
 
-    config: ZeroConfig
-    decision: auto_row.Decision | None
-    _random_numbers: RandomNumbers | None
-
-    def __init__(self, config: ZeroConfig, checkpoint_io: CheckpointIO | None, **arguments: Any) -> None:
-        """
-        Args:
-            arguments: of every strategy of Lightning.
-
-        Raises:
-            ConfigError: a CheckpointIO that could not write what ``config`` asks for.
-        """
-        self.config = config
-        refuse_writer(checkpoint_io, config.checkpoint)
-        self._saves_folders = config.checkpoint.name is CheckpointFormat.sharded
+    def __init__(self, strategy: ZeroStrategy) -> None:
+        self._strategy = strategy
+        self._saves_folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
         self._background = BackgroundSaves()
         self.next_may_fail = False
-        super().__init__(checkpoint_io=checkpoint_io, **arguments)
-        self.resumes_job = False
-        self.saved_decision: auto_row.Decision | None = None
         self.range_save: RangeSave | None = None
         self.hollow: Hollow | None = None
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
+        self.begin_run()
         self._waits_for_setup = False
+
+    def begin_run(self) -> None:
+        """Forget what an earlier run has loaded."""
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
+        self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
-        self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
+        self._saved_rng: Saved | None = None  # until there is one who needs it
 
-    @property
-    @abstractmethod
-    def engine(self) -> Engine:
-        """The engine of the module."""
+    def take_saved_rng(self) -> Saved | None:
+        """The random numbers of the checkpoint that was loaded, once."""
+        saved, self._saved_rng = self._saved_rng, None
+        return saved
 
-    @property
-    @abstractmethod
-    def _waits(self) -> Waits | None:
-        """For the other ranks; None where there are none yet."""
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
-        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
-        return False
-
-    @property
-    def long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0 and where the Trainer has a progress bar."""
-        module = self.lightning_module
-        trainer = module._trainer if module is not None else None
-        return LongWork(self.is_global_zero and self.config.summary and (trainer is None or has_bar(trainer)))
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        engine = engine_of(self.lightning_module)
+    def module_state(self) -> dict[str, Any]:
+        assert self._strategy.lightning_module is not None
+        engine = engine_of(self._strategy.lightning_module)
         if engine is None:  # before any run
-            return self.lightning_module.state_dict()
+            return self._strategy.lightning_module.state_dict()
         refuse_lonely_save(engine)
-        without_frozen = self.config.checkpoint.exclude_frozen
+        without_frozen = self._strategy.config.checkpoint.exclude_frozen
         if self._saves_folders:
             return sharded_state_dict(engine, trainable_only=without_frozen)
         if self.range_save is not None:
@@ -157,37 +120,42 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if isinstance(optimizer, NoOptimizer):
             return optimizer.state_dict()
         if self._saves_folders:
-            return sharded_optimizer_state(self.engine, optimizer)
-        save = self.range_save if self.range_save is not None else self.engine
+            return sharded_optimizer_state(self._strategy.engine, optimizer)
+        save = self.range_save if self.range_save is not None else self._strategy.engine
         return save.optimizer_state(optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
 
         Raises:
             Exception: on all ranks, with file and cause: it could not be written.
         """
-        if "optimizer_states" in checkpoint and self._random_numbers is not None:
-            rows = self._gather_rows(self._random_numbers.row())
+        if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
+            rows = self._gather_rows(self._strategy._random_numbers.row())
             if rows is not None:
-                checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
-        if self.lightning_module is not None and (model := record_of(self.lightning_module, self.config.init_from)):
+                checkpoint[RNG_KEY] = self._strategy._random_numbers.record_of(rows)
+        if self._strategy.lightning_module is not None and (
+            model := record_of(self._strategy.lightning_module, self._strategy.config.init_from)
+        ):
             checkpoint[HUGGING_FACE] = model
-        if self.config.checkpoint.exclude_frozen:
+        if self._strategy.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
-        if self.decision is not None:
-            checkpoint[auto_row.KEY] = auto_row.record(self.decision)
+        if (decision := self._strategy._auto.decision) is not None:
+            checkpoint[auto_row.KEY] = asdict(decision)
         if self._saves_folders:
-            if self._waits is not None or self.is_global_zero:  # before any run, as Lightning does: nobody waits
+            if (
+                self._strategy._waits is not None or self._strategy.is_global_zero
+            ):  # before any run, as Lightning does: nobody waits
                 with self.noting_failure():
-                    self._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
+                    self._strategy._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
             return
-        write = super().save_checkpoint
-        if writes_files(self.checkpoint_io):
-            self.checkpoint_io.long_work = self.long_work
+        if writes_files(self._strategy.checkpoint_io):
+            self._strategy.checkpoint_io.long_work = self._strategy._long_work
         with self.noting_failure():
             if self.range_save is None or not self.range_save.write(checkpoint):
-                self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+                self._strategy._together(
+                    "writing a checkpoint", lambda: self._strategy._write_file(checkpoint, filepath, storage_options)
+                )
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
@@ -203,21 +171,21 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @property
     def _behind(self) -> Behind | None:
         """How this save goes on behind training, where it does."""
-        module = self.lightning_module
-        if not self.config.checkpoint.background or module is None or module._trainer is None:
+        module = self._strategy.lightning_module
+        if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
         state = module.trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
-        begin = partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
-        return Behind(begin, self.engine.comm.streams, self._background.spare)
+        begin = partial(self._background.begin, self._strategy._waits, may_fail=self.next_may_fail)
+        return Behind(begin, self._strategy.engine.comm.streams, self._background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
         """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
         if self._background.is_under_way:
             self._background.then(act)
         else:
-            after_writes(self.checkpoint_io, act)
+            after_writes(self._strategy.checkpoint_io, act)
 
     @property
     def has_failed_write(self) -> bool:
@@ -233,36 +201,23 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._background.is_under_way:
             try:
                 with self.noting_failure():
-                    self.together("the save before this one", partial(self._background.wait, self.long_work))
+                    self._strategy._together(
+                        "the save before this one", partial(self._background.wait, self._strategy._long_work)
+                    )
             except Exception as error:
                 if not failed_on_all_ranks(error) or not self._background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
-        io = self.checkpoint_io
+        io = self._strategy.checkpoint_io
         if async_writer(io) is not None:
             with self.noting_failure():
-                self.together("the save before this one", lambda: wait_for_writes(io, self.long_work))
+                self._strategy._together(
+                    "the save before this one", lambda: wait_for_writes(io, self._strategy._long_work)
+                )
 
-    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
-
-        Args:
-            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
-            shard_size: of a file at most.
-
-        Raises:
-            ConfigError: the folder has something in it, or not all ranks see it.
-            RuntimeError: the module is not sharded yet.
-            Exception: on all ranks, with folder and cause: it could not be written.
-        """
-        folder = local_path(self.broadcast(str(path)))
-        export(
-            self.engine, folder, parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
-        )
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self.after_writes(partial(remove, self.checkpoint_io, filepath))
+    def remove(self, filepath: Any) -> None:
+        if self._strategy.is_global_zero:
+            self.after_writes(partial(remove, self._strategy.checkpoint_io, filepath))
 
     def finish_writes(self) -> None:
         """On all ranks: what was handed over for writing behind training is written.
@@ -272,17 +227,18 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """
         if self._background.is_under_way:
             self.wait_for_writes()
-        if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
+        # A wrapper around it does not pass this on.
+        if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
 
             def finish() -> None:
                 try:
-                    wait_for_writes(writer, self.long_work)
+                    wait_for_writes(writer, self._strategy._long_work)
                 finally:
                     writer.teardown()
 
-            self.together("the last writes of checkpoints", finish)
+            self._strategy._together("the last writes of checkpoints", finish)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """On all ranks, which read it each.
 
         Raises:
@@ -292,34 +248,38 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """
         if self._background.is_under_way:
             self.wait_for_writes()
-        accelerator_of(self.root_device).release_cached()
-        wanted = self.config.checkpoint.verify
+        strategy = self._strategy
+        accelerator_of(strategy.root_device).release_cached()
+        wanted = strategy.config.checkpoint.verify
         self._loaded_from = checkpoint_path
-        verified = self.resumes_job if wanted is None else wanted
-        read = self._read_checkpoint(checkpoint_path, weights_only, verified=verified)
-        checkpoint = self.together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
-        self.saved_decision = auto_row.from_record(checkpoint.pop(auto_row.KEY, None))
+        verified = strategy.run_plan.resumes_job if wanted is None else wanted
+        read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
+        checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
+        saved = checkpoint.pop(auto_row.KEY, None)
+        strategy._auto.saved = None if saved is None else auto_row.Decision(**saved)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
     def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
-        if record is None or self.lightning_module is None:  # DDP's have none
+        if record is None or self._strategy.lightning_module is None:  # DDP's have none
             return
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_rng = Saved.of_rank(record, self.global_rank, self.world_size, self.root_device)
-            if (saved := saved_ranks(record)) != self.world_size:
+        if self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_rng = Saved.of_rank(
+                record, self._strategy.global_rank, self._strategy.world_size, self._strategy.root_device
+            )
+            if (saved := saved_ranks(record)) != self._strategy.world_size:
                 rank_zero_info(
-                    f"{path} has the random number generators of {saved} ranks: each of these {self.world_size} goes "
-                    "on with a seed that is derived from them"
+                    f"{path} has the random number generators of {saved} ranks: each of these "
+                    f"{self._strategy.world_size} goes on with a seed that is derived from them"
                 )
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """
         Raises:
             OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
             OnlyWeightsError: a run would go on from a checkpoint of weights only; likewise.
         """
-        module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
+        module, state, path = self._strategy.lightning_module, checkpoint["state_dict"], self._loaded_from
         assert module is not None
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(module, state)
@@ -329,7 +289,7 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
                 check_states(checkpoint, path)
             check_model(module, state, path, strict=strict)
 
-        self.together("comparing a checkpoint with the model", check)
+        self._strategy._together("comparing a checkpoint with the model", check)
         engine = engine_of(module)
         if engine is None or (self._waits_for_setup and self._goes_on):
             self._to_load = checkpoint, strict
@@ -339,10 +299,13 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @property
     def _goes_on(self) -> bool:
         """Whether this run takes the states of optimizers from a checkpoint that it is given."""
-        assert self.lightning_module is not None
-        return self.lightning_restore_optimizer and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        assert self._strategy.lightning_module is not None
+        return (
+            self._strategy.lightning_restore_optimizer
+            and self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        )
 
-    def _load_what_waits(self, trainer: pl.Trainer) -> None:
+    def load_what_waits(self, trainer: pl.Trainer) -> None:
         """Load the weights of a checkpoint, when there are shards; if its optimizers are those of this run, too.
 
         Raises:
@@ -355,9 +318,9 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         checkpoint, strict = waits
         if self._goes_on and not may_change_optimizers(trainer):
             self._check_optimizers(checkpoint["optimizer_states"])
-        self._load_into_shards(self.engine, checkpoint, checkpoint["state_dict"], strict)
+        self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
-    def _first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+    def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """The checkpoint that waits to be loaded, for a module that has no values of its own on some rank.
 
         Raises:
@@ -366,12 +329,12 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._to_load is None:
             return None
         on_meta = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
-        if not any(self.gather_objects(bool(on_meta), "whose module has no values")):
+        if not any(self._strategy._gather_objects(bool(on_meta), "whose module has no values")):
             return None
         checkpoint, _ = self._to_load
         state = checkpoint["state_dict"]
-        check = partial(check_frozen, checkpoint, on_meta, self._loaded_from, self.config)
-        self.together("comparing a checkpoint with the module", check)
+        check = partial(check_frozen, checkpoint, on_meta, self._loaded_from, self._strategy.config)
+        self._strategy._together("comparing a checkpoint with the module", check)
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def _load_into_shards(
@@ -385,34 +348,52 @@ class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         except OSError as error:
             raise OSError(error.errno, f"{self._loaded_from}: the checkpoint could not be read: {error}") from error
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):  # as under DDP, which says nothing
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        states, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
+        if len(states) != len(optimizers):  # as under DDP, which says nothing
             rank_zero_warn(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
-                f"{len(self.optimizers)}: the first {min(len(states), len(self.optimizers))} are loaded, and those "
+                f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and those "
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
-        frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
+        frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.trainable]
         pairs = self._check_optimizers(states)
-        scheduled = [config.scheduler.optimizer for config in self.lr_scheduler_configs]
+        scheduled = [config.scheduler.optimizer for config in self._strategy.lr_scheduler_configs]
         warn_of_overruled(pairs, scheduled, self._loaded_from)
         for optimizer, state in pairs:
-            self.engine.load_optimizer_state(optimizer, state)
+            self._strategy.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
-            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
+            self._load_into_shards(
+                self._strategy.engine, checkpoint, averaging.current_weights(checkpoint), strict=False
+            )
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
         """Compare saved states with the optimizers that they belong to; returns the pairs."""
-        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)]
+        pairs = [
+            (o, s) for o, s in zip(self._strategy.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)
+        ]
 
         def check() -> None:
             for optimizer, state in pairs:
-                check_optimizer(self.engine, optimizer, state, f"ckpt_path: {self._loaded_from}")
+                check_optimizer(self._strategy.engine, optimizer, state, f"ckpt_path: {self._loaded_from}")
 
-        self.together("comparing a checkpoint with the optimizers", check)
+        self._strategy._together("comparing a checkpoint with the optimizers", check)
         return pairs
 
     def _gather_rows(self, row: Tensor) -> Tensor | None:
-        waits = self._waits
+        waits = self._strategy._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
+
+    def end(self) -> None:
+        if has_failed():
+            self._background.wait_alone(self._strategy._long_work)
+        else:
+            self.finish_writes()
+        try:
+            if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
+                writer.teardown()
+            self._strategy.checkpoint_io.teardown()
+        except Exception as error:
+            if not has_failed():
+                raise
+            rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading

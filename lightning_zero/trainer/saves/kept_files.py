@@ -8,64 +8,54 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning_zero.checkpoint.durable import link, naming, remove_leftovers, written_aside
 from lightning_zero.lightning_api import Callback, ModelCheckpoint, pl
 from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
+from lightning_zero.trainer.replaced import in_place_of
 
-_LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
-_SHOULD_REMOVE = "_should_remove_checkpoint"
-_HELD = "_lightning_zero_held"  # checkpoints that go when last.ckpt leads on
-_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE)
-
-
-def attach(trainer: pl.Trainer) -> None:
-    """Have ``last.ckpt`` lead to a checkpoint that is there, at every moment."""
-    for callback in _of(trainer):
-        held: list[str] = []
-        callback.__dict__[_HELD] = held
-        _put(callback, _LINK, partial(_link_behind_writes, held))
-        _put(callback, _REMOVE, partial(_remove_behind_link, callback, held))
-
-
-def _put(callback: ModelCheckpoint, name: str, function: Any) -> None:
-    """Replace a method, where the user has put nothing in its place: theirs is called then."""
-    callback.__dict__.setdefault(name, function)
-
-
-def let_go(trainer: pl.Trainer) -> None:
-    for callback in _of(trainer):
-        callback.__dict__.pop(_HELD, None)
-        for name in _PATCHED:
-            ours = getattr(vars(callback).get(name), "func", None)
-            if getattr(ours, "__module__", None) == __name__:
-                del callback.__dict__[name]
+# Checkpoints that go when last.ckpt leads on.
+_held: WeakKeyDictionary[ModelCheckpoint, list[str]] = WeakKeyDictionary()
 
 
 def _of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
 
-def _remove_behind_link(callback: ModelCheckpoint, held: list[str], trainer: pl.Trainer, filepath: str) -> None:
+def _is_ours(trainer: pl.Trainer) -> bool:
+    return hasattr(trainer.strategy, "_checkpoints")
+
+
+@in_place_of(ModelCheckpoint, "_remove_checkpoint")
+def _remove_behind_link(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
     """Hold a checkpoint to which ``last.ckpt`` leads, until that leads to the next one."""
     last = callback.last_model_path
-    if trainer.is_global_zero and os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath):
-        held.append(filepath)
+    leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
+    if _is_ours(trainer) and trainer.is_global_zero and leads_to_it:
+        _held.setdefault(callback, []).append(filepath)
     else:
-        type(callback)._remove_checkpoint(callback, trainer, filepath)
+        theirs(callback, trainer, filepath)
 
 
-def _link_behind_writes(held: list[str], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+@in_place_of(ModelCheckpoint, "_link_checkpoint")
+def _link_behind_writes(theirs: Any, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     """What Lightning does by removing the old link first, and before a writer in the background is done."""
+    if not _is_ours(trainer):
+        theirs(trainer, filepath, linkpath)
+        return
     strategy: Any = trainer.strategy
+    callback = next((c for c in _of(trainer) if c.last_model_path == linkpath), None)
+    if callback is not None:
+        _note(callback, trainer, linkpath)
 
     def act() -> None:
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            strategy.after_writes(partial(_link, linkpath, filepath))
+            strategy._checkpoints.after_writes(partial(_link, linkpath, filepath))
 
-    strategy.together(f"linking {linkpath}", act)
-    while held:
-        strategy.remove_checkpoint(held.pop())
+    strategy._together(f"linking {linkpath}", act)
+    for path in _held.pop(callback, []) if callback is not None else []:
+        strategy.remove_checkpoint(path)
 
 
 def _link(path: str, target: str) -> None:
@@ -92,12 +82,6 @@ class NoteJob(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._folders = {}
-        if job_name() is not None:
-            for callback in _of(trainer):
-                _put(callback, _SAVE, partial(_save_noted, callback, self._run_dir))
-                link = getattr(callback, _LINK)
-                callback.__dict__[_LINK] = partial(_link_noted, callback, self._run_dir, link)
-                _put(callback, _SHOULD_REMOVE, partial(_should_remove, callback, self._run_dir))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -145,9 +129,8 @@ class NoteJob(Callback):
             }
             last = os.path.abspath(callback.last_model_path)
             # What the start before it held for the link, and was killed before that led on: held again.
-            callback.__dict__.setdefault(_HELD, []).extend(
-                self._held_by_link(callback, trainer, written.get(callback.state_key, set()))
-            )
+            files = written.get(callback.state_key, set())
+            _held.setdefault(callback, []).extend(self._held_by_link(callback, trainer, files))
             for path in sorted(written.get(callback.state_key, ())):
                 if path.is_symlink() and str(path) != last:
                     path.unlink()
@@ -168,20 +151,23 @@ class NoteJob(Callback):
         return [str(p) for p in written if not p.is_symlink() and os.path.realpath(p) == lead and lead not in known]
 
 
-def _save_noted(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, filepath: str) -> None:
-    _note(callback, run_dir, trainer, filepath)
-    type(callback)._save_checkpoint(callback, trainer, filepath)
+@in_place_of(ModelCheckpoint, "_save_checkpoint")
+def _save_noted(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
+    _note(callback, trainer, filepath)
+    theirs(callback, trainer, filepath)
 
 
-def _link_noted(
-    callback: ModelCheckpoint, run_dir: str, link: Any, trainer: pl.Trainer, filepath: str, linkpath: str
-) -> None:
-    _note(callback, run_dir, trainer, linkpath)
-    link(trainer, filepath, linkpath)
+def _noted_in(trainer: pl.Trainer) -> str | None:
+    """The folder in which the files of this job are noted, if it is one."""
+    folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
+    return folders[0] if folders and job_name() is not None else None
 
 
-def _note(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, path: str) -> None:
-    """On all ranks, which raise together where the disk is full."""
+def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
+    """Note the name of a checkpoint. On all ranks, which raise together where the disk is full."""
+    run_dir = _noted_in(trainer)
+    if run_dir is None:
+        return
 
     def act() -> None:
         if trainer.is_global_zero:
@@ -189,14 +175,17 @@ def _note(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, path: st
                 note_file(run_dir, callback.state_key, path)
 
     strategy: Any = trainer.strategy
-    strategy.together("noting the name of a checkpoint", act)
+    strategy._together("noting the name of a checkpoint", act)
 
 
-def _should_remove(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, previous: str, current: str) -> bool:
+@in_place_of(ModelCheckpoint, "_should_remove_checkpoint")
+def _should_remove(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, previous: str, current: str) -> bool:
     """Lightning keeps the checkpoint that a run goes on from: it may be the user's. One of this job's own is one
     like the others."""
+    run_dir = _noted_in(trainer)
     started_from = trainer.ckpt_path is not None and os.path.realpath(trainer.ckpt_path) == os.path.realpath(previous)
-    written = files_of_job(run_dir).get(callback.state_key, set())
-    if started_from and previous != current and Path(previous).absolute() in written and callback.dirpath is not None:
-        return Path(callback.dirpath).absolute() in Path(previous).absolute().parents
-    return type(callback)._should_remove_checkpoint(callback, trainer, previous, current)
+    if run_dir is not None and started_from and previous != current and callback.dirpath is not None:
+        path = Path(previous).absolute()
+        if path in files_of_job(run_dir).get(callback.state_key, set()):
+            return Path(callback.dirpath).absolute() in path.parents
+    return bool(theirs(callback, trainer, previous, current))

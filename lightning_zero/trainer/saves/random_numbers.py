@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators, of_rank
 from lightning_zero.lightning_api import pl
+from lightning_zero.trainer.replaced import Replacements
 
 KEY = "lightning_zero_rng"  # in a checkpoint
 
@@ -72,23 +73,15 @@ class RandomNumbers:
         self._trained = -1  # batches, then
         self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states behind it
         self._made_in_place = False  # the loops were restored before
-        self._patched: list[tuple[Any, str]] = []
-        epoch_loop = self._fit_loop.epoch_loop
-        self._around(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
-        self._around(self._fit_loop, "setup_data", self._setup_data)
-        self._around(epoch_loop, "on_run_start", self._on_run_start)
-        self._around(epoch_loop, "_on_before_fetch", self._on_before_fetch)
-
-    def _around(self, owner: Any, name: str, ours: Callable[..., None]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *args: ours(original, *args))
-        self._patched.append((owner, name))
+        self._replaced = Replacements()
+        self._replaced.replace(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
+        self._replaced.replace(self._fit_loop, "setup_data", self._setup_data)
+        self._replaced.replace(self._fit_loop.epoch_loop, "on_run_start", self._on_run_start)
+        self._replaced.replace(self._fit_loop.epoch_loop, "_on_before_fetch", self._on_before_fetch)
 
     def let_go(self) -> None:
-        """Take the patches off after the run, which can still be saved."""
-        while self._patched:
-            owner, name = self._patched.pop()
-            owner.__dict__.pop(name, None)
+        """Stop watching after the run, which can still be saved."""
+        self._replaced.undo()
         self._made = None
 
     # -- what Lightning does, in this order -----------------------------------------------------------------------

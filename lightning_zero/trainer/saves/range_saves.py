@@ -51,12 +51,12 @@ from lightning_zero.engine.whole.values import (
 from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.progress import Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
+from lightning_zero.trainer.replaced import in_place_of
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
 
 T = TypeVar("T")
 Noting = Callable[[], contextlib.AbstractContextManager[None]]
 _HOOK = "on_save_checkpoint"
-_SAVE = "save_checkpoint"
 
 
 class _Place(NamedTuple):
@@ -320,34 +320,24 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 # -- what stands for Trainer.save_checkpoint --------------------------------------------------------------------------
 
 
-def attach(trainer: pl.Trainer) -> None:
-    """Have the trainer save by ranges, after the run too. What the user has put in its place is called."""
-    theirs = vars(trainer).get(_SAVE)
-    if getattr(theirs, "func", None) is not _save_by_ranges:
-        trainer.__dict__[_SAVE] = partial(_save_by_ranges, trainer, theirs)
-
-
+@in_place_of(pl.Trainer, "save_checkpoint")
 def _save_by_ranges(
-    trainer: pl.Trainer,
-    theirs: Callable[..., None] | None,
-    filepath: Any,
-    weights_only: bool | None = None,
-    storage_options: Any = None,
+    theirs: Any, trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
 ) -> None:
     strategy: Any = trainer.strategy
-    save = theirs if theirs is not None else partial(type(trainer).save_checkpoint, trainer)
-    if strategy.range_save is not None:  # theirs has called what stood here before
-        save(filepath, weights_only, storage_options)
+    checkpoints = getattr(strategy, "_checkpoints", None)
+    if checkpoints is None or checkpoints.range_save is not None:
+        theirs(trainer, filepath, weights_only, storage_options)
         return
     engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
     if engine is not None:
         refuse_lonely_save(engine)  # before the first message
-    strategy.wait_for_writes()
-    strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
+    checkpoints.wait_for_writes()
+    checkpoints.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
-        save(filepath, weights_only, storage_options)
+        theirs(trainer, filepath, weights_only, storage_options)
     finally:
-        strategy.range_save = None
+        checkpoints.range_save = None
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
@@ -362,12 +352,13 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
-    found = strategy.gather_objects((_have_hooks(trainer), saves_as_torch()), "saving a checkpoint: who sees it")
+    found = strategy._gather_objects((_have_hooks(trainer), saves_as_torch()), "saving a checkpoint: who sees it")
     if not all(plain for _, plain in found):
         return None
     hooks = any(some for some, _ in found)
-    strategy.hollow = hollow = Hollow(strategy.hollow)
-    return RangeSave(engine, io, path, with_values=hooks, noting=strategy.noting_failure, hollow=hollow)
+    checkpoints = strategy._checkpoints
+    checkpoints.hollow = hollow = Hollow(checkpoints.hollow)
+    return RangeSave(engine, io, path, with_values=hooks, noting=checkpoints.noting_failure, hollow=hollow)
 
 
 def _have_hooks(trainer: pl.Trainer) -> bool:
