@@ -42,13 +42,10 @@ class Streams:
         self._streams: dict[str, Any] = {}
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
+        self.are_there = bool(self._streams)
         self._given_back: dict[Any, Any] = {}  # by the stream that used it last: an event behind that use
         self._waited_for: dict[str, Sequence[Any]] = {}  # by kind: events that its stream has waited for
         self._settled: Any = None  # an event behind the last change of what gathers send; None: of all that is queued
-
-    @property
-    def are_there(self) -> bool:
-        return bool(self._streams)
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Run the body on the stream of ``kind`` (given to the body; None where there is none).

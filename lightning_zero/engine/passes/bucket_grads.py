@@ -45,15 +45,14 @@ class BucketGrads:
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
     partial: set[int] = field(default_factory=set)  # slots that lack some of a backward that has raised
+    _exchanges: bool = field(init=False)  # gradients are reduced as made, by an all-to-all, and divided afterwards
+
+    def __post_init__(self) -> None:
+        self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
 
     @property
     def accumulates(self) -> bool:
         return self.bucket.plan.accumulates_locally
-
-    @property
-    def _exchanges(self) -> bool:
-        """Whether gradients that are as autograd has made them are reduced by an all-to-all, and divided afterwards."""
-        return self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
 
     def begin(self, *, fresh: bool) -> None:
         """A backward starts.
@@ -149,6 +148,15 @@ class BucketGrads:
             device = next(iter(waiting.values())).device
             self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
         now = 1.0 if self.factor != 1.0 else self.scale
+        if len(waiting) == 1:
+            ((slot, grad),) = waiting.items()
+            view = self._place(self.local, slot)
+            if slot in self.written:
+                view.add_(grad, alpha=now)
+            else:
+                _put(view, grad, now)
+            self.written.add(slot)
+            return
         views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
         if now == 1.0 and new:

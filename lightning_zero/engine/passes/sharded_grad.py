@@ -317,7 +317,7 @@ class ShardedGrads:
     def place_used(self) -> None:
         """Set ``param.grad`` after a backward, of parameters that were used in it or before it."""
         for bucket, grads in () if self._aside else self._grads.items():
-            self.place(bucket.params[slot] for slot in grads.used)
+            self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of these parameters: they have gradients, which may have changed."""

@@ -178,7 +178,7 @@ class AroundStep:
             params: the parameters that were stepped.
         """
         self._passes.stepped()
-        values_changed(self.place_of(param).info for param in params)
+        values_changed([self.place_of(param).info for param in params])
         self.masters_changed(changed)
         self._stepped()
 
