@@ -40,8 +40,7 @@ class Stepping:
     def inner(self, between: Callable[[], None]) -> None:
         """Run the step of the optimizer's own class, on the tensors that its param groups list.
 
-        Args:
-            between: Called after the user's step pre-hooks, which may set a learning rate, and before the step.
+        `between` is called just before, and after the user's step pre-hooks, which may set a learning rate.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks
         hooks[_BETWEEN] = lambda *_: between()
@@ -96,8 +95,7 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 class AroundStep:
-    """Prepare and finish the steps of all optimizers of one engine. A step calls the methods in the order of this
-    class.
+    """Prepare and finish the steps of all optimizers of one engine. A step calls the methods in this order.
 
     Args:
         place_of: Finds a parameter's bucket; raises for parameters that the engine does not own.
@@ -131,8 +129,7 @@ class AroundStep:
     def begins(self, params: Sequence[nn.Parameter]) -> None:
         """Wait for earlier steps and gathers, and take over user writes, before masters change. Collective.
 
-        Raises:
-            RuntimeError: Inside `gather()`, between runs, or with gradients that no backward has reduced yet.
+        Raises RuntimeError inside `gather()`, between runs, and while gradients wait for a backward that reduces them.
         """
         if self._passes.hooks.idle:
             raise RuntimeError(
@@ -154,7 +151,7 @@ class AroundStep:
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether gradients are only inspected, so that `step` must do nothing."""
+        """Whether gradients are only inspected. A step then does nothing."""
         return self._passes.look is not None
 
     def used(self) -> set[int]:
@@ -162,16 +159,13 @@ class AroundStep:
         return self._passes.sharded_grads.used_params()
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
-        """Queue the steps of buckets whose masters rest off the device."""
         self._after_step.submit(jobs)
 
     @outside_autograd
     def ends(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
-        """Update versions and start refreshes after a step. Collective.
+        """Update versions and start refreshes after a step of `params`. Collective.
 
-        Args:
-            changed: Buckets whose masters are new, or will be when their offloaded steps end.
-            params: Parameters that were stepped.
+        Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """
         self._passes.stepped()
         values_changed(self.place_of(param).info for param in params)

@@ -47,15 +47,14 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class Stepper(ABC):
-    """Make `optimizer.step` step the shards of an engine. Base of :class:`ShardedOptimizer` and of the whole-tensor
-    stepper."""
+    """Make `optimizer.step` step the shards of an engine."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         self.optimizer = optimizer
         self._around = around
 
     def _patch(self) -> None:
-        """Lead the optimizer's `step` here. Subclasses call this when they know that they can step the optimizer."""
+        """Lead the optimizer's `step` here, once a subclass knows that it can step the optimizer."""
         self._stepping = Stepping(self.optimizer, self.step)
 
     # -- the user's object ----------------------------------------------------------------------------------------
@@ -67,11 +66,8 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Find the bucket of each parameter, by param group.
-
-        Raises:
-            ConfigError: A parameter is not part of the sharded module.
-        """
+        """Find the bucket of each parameter, by param group. Raises ConfigError for parameters outside the sharded
+        module."""
         return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def params(self) -> list[nn.Parameter]:
@@ -118,11 +114,7 @@ class Stepper(ABC):
     # -- other rows -----------------------------------------------------------------------------------------------
 
     def check_row(self, row: StageRow) -> None:
-        """Check that the optimizer can be stepped under a row of `zero/stage`.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Raise ConfigError if the optimizer cannot be stepped under this row of `zero/stage`."""
         return
 
     def replanned(self) -> None:
@@ -155,18 +147,13 @@ class Stepper(ABC):
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
         """Yield slot, leaf and whole values of a bucket's state on the device, one after the other. Collective.
 
-        Args:
-            slots: Wanted leaves by slot, the same on all ranks.
+        `slots` holds the wanted leaves by slot, the same on all ranks.
         """
 
     def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
-        """Check that the state of a parameter has the shapes that this optimizer keeps.
+        """Raise ConfigError if the state of a parameter has other shapes than this optimizer keeps.
 
-        Args:
-            what: Where the state comes from, for the message.
-
-        Raises:
-            ConfigError: The shapes differ.
+        `what` names the source of the state in the message.
         """
         return
 
@@ -351,7 +338,7 @@ class ShardedOptimizer(Stepper):
         return changed
 
     def _is_lazy(self, bucket: Bucket) -> bool:
-        """Whether the worker steps the bucket by itself. Unknown optimizers may count steps per group, so they step
+        """Whether the worker steps the bucket by itself. Unknown optimizers may count steps per group, and step
         eagerly."""
         return bucket.plan.steps_on_host and self._known
 
@@ -370,8 +357,7 @@ class ShardedOptimizer(Stepper):
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
         """Make the step of one bucket, with the present hyperparameters and gradient.
 
-        Args:
-            fused: The `fused` flag of each param group, because the eager step changes the flags in the groups.
+        `fused` has the flags of the param groups as they were before the eager step changed them.
         """
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
@@ -393,8 +379,7 @@ class ShardedOptimizer(Stepper):
         return StepJob(bucket, run)
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Cut the runs for the present param groups and step counts. Return the buckets that this step changes on any
-        rank."""
+        """Cut the runs for the present param groups and step counts. Return the buckets that change on any rank."""
         group_of = self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
@@ -412,11 +397,9 @@ class ShardedOptimizer(Stepper):
     def _runs_in_groups(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
-        """List the runs of `buckets` that got a gradient in the param groups of `optimizer`, for the body of the
-        `with`.
+        """Put the runs of `buckets` that got a gradient into the param groups, for the body of the `with`.
 
-        Args:
-            claimed: Gradient that was claimed for the one bucket in `buckets`.
+        `claimed` is the gradient of the only bucket, if a job has claimed it.
         """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
@@ -462,8 +445,7 @@ class ShardedOptimizer(Stepper):
         runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
         memory: PieceMemory,
     ) -> None:
-        """Step runs in chunks where the arithmetic needs another dtype than run or gradient, or the gradient needs a
-        factor."""
+        """Step runs in chunks: those whose arithmetic needs another dtype, or whose gradient needs a factor."""
         if not runs:
             return
         shadow = shadow_of(self.optimizer)

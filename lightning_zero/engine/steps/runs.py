@@ -27,8 +27,6 @@ ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parame
 
 
 class FlatRun(NamedTuple):
-    """A run, with the tensor that stands for it in the optimizer."""
-
     bucket: Bucket
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
@@ -41,10 +39,12 @@ class Runs:
     def __init__(
         self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
     ) -> None:
-        """Args:
-        optimizer: Holds the state, keyed by the runs' tensors.
-        per_fragment: Make every fragment a run of its own.
-        formats: Storage formats of states that rest in fewer bits than the master, by name."""
+        """
+        Args:
+            optimizer: Holds the state, keyed by the runs' tensors.
+            per_fragment: Make every fragment a run of its own.
+            formats: Storage formats of states that rest in fewer bits than the master, by name.
+        """
         self.optimizer = optimizer
         self.formats = formats or {}
         self._per_fragment = per_fragment
@@ -60,7 +60,6 @@ class Runs:
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
-        """Buckets with runs on this rank, in the order in which they were first cut."""
         return [bucket for bucket, runs in self._runs.items() if runs]
 
     def step_count(self, run: FlatRun) -> int:
@@ -86,7 +85,6 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut the runs for a step of the slots in `active`, and count the step."""
         self.cut(bucket, groups, active)
         for slot in active:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
@@ -168,11 +166,8 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut the runs of a bucket anew, after its owned range has changed. Step counts stay.
-
-        Args:
-            states: State of all parameters that have any, as whole tensors.
-        """
+        """Cut a bucket's runs anew, after its owned range has changed, and fill them from whole `states`. Step counts
+        stay."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -205,8 +200,7 @@ class Runs:
     def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
         """Yield the state of empty parameters, which lie in no run.
 
-        A plain optimizer counts their steps and keeps empty tensors for them. So copy the state of a parameter with
-        equally many steps.
+        A plain optimizer counts their steps and keeps empty tensors. So copy from a parameter with equally many steps.
         """
         for info in bucket.params:
             steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
@@ -225,8 +219,7 @@ class Runs:
         return []
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
-        """Replace all state. `states` holds, for each parameter, plain values and whole tensors (any shape of its
-        numel).
+        """Replace all state. For each parameter `states` has plain values and whole tensors (any shape of its numel).
 
         Existing tensors for the same elements are reused, so that two sets are never in memory.
         """

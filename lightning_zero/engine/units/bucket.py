@@ -40,8 +40,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 class AwaitedStep:
     """Track the offloaded step of a bucket. Between `ask` and `wait` only the step may touch the bucket's masters.
 
-    Attributes:
-        event: On a GPU, recorded when the step was asked for. The step overwrites device memory only after this event.
+    On a GPU the step overwrites device memory only after `event`, which is recorded when the step is asked for.
     """
 
     def __init__(self) -> None:
@@ -308,8 +307,7 @@ class Bucket:
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """Show the parameters after :meth:`rest_as` with the same `values`. Collective.
 
-        Args:
-            came_whole: The full buffer has held all compute parameters since before `rest_as`.
+        With `came_whole` the full buffer has held all compute parameters since before `rest_as`.
         """
         if not self.reshards and not came_whole:
             self.share(values)
