@@ -100,9 +100,6 @@ class AroundStep:
     Args:
         place_of: Finds a parameter's bucket; raises for parameters that the engine does not own.
         stepped: Called after every step, on all ranks.
-
-    Attributes:
-        pieces: Memory for steps in the worker, which runs one step at a time.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class AroundStep:
         self._writes = writes
         self._after_step = after_step
         self._stepped = stepped
-        self.pieces = PieceMemory()
+        self.pieces = PieceMemory()  # for steps in the worker, which runs one at a time
 
     @outside_autograd
     def begins(self, params: Sequence[nn.Parameter]) -> None:

@@ -66,8 +66,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Find the bucket of each parameter, by param group. Raises ConfigError for parameters outside the sharded
-        module."""
+        """Find the bucket of each parameter by param group. Raises ConfigError for parameters of other modules."""
         return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def params(self) -> list[nn.Parameter]:
@@ -77,7 +76,7 @@ class Stepper(ABC):
         return list(self.groups())
 
     def groups(self) -> dict[Bucket, dict[int, int]]:
-        """Map each bucket to its slots, and each slot to its param group."""
+        """Param group of each slot, for each bucket."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
             for place in group:
@@ -145,16 +144,10 @@ class Stepper(ABC):
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Yield slot, leaf and whole values of a bucket's state on the device, one after the other. Collective.
-
-        `slots` holds the wanted leaves by slot, the same on all ranks.
-        """
+        """Yield slot, leaf and whole values of the state in `slots`, which is the same on all ranks. Collective."""
 
     def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
-        """Raise ConfigError if the state of a parameter has other shapes than this optimizer keeps.
-
-        `what` names the source of the state in the message.
-        """
+        """Raise ConfigError, naming the source `what`, if a parameter's state has shapes that do not fit it."""
         return
 
     @abstractmethod
@@ -169,7 +162,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for a bucket, after steps were made."""
+        """Yield the bytes of each state tensor that this rank has for a bucket, once steps were made."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
@@ -184,7 +177,7 @@ class Stepper(ABC):
         return 0
 
     def step_peak(self) -> int:
-        """Peak bytes that a step on the device takes on this rank beside its shards."""
+        """Peak bytes that a step on the device takes beside this rank's shards."""
         return 0
 
 
@@ -338,8 +331,7 @@ class ShardedOptimizer(Stepper):
         return changed
 
     def _is_lazy(self, bucket: Bucket) -> bool:
-        """Whether the worker steps the bucket by itself. Unknown optimizers may count steps per group, and step
-        eagerly."""
+        """Whether the worker steps the bucket. Unknown optimizers may count steps per group, and step eagerly."""
         return bucket.plan.steps_on_host and self._known
 
     @contextlib.contextmanager
@@ -355,10 +347,7 @@ class ShardedOptimizer(Stepper):
                 bucket.push()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make the step of one bucket, with the present hyperparameters and gradient.
-
-        `fused` has the flags of the param groups as they were before the eager step changed them.
-        """
+        """Make the step of one bucket with the present hyperparameters, gradient and `fused` flags of param groups."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)

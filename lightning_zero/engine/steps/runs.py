@@ -92,8 +92,7 @@ class Runs:
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
         """Cut a bucket into runs by param group, step count and whether the fragments are in `active`."""
         present, wanted = self._runs.get(bucket, []), self._cuts(bucket, groups, active)
-        # Runs are tuples of integers, so `==` tells whether cuts have changed. `base` tells whether the master is
-        # another tensor.
+        # Runs are tuples of integers: `==` finds changed cuts. `base` finds a master that is another tensor.
         same_cuts = [(g, r.run) for g, r in present] == wanted
         if same_cuts and all(r.base is bucket.master for _, r in present):
             return
@@ -166,8 +165,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut a bucket's runs anew, after its owned range has changed, and fill them from whole `states`. Step counts
-        stay."""
+        """Cut a bucket's runs anew in its new owned range, and fill them from whole `states`. Step counts stay."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -311,9 +309,6 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
 
 
 def steps_in(state: dict[str, Any]) -> int:
-    """Read the step count from a parameter's state. For SGD, which keeps none: 1 with state and 0 without.
-
-    Only equality matters, because parameters with equal counts share a run.
-    """
+    """Read the step count from a parameter's state, to compare counts. SGD keeps none: 1 with state, else 0."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

@@ -10,7 +10,7 @@
 The next backward, and everything that reads values, waits for all steps.
 
 A *refresh* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2, and
-offload). It follows the bucket's step. All ranks issue refreshes in the order of units.
+offload). All ranks issue refreshes in the order of units, each after its bucket's step.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads for a rank's offloaded step, of its `share` of the cores. From three cores on, one is left for
-    transfers."""
+    """Threads of a rank that has `share` cores, for its offloaded step. From three cores on, transfers get one."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -64,15 +63,13 @@ class StepWorker:
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Any) -> None:
-        """Queue jobs. Each completes its bucket's awaited step. Steps overwrite device memory after `event` (GPU
-        only)."""
-        # Asked for before the worker sees the jobs: when this returns, every gather of these buckets waits for its
-        # step.
+        """Queue jobs. Each completes its bucket's awaited step. Steps overwrite GPU memory only after `event`."""
+        # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]
         if not queued:
             return
-        # One lock for the queue and `_running`. Otherwise the worker could stop after it has seen an empty queue, while
-        # this thread queues a job and believes that the worker runs.
+        # One lock for the queue and `_running`. Otherwise the worker could see an empty queue and stop, while this
+        # thread queues a job and believes that the worker runs.
         with self._lock:
             self._waiting = sorted([*self._waiting, *queued], key=lambda q: q.job.number)
             if self._error is None and not self._running:
@@ -99,8 +96,7 @@ class StepWorker:
         done: Home | None = None
         # Catch every error of this thread: otherwise the main thread would wait for the futures for ever.
         try:
-            # Not in the pool's initializer, whose errors end the pool without a report. Both settings belong to the
-            # thread.
+            # Not in the pool's initializer, whose errors end the pool without a report.
             set_own_threads(self._threads)
             self._accelerator.bind_thread()
             current = self._take()
@@ -112,8 +108,7 @@ class StepWorker:
                 current.job.run()
                 current.job.bucket.push()
                 home.close(changed=True)
-                # The previous bucket was written during this step. Free its memory now: the next read would be the
-                # fourth bucket in memory.
+                # The previous bucket was written during this step. Free it now, or the next read makes four in memory.
                 if done is not None:
                     done.settle()
                 current.future.set_result(None)
@@ -143,8 +138,7 @@ class StepWorker:
                 queued.future.set_exception(error)
 
     def wait(self) -> None:
-        """Wait for all submitted jobs. After a failed step every wait raises its error, because masters are half
-        stepped."""
+        """Wait for all jobs. Once a step has failed every wait raises its error, because masters are half stepped."""
         if self._last is not None:
             with recording.stands("step", "offloaded steps", on_host=True):
                 self._last.result()
@@ -192,8 +186,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule the refreshes of `changed` buckets, whose masters are new or will be when their steps end.
-        Collective."""
+        """Schedule refreshes of the `changed` buckets: masters are new, or will be after their steps. Collective."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
             refreshed = [b for b in buckets if b.gathers_after_step]
@@ -204,9 +197,8 @@ class AfterStep:
                 self._stale.append((unit, refreshed))
             is_here = unit.reshards and unit.state is not State.SHARDED
             if buckets and is_here:
-                # A step inside a pass has made gathered values stale. The root is gathered on all ranks while a pass is
-                # open, so all ranks gather it again. Other units may be gathered on some ranks only; ranks agree on
-                # their next gathers.
+                # A step inside a pass makes gathered values stale. The root is gathered on all ranks while a pass is
+                # open, so all ranks gather it again. Other units may be gathered on some ranks only, and are agreed on.
                 unit.drop()
             if buckets:
                 unit.forget_kept()
@@ -215,10 +207,9 @@ class AfterStep:
         self.refresh()
 
     def refresh(self, needed: Unit | None = None) -> None:
-        """Issue refreshes in the order of units: up to `needed`, waiting for its step, then those whose steps have
-        ended.
+        """Issue refreshes in the order of units: up to `needed`, waiting for its step, then while steps have ended.
 
-        Ranks may issue different numbers of refreshes per call, but in the same order, as gathers on one group must be.
+        Ranks may issue different numbers of refreshes per call. The order is the same, as gathers on one group require.
         """
         if self._failed is not None:
             raise self._failed
@@ -256,8 +247,7 @@ class AfterStep:
             raise self._failed
         if self._worker is not None:
             self._worker.wait()
-        # Also buckets without a job on this rank: which buckets await a step decides what is gathered ahead, and must
-        # be the same on all ranks.
+        # Also without a job on this rank: which buckets await a step decides what is gathered ahead on all ranks.
         for bucket in self._numbers:
             bucket.awaited_step.wait()
             bucket.param_store.settle()  # raises the error of a write to files

@@ -85,10 +85,8 @@ _AT_ONCE = contextlib.nullcontext()
 class Dtypes:
     """The dtype of each role of a bucket.
 
-    Attributes:
-        reduce: Gradients are summed in this dtype.
-        wire: Gradients are sent in this dtype: `reduce`, or `compute` where that loses no bit.
-        exchanged: Whether gradients are sent by an all-to-all, and each rank adds what it receives.
+    Gradients are summed in `reduce` and sent in `wire`: `reduce`, or `compute` where that loses no bit. With
+    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
     """
 
     compute: torch.dtype
@@ -159,8 +157,7 @@ class Bucket:
             self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
 
     def _make_views(self) -> None:
-        # Views are made while the buffer has memory. They stay valid when the memory is freed and allocated again,
-        # because the storage object stays the same (flat_buffer.py).
+        # Made while the buffer has memory. Views stay valid because the storage object stays (flat_buffer.py).
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
         for info in self.params:
@@ -220,8 +217,7 @@ class Bucket:
         return self.home.master
 
     def share(self, values: Tensor) -> None:
-        """Copy first `values` [owned numel] into a full buffer that stays gathered, and all-gather it. Blocks.
-        Collective."""
+        """Copy first `values` [owned numel] into the full buffer, if it stays gathered, and all-gather. Collective."""
         if not self.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
@@ -232,8 +228,7 @@ class Bucket:
         self._settle_in(values, taken=True)
 
     def _settle_in(self, values: Tensor, *, taken: bool = False) -> None:
-        """Make the home and both stores from `values` [owned numel]. With `taken` the home may use the memory of
-        `values`."""
+        """Make home and stores from `values` [owned numel]. With `taken` the home may use the memory of `values`."""
         self.comm.streams.change()
         self._make_home(values, taken=taken)
         self._make_grad_store()
@@ -269,7 +264,6 @@ class Bucket:
         self._settle_in(values)
 
     def is_on(self, tier: Tier, tiers: Tiers) -> bool:
-        """Whether `tiers` has the same object for `tier` as this bucket uses."""
         return tier is Tier.device or getattr(self._tiers, tier.name) is getattr(tiers, tier.name)
 
     def rest_as(
@@ -327,8 +321,8 @@ class Bucket:
             self.home.copy_to(target)
             return
         # The step's thread runs this while the main thread queues the next forward. So the copy waits only for the
-        # event of when the step was asked for, and not for all that the current stream has queued since. It uses a
-        # stream of its own, because gathers of other buckets that are needed sooner would queue behind it.
+        # event of when the step was asked for, and uses its own stream: gathers of other buckets, which may be needed
+        # sooner, would queue behind it.
         streams = self.comm.streams
         with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
             self.home.copy_to(target)
@@ -344,7 +338,6 @@ class Bucket:
             yield
 
     def own_compute_params(self) -> Tensor:
-        """Read the compute parameters at rest into a new tensor [owned numel]."""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
         with self._transfers(into_free_memory=False):
             self.param_store.read(own)
@@ -355,17 +348,15 @@ class Bucket:
 
     @contextlib.contextmanager
     def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
-        """Run the body on the host-to-device stream, after the copies of the last step.
-
-        With `into_free_memory` (of gathered parameters) the copies do not wait for the current stream.
-        """
+        """Run the body on the host-to-device stream, after the last step's copies. With `into_free_memory` the body
+        does not wait for the current stream."""
         streams = self.comm.streams
         with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._pushed)
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Write one parameter to masters and node shard, from a full value of its shape. Each rank takes its own part.
+        """Write a full value of one parameter to masters and node shard: each rank takes its own part.
 
         Where `value` equals `before`, the compute parameters of the owned range, masters keep their full precision.
         """
@@ -394,12 +385,10 @@ class Bucket:
 
     @property
     def can_gather_together(self) -> bool:
-        """Whether this bucket's gather may join others in one message."""
         return self.comm.streams.are_there and not self._is_elsewhere
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of the compute parameters; with `of_node`, of the slices that this node's ranks kept.
-        Collective."""
+        """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective."""
         if self.comm.streams.are_there and (of_node or not self._is_elsewhere):
             return gather_together([self], of_node=of_node)
         if of_node:
@@ -431,10 +420,8 @@ class Bucket:
         return self.full.data, self.label
 
     def leave_memory(self) -> None:
-        """Leave the full buffer's memory to a gather that was given up, and take new memory. Values must not be
-        shown."""
-        # Waiting for that gather instead could hang: where ranks go on with other groups (`Communicator.resume`), a
-        # gather that only some ranks have issued never ends.
+        """Leave the full buffer's memory to a gather that was given up, and take new memory."""
+        # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
         assert self.reshards and not self.shows_values
         self.full.renew()
         self._make_views()
@@ -500,13 +487,11 @@ class Bucket:
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of several buckets as one message. Collective.
 
-    Each bucket must allow it (:attr:`~Bucket.can_gather_together`). Either all reshard or none does. With `of_node`,
-    gather the slices that this node's ranks kept.
+    All must allow it (:attr:`~Bucket.can_gather_together`), and all or none reshard. `of_node` gathers kept slices.
     """
     comm = buckets[0].comm
-    # With memory that comes and goes, the message and the casts before it wait only for the last use of free memory and
-    # the last change of values, and run beside compute. Values that stay in memory are in use until the step has
-    # replaced this rank's slice, so their gathers wait for the current stream.
+    # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
+    # and run beside compute. Values that stay are in use until the step, so wait for the current stream.
     waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
     with waits("gather"):
         prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]

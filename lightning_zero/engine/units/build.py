@@ -35,11 +35,8 @@ def materialise(
 ) -> None:
     """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
 
-    Parameters with a source stay on meta, as nobody needs them whole. On a meta engine (simulated scale) all tensors
-    do.
-
-    Args:
-        sources: First values by name.
+    Parameters in `sources` (first values by name) stay on meta, as nobody needs them whole. So does all on a meta
+    engine.
     """
     if device.type == "meta":
         return
@@ -98,19 +95,18 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give `param` the memory of `value` on another device. The object, its class, attributes, hooks and weak
-    references (`nn.LSTM` holds some) stay."""
+    """Give `param` the memory of `value` on another device. Class, attributes, hooks and weak references stay."""
     if torch._has_compatible_shallow_copy_type(param, value):
         grad, param.grad = param.grad, None
         param.data = value
         param.grad = None if grad is None else grad.to(value.device)
         return
-    # torch refuses `.data =` from or to meta. `torch.utils.swap_tensors` would swap class and attributes too, and
-    # refuse weak references.
+    # torch refuses `.data =` from or to meta. `torch.utils.swap_tensors` swaps class and attributes too, and refuses
+    # the weak references that `nn.LSTM` holds.
     hooks, grad_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(param, nn.Parameter(value, requires_grad=param.requires_grad))
-    # The hook tables stay with the object, but autograd's references to them went with the swapped part. Assigning None
-    # and then the table restores the references.
+    # The hook tables stay with the object, but autograd's references to them went with the swap. Setting None first
+    # makes torch restore them.
     for name, table in (("_backward_hooks", hooks), ("_post_accumulate_grad_hooks", grad_hooks)):
         setattr(param, name, None)
         setattr(param, name, table)
@@ -134,10 +130,8 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values. Shared buffers stay shared. Collective.
-
-    Floating-point buffers get `dtype`, if it is not None.
-    """
+    """Move all buffers to the engine's device with rank 0's values; floating-point ones in `dtype`, if given.
+    Collective."""
     moved: dict[int, Any] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -169,10 +163,8 @@ class BufferSync:
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
     def sync(self, module: nn.Module) -> None:
-        """Send rank 0's buffers to all ranks if any rank's have changed. Collective.
-
-        The cost is nothing without buffers, and one small agreement with unchanged buffers.
-        """
+        """Send rank 0's buffers to all ranks if any rank's have changed. Without changes, one small agreement.
+        Collective."""
         now = self._now(module)
         if not now or self._comm.world_size == 1:
             return
@@ -207,12 +199,8 @@ def build_units(
 ) -> list[Unit]:
     """Build the units of `module` with filled buckets, at rest, the root first. Collective.
 
-    Args:
-        groups: Result of :func:`describe_units`.
-        rows: Row of tiers of each unit.
-        sources: First values by name. Of a parameter each rank reads its own part.
-
-    Raises ConfigError for meta modules without `reset_parameters` and sources, and for a full disk on any rank.
+    `rows` has the tiers of each unit, and `sources` first values by name, of which a rank reads its own parts. Raises
+    ConfigError for meta modules without `reset_parameters` and sources, and for a full disk on any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
@@ -285,8 +273,7 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
-        # After the move, which gives the parameter another tensor's version. An older number here would look like a
-        # user's write.
+        # After the move, which gives the parameter another version: an older one here would look like a user's write.
         info.version = info.param._version
     bucket.show(gathered=True)
 

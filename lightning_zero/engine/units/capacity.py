@@ -135,9 +135,9 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Check that host memory and files have room for the optimizer state of the first step. Collective.
+    """Check that host memory and files have room for the state of the first step: `needed` bytes by tier. Collective.
 
-    `needed` gives this rank's bytes by tier. Raises ConfigError if there is no room.
+    Raises ConfigError if they do not.
     """
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
@@ -146,8 +146,6 @@ def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], 
 
 
 class _Kind(NamedTuple):
-    """Words of a message about a resource that may run out."""
-
     what: str
     budget_key: str
     where: str
@@ -181,10 +179,7 @@ DEVICE_MEMORY = _Kind(
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
     """Check each rank's need against its budget or, without one, the summed needs of each host. Collective.
 
-    Args:
-        needed: Bytes that will rest in host memory beside `held`.
-        staging: Bytes of transfer buffers, which the budget does not count.
-
+    `needed` bytes will rest beside `held`. `staging` bytes are transfer buffers, which the budget does not count.
     Raises ConfigError, the same on all ranks.
     """
     available = available_host_memory() - staging if budget is None else None
@@ -194,10 +189,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check that files have room, as :func:`check_host_memory` does. Collective.
-
-    `held` are the bytes in files that will stay; by default all.
-    """
+    """Check room in files as :func:`check_host_memory` does. `held` bytes in files stay; default: all. Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -222,10 +214,8 @@ def check_room(
 ) -> None:
     """Check needs on all ranks against budgets and free bytes. Collective.
 
-    Args:
-        place: Result of :func:`place_of`. Ranks with equal places share what is available.
-        available: Free bytes that these ranks share. None means enough.
-        spare: Bytes that this rank has reserved earlier and can reuse.
+    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None is enough. `spare` bytes were
+    reserved by this rank earlier and can be reused.
     """
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
@@ -259,7 +249,6 @@ def _at_start(
 def placed(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> list[BucketPlan]:
-    """Plan all buckets, in order, with one row of tiers for each unit."""
     row, alone = STAGES[config.stage.name], config.comm.even_alone
     return [place(shape, row, rows[shape.unit], world_size, even_alone=alone) for shape in bucket_shapes(groups)]
 
@@ -309,7 +298,6 @@ def find_topology(
 def _fits_half(
     groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
 ) -> bool:
-    """Whether shards over `shard_size` ranks take at most half of the free memory."""
     if config.offload.name is Offload.auto:
         return False  # replicas would use up the budgets
     row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
@@ -318,13 +306,11 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """What a bucket holds at rest, and the optimizer state that it will hold.
+    """What a bucket holds at rest.
 
     Attributes:
-        states: Element-wise state tensors for each parameter, now.
-        later: The same, after the first step.
-        whole: Bytes of state of tensors that are stepped whole, now.
-        whole_later: The same, after the first step under another plan.
+        states, later: Element-wise state tensors for each parameter, now and after the first step.
+        whole, whole_later: Bytes of state of tensors that are stepped whole, now and later under another plan.
     """
 
     plan: BucketPlan

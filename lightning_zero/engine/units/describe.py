@@ -49,8 +49,6 @@ TRUE_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class BucketGroup:
-    """Parameters of one bucket: equal in dtypes and `requires_grad`, split by size."""
-
     params: list[ParamInfo]
     dtypes: Dtypes
     trainable: bool
@@ -83,8 +81,8 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
     """Describe the units of `module` and their buckets, the root first. The module may be on meta.
 
-    Raises ConfigError for unknown units, for lazy parameters and wrappers of other tensors (DTensors, quantised
-    weights), and for CUDA graphs over parameters that are gathered and dropped.
+    Raises ConfigError for unknown units, lazy parameters, wrappers of other tensors (DTensors, quantised weights), and
+    CUDA graphs over parameters that are gathered and dropped.
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -102,8 +100,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "lightning_zero yet. Pass the plain module."
             )
         if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
-            # The engine sets `.data`, which would change the wrapper only, while modules compute with the inner
-            # tensors.
+            # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
             raise ConfigError(
                 f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
                 "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
@@ -144,7 +141,6 @@ def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
 
 
 def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
-    """Bytes that each unit's optimizer needs on one rank, for a split under budgets."""
     row = STAGES[config.stage.name]
     return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
 
@@ -159,7 +155,7 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     """Find parameters from which weights are computed (spectral and weight norm, parametrizations).
 
-    They keep fp32. In lower precision the computation is inexact, and fails where buffers of another dtype take part.
+    They keep fp32: low precision is inexact here, and fails where buffers of another dtype take part.
     """
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
@@ -222,8 +218,7 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
-    # bitsandbytes' `Params4bit` holds bytes in any dtype (`quant_storage=torch.float16`), and has this attribute. A
-    # cast would change the bytes.
+    # bitsandbytes' `Params4bit` (which has this attribute) holds bytes in any dtype. A cast would change the bytes.
     holds_bytes = getattr(param, "quant_state", None) is not None
     if not own.is_floating_point or own.itemsize == 1 or holds_bytes:
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
@@ -253,16 +248,14 @@ _Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None:
-    """Check that all ranks have the same parameters in the same order, and use rank 0's strides. Collective.
+    """Check that all ranks have equal parameters in the same order, and use rank 0's strides. Collective.
 
-    `group` has all ranks of the engine, and is None for one. Raises ConfigError with the first difference, on all
-    ranks.
+    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
     """
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [_describe(unit, info) for unit in units for bucket in unit.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()
-    # Compare all digests and not only rank 0's with this rank's, so that all ranks decide alike about the second
-    # message.
+    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
         return
     table: list[list[_Described]] = gather_objects(group, own, waits, "where the models of ranks differ")

@@ -113,8 +113,7 @@ class OnDevice:
 
     def add(self, reduced: Tensor) -> None:
         if self.value is None:
-            # A transport may return a view of what it received from all ranks. As the gradient, this view would keep
-            # the memory of the whole bucket.
+            # A transport may return a view of what it received, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
             is_it = reduced.dtype == self._dtype and own_memory
             self.value = reduced if is_it else reduced.to(self._dtype, copy=True)
@@ -269,8 +268,7 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    Attributes:
-        asked_norms, asked_finite: What callers have asked of gradients: types of norms, and the finite check.
+    `asked_norms` and `asked_finite` say what callers have asked of gradients.
     """
 
     def __init__(self, streams: Streams, threads: int) -> None:
@@ -290,8 +288,7 @@ class Landing:
         return norms, torch.isfinite(grad).all() if self.asked_finite else None
 
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
-        """Add `reduced` [n], on the device, to `target` [n] in pinned host memory. Both are in use until the future is
-        done.
+        """Add `reduced` [n], on the device, to pinned `target` [n]. Both are in use until the future is done.
 
         Earlier copies to `target` must be queued or over.
         """
@@ -330,11 +327,9 @@ class Landing:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the two buffers."""
         return self._pair.nbytes
 
     def close(self) -> None:
-        """End the thread after its jobs."""
         if self._pool is not None:
             self._pool.shutdown()
             self._under_way.clear()

@@ -38,12 +38,10 @@ CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of one engine beside the device, and what moves data to and from them.
+    """The tiers of one engine beside the device, with their helpers.
 
-    Attributes:
-        landing: Brings gradients to the host.
-        sender: Sends masters in files to a device with streams.
-        read_ahead, write_behind: Read and write parameters in files.
+    `landing` brings gradients to the host, `sender` sends masters in files to a device with streams, and `read_ahead`
+    and `write_behind` read and write parameters in files.
     """
 
     host: HostTier | None = None
@@ -77,11 +75,7 @@ class Tiers:
 
 
 class Home:
-    """The place of a bucket's masters [owned numel] and their optimizer state.
-
-    Attributes:
-        changes: Replaced by a new object whenever the masters may have changed.
-    """
+    """Masters [owned numel] and state of a bucket. `changes` is a new object whenever the masters may have changed."""
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
@@ -113,9 +107,9 @@ class Home:
         """Wait until the tensors of a closed home are at rest."""
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`), in place of its earlier ones.
+        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The home must be open.
 
-        The home must be open. Several optimizers may step one master.
+        Earlier states of `owner` are dropped. Several optimizers may step one master.
         """
 
     def free(self) -> None:
@@ -190,8 +184,7 @@ class HostHome(ResidentHome):
         for state, extent in zip(new, extents, strict=True):
             place = self._tier.resident(extent)
             place.copy_(state.view(-1))
-            # `.data =`, because the optimizer's `state` holds this object. The object is kept here too, so that no
-            # other tensor gets its id.
+            # `.data =`, because the optimizer's `state` holds this object. Kept here too, so that its id stays unique.
             state.data = place.view(state.shape)
             held.append((state, extent))
 
@@ -359,8 +352,7 @@ class FileHome(Home):
 
 
 def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
-    """Make a home on `tier` for `values` [owned numel], in `dtype`. With `taken` the home may use the memory of
-    `values`."""
+    """Make a home on `tier` for `values` [owned numel], in `dtype`. With `taken`, `values` may become the home."""
     if tier is Tier.host:
         assert tiers.host is not None
         return HostHome(tiers.host, label, values, dtype)
@@ -373,8 +365,7 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
     """Copy `source` to `target` in pieces, because a cast between devices would need a whole second copy.
 
-    The cast runs on the device, so that the host waits neither for it nor for pinned memory. With `wait` the host
-    waits.
+    Casts run on the device. The host waits for the copy with `wait`, or if host memory is not pinned.
     """
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=not wait)

@@ -14,9 +14,7 @@ from lightning_zero.planning.state_dtype import BLOCK
 class Sliced(NamedTuple):
     """Adjacent elements of a flat tensor in a home, such as those of a fragment. The tensor may rest in a file.
 
-    Attributes:
-        whole: The tensor. For packed state (optimizers/low_bits.py) it has a row for each block of elements.
-        packed: Format of packed rows.
+    With a `packed` format, `whole` has a row for each block of elements (optimizers/low_bits.py).
     """
 
     whole: Tensor

@@ -80,8 +80,8 @@ class Owner(Protocol):
         ...
 
 
-# Parameter -> weak reference to its owner. Keys are weak too: otherwise this table would keep engines alive, which hold
-# their parameters. Compared by identity, because `==` of tensors compares elements.
+# Parameter -> weak reference to its owner. Keys are weak too: an engine holds its parameters, and would be kept alive.
+# Keys compare by identity, because `==` of tensors compares elements.
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -91,16 +91,12 @@ def find_owner(param: Tensor) -> Owner | None:
 
 
 class Classes(NamedTuple):
-    """The classes that one parameter can have."""
-
     plain: type
     present: type
     absent: type
 
 
 class _Owned:
-    """Base of present and absent parameters."""
-
     # Without slots of its own, because Python changes an object's class only to one with the same memory layout.
     __slots__ = ()
 
@@ -188,15 +184,13 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the classes for a plain parameter. A class with its own `__torch_function__` stays the same in all
-    states."""
+    """Return the classes for a plain parameter. A class with its own `__torch_function__` never changes."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
             _CLASSES[plain] = Classes(plain, plain, plain)
         else:
-            # The module name is in `__qualname__` only: tensorboardX takes objects with "torch" in the class name for
-            # tensors.
+            # The class is named in `__qualname__` only: tensorboardX takes "torch" in a class name for a tensor.
             of = f"[{plain.__module__}.{plain.__qualname__}]"
             present = type("PresentParameter", (_Owned, plain), {"__qualname__": f"PresentParameter{of}"})
             absent = type("AbsentParameter", (_Absent, present), {"__qualname__": f"AbsentParameter{of}"})
@@ -303,8 +297,7 @@ class ParamInfo:
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy elements of :meth:`flattened` from `start` on to `target` [n]. From a file, only these elements are
-        read."""
+        """Copy elements of :meth:`flattened` from `start` on to `target` [n]. Of a file, read only these."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return
@@ -317,7 +310,7 @@ def values_changed(infos: Iterable[ParamInfo]) -> None:
     """Raise the versions of parameters whose values were replaced without an operation on the parameter.
 
     As after an in-place operation, torch then refuses a backward that saved the old values. The versions in `infos`
-    rise too, so that :class:`~lightning_zero.engine.passes.access.Writes` sees no write.
+    rise too, so that `passes.access.Writes` sees no write.
     """
     infos = list(infos)
     increment_version([info.param for info in infos])

@@ -30,10 +30,9 @@ from lightning_zero.tiers.write_behind import WriteBehind
 
 
 class ParamStore:
-    """Compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype.
+    """Compute parameters of the range that a rank owns: tensors are [owned numel] in compute_dtype.
 
-    Attributes:
-        memory: Device memory for the parameters beside full buffer and home, or None.
+    `memory` is device memory for the parameters beside full buffer and home, or None.
     """
 
     memory: Tensor | None = None
@@ -60,8 +59,6 @@ class ParamStore:
 
 
 class FullIsMaster(ParamStore):
-    """The full buffer and the masters are the same memory."""
-
     def __init__(self, own: Tensor) -> None:
         self._own = own
 
@@ -117,8 +114,6 @@ class DeviceShard(ParamStore):
 
 
 class FileShard(ParamStore):
-    """A shard in a file of its own, apart from the masters."""
-
     def __init__(
         self,
         tier: NvmeTier,
@@ -185,12 +180,9 @@ def make_param_store(
     tiers: Tiers,
     streams: Streams,
 ) -> ParamStore:
-    """Make the store that `plan` asks for.
+    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype.
 
-    Args:
-        own: This rank's slice of the full buffer.
-        values: Present compute parameters [owned numel], in any dtype.
-        send: Casts the masters into a tensor on the device.
+    `own` is this rank's slice of the full buffer. `send` casts the masters into a tensor on the device.
     """
     match plan.params_rest:
         case ParamsRest.full_is_master:

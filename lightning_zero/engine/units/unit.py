@@ -55,7 +55,6 @@ class Unit:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Update what follows from the plans of the buckets."""
         self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
 
     @property
@@ -64,7 +63,6 @@ class Unit:
 
     @property
     def reshards(self) -> bool:
-        """Whether the unit is gathered for a use and dropped after it."""
         return bool(self.resharded)
 
     @property
@@ -94,14 +92,12 @@ class Unit:
             bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that reshard; with device streams, as one message where possible.
-        Collective."""
+        """Issue the gathers of all buckets that reshard, as one message where possible. Collective."""
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             self.pending = []
             self._issue(self.resharded, of_node=self.comes_of_node)
-        # Set by gathers only, which have the same order on all ranks, and not by what this rank does with the unit: all
-        # ranks must use the same group for the next gather.
+        # Set by gathers, whose order is the same on all ranks: all must use the same group for the next gather.
         self.comes_of_node = self.keeps
 
     def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
@@ -141,8 +137,7 @@ class Unit:
 
     def abandon(self, deadline: float) -> None:
         """Bring the unit to rest after an exception, whatever is in flight."""
-        # A refresh is not abandoned: the other ranks have issued it too, and its values are still needed. The next pass
-        # waits.
+        # A refresh is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
             self.pending = []
@@ -177,13 +172,11 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward: when the unit is dropped, keep a slice for the node, if the node shares
-        slices."""
+        """Begin a pass with a backward. Drops in it keep a slice for the node, if the node shares slices."""
         self.keeps = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """Bring the unit to rest at the end of a pass, and drop the node's slice. After an exception, pass a
-        `deadline`."""
+        """Bring the unit to rest, and drop the node's slice. A `deadline` says that an exception has ended the pass."""
         self.keeps = False
         if deadline is None:
             self.drop()
@@ -207,7 +200,6 @@ class Unit:
         self.comes_of_node = self.keeps
 
     def stage_ahead(self) -> None:
-        """Start to read from files what the next gather needs."""
         for bucket in self.buckets:
             bucket.param_store.stage_ahead()
 
