@@ -76,7 +76,7 @@ class Stepper(ABC):
         return list(self.groups())
 
     def groups(self) -> dict[Bucket, dict[int, int]]:
-        """Param group of each slot, for each bucket."""
+        """Map each bucket to its slots, and each slot to its param group."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
             for place in group:
@@ -117,12 +117,12 @@ class Stepper(ABC):
         return
 
     def replanned(self) -> None:
-        """Take notice that buckets have other plans."""
+        """Drop what depends on the plans of the buckets, after the plans have changed."""
         self._around.pieces.clear()
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Set the state of a bucket in its new home."""
+        """Load whole `states` for a bucket, after the bucket has got a new home."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Bytes of state of tensors that are stepped whole: at present, or under `plan`."""
+        """Bytes of state of the bucket's tensors that are stepped whole, at present or under another `plan`."""
         return 0
 
     def step_peak(self) -> int:
@@ -347,7 +347,7 @@ class ShardedOptimizer(Stepper):
                 bucket.push()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make the step of one bucket with the present hyperparameters, gradient and `fused` flags of param groups."""
+        """Make the step of one bucket, with the present hyperparameters and gradient and the given `fused` flags."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)

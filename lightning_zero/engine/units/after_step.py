@@ -198,7 +198,8 @@ class AfterStep:
             is_here = unit.reshards and unit.state is not State.SHARDED
             if buckets and is_here:
                 # A step inside a pass makes gathered values stale. The root is gathered on all ranks while a pass is
-                # open, so all ranks gather it again. Other units may be gathered on some ranks only, and are agreed on.
+                # open, so all ranks gather it again. Other units may be gathered on some ranks only, and are gathered
+                # again when they are needed, in an agreed order.
                 unit.drop()
             if buckets:
                 unit.forget_kept()
@@ -247,23 +248,23 @@ class AfterStep:
             raise self._failed
         if self._worker is not None:
             self._worker.wait()
-        # Also without a job on this rank: which buckets await a step decides what is gathered ahead on all ranks.
+        # Also buckets without a job on this rank: all ranks must agree on which buckets still await a step.
         for bucket in self._numbers:
             bucket.awaited_step.wait()
-            bucket.param_store.settle()  # raises the error of a write to files
+            bucket.param_store.settle()  # a write to files may end later, and may fail
 
     def flush(self) -> None:
-        """Wait for offloaded steps, and issue all refreshes. Collective."""
+        """Wait for offloaded steps, and issue all refreshes."""
         self.wait_for_steps()
         self.refresh_all()
 
     def refresh_all(self) -> None:
-        """Issue all refreshes that are left, each after its step. Collective."""
+        """Issue all refreshes that are left, each after its step."""
         while self._stale:
             self.refresh(self._stale[0][0])
 
     def settle(self) -> None:
-        """Wait for steps, refreshes and all other gathers, before masters are read or changed. Collective."""
+        """Wait for steps, refreshes and all other gathers, before masters are read or changed."""
         self.flush()
         for unit in self._units:
             unit.unshard_wait()

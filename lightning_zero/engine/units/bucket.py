@@ -54,7 +54,7 @@ class AwaitedStep:
         return self._future
 
     def nothing_to_do(self) -> None:
-        # Needed because `is_asked` decides which units are gathered ahead, and must be the same on all ranks.
+        # Asked all the same: `is_asked` decides which units are gathered ahead, and must be the same on all ranks.
         self.ask(None).set_result(None)
 
     @property
@@ -376,7 +376,7 @@ class Bucket:
     def write(self, info: ParamInfo, value: Tensor) -> None:
         """Write one parameter from a full value of its shape. Each rank takes its own part."""
         self.write_master(info, value.detach())
-        if not self.reshards and not isinstance(value, StoredTensor):  # else push and gather follow
+        if not self.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
             assert info.gathered is not None
             info.gathered.copy_(value.detach().reshape(info.shape))
         values_changed([info])
@@ -491,7 +491,7 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
     """
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
-    # and run beside compute. Values that stay are in use until the step, so wait for the current stream.
+    # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.
     waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
     with waits("gather"):
         prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]

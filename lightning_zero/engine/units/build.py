@@ -35,8 +35,8 @@ def materialise(
 ) -> None:
     """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
 
-    Parameters in `sources` (first values by name) stay on meta, as nobody needs them whole. So does all on a meta
-    engine.
+    Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. On an
+    engine whose own device is meta (simulated scale) nothing changes.
     """
     if device.type == "meta":
         return
@@ -105,8 +105,7 @@ def move_param(param: nn.Parameter, value: Tensor) -> None:
     # the weak references that `nn.LSTM` holds.
     hooks, grad_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(param, nn.Parameter(value, requires_grad=param.requires_grad))
-    # The hook tables stay with the object, but autograd's references to them went with the swap. Setting None first
-    # makes torch restore them.
+    # The hook tables stay with the object; autograd's references to them do not. Setting None first restores them.
     for name, table in (("_backward_hooks", hooks), ("_post_accumulate_grad_hooks", grad_hooks)):
         setattr(param, name, None)
         setattr(param, name, table)
@@ -130,8 +129,7 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values; floating-point ones in `dtype`, if given.
-    Collective."""
+    """Move all buffers to the engine's device with rank 0's values. `dtype` is for floating-point ones. Collective."""
     moved: dict[int, Any] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -163,8 +161,7 @@ class BufferSync:
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
     def sync(self, module: nn.Module) -> None:
-        """Send rank 0's buffers to all ranks if any rank's have changed. Without changes, one small agreement.
-        Collective."""
+        """Send rank 0's buffers to all ranks if any rank's have changed, by a small agreement. Collective."""
         now = self._now(module)
         if not now or self._comm.world_size == 1:
             return
@@ -181,7 +178,7 @@ class BufferSync:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
         self._comm.broadcast(flat, among="reduce")  # not between gathers that a step left in flight
         if self._comm.rank == 0:
-            increment_version(buffers)  # as the copies on other ranks do: a graph that saved them is refused everywhere
+            increment_version(buffers)  # as copies do elsewhere: all ranks refuse a graph that saved them
         else:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))

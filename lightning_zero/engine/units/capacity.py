@@ -345,11 +345,13 @@ def change_tiers(
     on_device = more[Tier.device]
     accelerator.release_cached()
     if free := accelerator.free_nbytes():
-        on_device += max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)  # staging
+        on_device += max(
+            (2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0
+        )  # while they move
         gpu = f"GPU of rank {comm.rank}"
         check_room(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
         on_device = 0
-    # Without free device memory to ask for, the device takes host memory.
+    # Without memory of its own (CPU), the device's needs count as host memory.
     staging = Role.staging, Tier.host
     on_way = wanted[staging] - held[staging]
     resting = memory.on_tier(held, Tier.host) - held[staging]

@@ -75,7 +75,10 @@ class Tiers:
 
 
 class Home:
-    """Masters [owned numel] and state of a bucket. `changes` is a new object whenever the masters may have changed."""
+    """Masters [owned numel] and optimizer state of a bucket on a tier. `master` is readable while the home is open.
+
+    `changes` becomes another object whenever the masters may have changed.
+    """
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
@@ -305,7 +308,7 @@ class FileHome(Home):
         with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
-        self._moving = []  # kept after an error, so that the next wait raises it too
+        self._moving = []  # after an error they stay, so that the next wait raises too
 
     def _take_back(self) -> None:
         if self._lent:
@@ -365,7 +368,7 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
     """Copy `source` to `target` in pieces, because a cast between devices would need a whole second copy.
 
-    Casts run on the device. The host waits for the copy with `wait`, or if host memory is not pinned.
+    Casts run on the device. With `wait` the host waits for the end of a copy to host memory.
     """
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=not wait)

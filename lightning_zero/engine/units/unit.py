@@ -84,7 +84,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Follow new plans of the buckets, which are at rest."""
+        """Update the state after the buckets, which are at rest, have got new plans."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -151,7 +151,7 @@ class Unit:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Drop the gathered parameters. Views that autograd saved stay valid from the next gather on."""
+        """Drop the gathered parameters. Views that autograd saved get their values from the next gather."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -172,7 +172,7 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward. Drops in it keep a slice for the node, if the node shares slices."""
+        """Begin a pass with a backward. Under `node_backward` each drop keeps a slice for the node."""
         self.keeps = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
@@ -194,7 +194,7 @@ class Unit:
         """Take part in a gather that other ranks need while this rank has gathered the unit already. Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
-        # Gather into a copy, because kernels may read the buffer, and users' writes in it would be lost.
+        # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
         for bucket in self.resharded:
             bucket.comm.all_gather(bucket.full.data.clone(), bucket.label, of_node=self.comes_of_node).wait()
         self.comes_of_node = self.keeps
