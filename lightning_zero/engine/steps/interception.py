@@ -97,9 +97,7 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
 class AroundStep:
     """Prepare and finish the steps of all optimizers of one engine. A step calls the methods in this order.
 
-    Args:
-        place_of: Finds a parameter's bucket; raises for parameters that the engine does not own.
-        stepped: Called after every step, on all ranks.
+    `place_of` raises for parameters that the engine does not own. `stepped` is called after every step, on all ranks.
     """
 
     def __init__(

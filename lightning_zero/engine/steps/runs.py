@@ -34,8 +34,6 @@ class FlatRun(NamedTuple):
 
 
 class Runs:
-    """The runs of one optimizer."""
-
     def __init__(
         self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
     ) -> None:
@@ -121,7 +119,6 @@ class Runs:
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
-        """Copy the state of the old runs to the new runs."""
         states = {id(r): self.optimizer.state.pop(r.tensor, {}) for _, r in old}
         for _, target in new:
             pieces = []

@@ -135,10 +135,7 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Check that host memory and files have room for the state of the first step: `needed` bytes by tier. Collective.
-
-    Raises ConfigError if they do not.
-    """
+    """Raise ConfigError if host memory or files lack room for the state, `needed` bytes by tier. Collective."""
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:

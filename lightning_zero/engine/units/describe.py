@@ -166,7 +166,6 @@ def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """List every parameter once with all its names, in order of registration."""
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -271,10 +270,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None
 
 
 def agree_on_sources(names: Iterable[str], group: Any, waits: Waits) -> None:
-    """Check that all ranks have first values for the same tensors: a node's folder may lack a file. Collective.
-
-    Raises ConfigError with the first difference, on all ranks.
-    """
+    """Raise ConfigError, on all ranks, if a rank lacks first values: a node's folder may lack a file. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()
     if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:

@@ -173,7 +173,6 @@ class _Absent:
 
 
 def _without_values(param: nn.Parameter) -> Tensor:
-    """Make a meta tensor with the shape and strides of an absent parameter's values."""
     owner = find_owner(param)
     strides = param.data.stride() if owner is None else owner.strides(param)
     return torch.empty_strided(param.shape, strides, device="meta")

@@ -111,10 +111,8 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def refresh_begin(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of replicated compute parameters after a step. Collective.
-
-        Until the gathers arrive, parameters show placeholders and users' reads wait.
-        """
+        """Issue the gathers of replicated compute parameters after a step, and show placeholders meanwhile.
+        Collective."""
         self.unshard_wait()  # of an earlier refresh, if masters changed twice in a row
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
