@@ -111,8 +111,7 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def refresh_begin(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of replicated compute parameters after a step, and show placeholders meanwhile.
-        Collective."""
+        """Issue the gathers of `buckets` after a step, and show placeholders until they arrive. Collective."""
         self.unshard_wait()  # of an earlier refresh, if masters changed twice in a row
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
