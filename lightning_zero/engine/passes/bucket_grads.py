@@ -6,9 +6,8 @@
     copy_in   copies waiting gradients to their places, divided by the number of ranks and by the loss scale
     complete  fills gaps with zeros and hands out the buffer
 
-Gradients that are narrower than their sum (bf16, summed in fp32) stay undivided and are not added up in the buffer, so
-that they may be sent in their own dtype without loss. The reduced sum is divided. A second gradient of a parameter in
-one backward is kept apart and reduced in fp32 at the end. Thus sums are equal under each ``zero.comm.grad_comm_dtype``.
+Gradients narrower than their sum (bf16, summed in fp32) stay undivided and are not added up in the buffer, so that they
+may be sent without loss. The reduced sum is divided. A parameter's second gradient in a backward is reduced in fp32.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ class BucketGrads:
         """Return the factor of the reduced sum: ``scale`` if gradients are not scaled before, else 1. Equal on all
         ranks.
 
-        Scaling the sum is cheaper, because a shard has fewer elements. It is done if exact: for powers of two in dtypes
-        with fp32's range. (Digits may differ at the ends of that range, below 1e-38 and above 1e38.)
+        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
         if self._exchanges:
             return self.scale
@@ -104,7 +102,7 @@ class BucketGrads:
         return self.scale if self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
 
     def set_scale(self, scale: float) -> None:
-        """Change the factor of gradients for the next backwards."""
+        """Multiply the gradients of the next backwards by ``scale``."""
         if scale != self.scale:
             before, self.scale = self.factor, scale
             if self.local is not None and before != self.factor:
@@ -151,12 +149,11 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Hand out the local buffer for a reduction, zero where no gradient came. A second call hands out late
-        gradients."""
+        """Hand out the local buffer for a reduction, zero where no gradient came; a second time, late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
-        # Zeros, because other ranks reduce the bucket and would wait for this rank.
+        # Zeros: other ranks reduce the bucket and would wait for this rank.
         if full is None:
             full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
         else:

@@ -118,7 +118,6 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See ``Engine.no_sync``."""
         previous, self.synchronize = self.synchronize, False
         try:
             yield
@@ -154,8 +153,7 @@ class Reducer:
                 grads.copy_in()
             return
         if late:
-            # A second gradient (a module used twice under checkpointing). Other ranks may have none, so all ranks agree
-            # at the end on second reductions.
+            # A second gradient (a module used twice under checkpointing). All ranks agree on these at the end.
             self._late.add(bucket)
         if not grads.issued and len(grads.arrived) == self._expected[bucket] and bucket not in self._ready:
             self._set_ready(bucket)
@@ -277,8 +275,8 @@ class Reducer:
     def _may_wait_for(self, pending: Reduction) -> bool:
         """Return whether this rank may wait in a backward for ``pending``, its oldest reduction in flight.
 
-        A waiting rank issues no gathers. So it may wait only if all ranks have issued that reduction, or will do so
-        without a gather from this rank. Otherwise two ranks could wait for each other for ever.
+        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction or need no gather
+        before it; otherwise ranks could wait for each other for ever.
         """
         oldest = self._issued.here - len(self._in_flight)
         if oldest < self._issued.everywhere or not self._gathers_in_backward:
@@ -289,8 +287,8 @@ class Reducer:
         """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; at once on a device, whose stream
         waits.
 
-        A rank that does not use a parameter this time issues the reduction only at its end. Then this rank goes on with
-        more memory than the bound, and from the next backward on that bucket comes last.
+        A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
+        memory bound once; from the next backward on that bucket comes last.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not self.comm.queues and not pending.done():
@@ -301,8 +299,7 @@ class Reducer:
         return True
 
     def abort(self, deadline: float) -> None:
-        """Drop the gradients of a backward that raised. Sends no message; awaits messages in flight until
-        ``deadline``."""
+        """Drop the gradients of a backward that raised. Sends nothing; awaits messages in flight until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
             pending.abandon(deadline)
         self._in_flight, self._second_half = [], []

@@ -8,9 +8,7 @@
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
-
-A read of a packed weight calls ``weights_needed``, because hooks on outputs would not do: tensors may leave a unit in
-other ways, and in-place changes give an output another history.
+                 weights_needed(unit), at a read of a packed weight: saved_weights.py calls it
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ class Hooks:
         def arrived(p: Tensor) -> None:
             if (hooks := hooks_ref()) is None or hooks.idle:
                 return
-            # None, or autograd would add a second gradient to one that was counted already, and full gradients would
-            # stay in memory until the backward ends.
+            # None, or autograd would add a second gradient to a counted one, and full gradients would pile up.
             grad, p.grad = p.grad, None
             if isinstance(grad, ShardedGrad):
                 grad = grad.pop_incoming()
@@ -257,8 +254,7 @@ class Hooks:
         """Hook the inputs of a unit with frozen weights, which the backward needs for the inputs' gradients."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
-            # A checkpoint recomputes. Only leaves are new here; other inputs were hooked in the forward, or lead to no
-            # backward and would be awaited for ever.
+            # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.
             inputs = {key: t for key, t in inputs.items() if t.is_leaf}
         if not inputs:
             return

@@ -125,8 +125,7 @@ class Passes:
         self.phase = phase
 
     def watch_trainable(self) -> None:
-        """Register hooks on parameters that require a gradient now. Users may have unfrozen some since the last
-        call."""
+        """Hook parameters that require a gradient now. Users may have unfrozen some since the last call."""
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
@@ -173,8 +172,7 @@ class Passes:
             if self._open.unused:
                 self.after_step.refresh()  # unfinished steps may go on during the next pass
             else:
-                # Another rank may use units that this rank does not, and waits for their refreshes, which need this
-                # rank too.
+                # Another rank may use units that this rank does not, and need this rank for their refreshes.
                 self.after_step.refresh_all()
             self.order.end()
             self._close()
@@ -192,7 +190,6 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """See ``Engine.step_scope``."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -209,15 +206,13 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """See ``Engine.abort``."""
         # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
         self.lane.ends()
         if self.in_backward and self.look is None:
             self.reducer.abort(deadline)
-            # The backward set ``param.grad`` to None. Without this call the engine could not see what users clear
-            # later.
+            # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
             self.sharded_grads.place_used()
         self.order.abort()
         self.hooks.forget_calls()
@@ -308,7 +303,6 @@ class Passes:
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrow(self, unit: Unit) -> None:
-        """Gather ``unit`` before users' code reads its parameters inside a pass."""
         self._demand(unit, "a read of parameters")
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
@@ -342,8 +336,7 @@ class Passes:
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
-        """Prepare units, gradients and the reducer when a backward starts. ``explicit``: the engine is told of its
-        end."""
+        """Prepare units, gradients and the reducer for a backward. ``explicit``: the engine is told of its end."""
         if self.key is None:
             key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
@@ -364,8 +357,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Begin a backward at its first event, if the engine was not told of it. Each event of a backward calls
-        this."""
+        """Begin a backward at its first event, if the engine was not told of it. All backward events call this."""
         if self.phase is not Phase.TOLD:
             self.forget_failed()
         if not self.in_backward:
@@ -379,8 +371,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Give each gradient inside to ``look(info, grad)`` and store none; steps and clipping do nothing.
-        Collective."""
+        """Give each gradient inside to ``look(info, grad)`` and store none. Steps do nothing inside. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos()):
             self.look = look
@@ -478,8 +469,7 @@ class Passes:
         """Reduce the remaining gradients in order and close the pass, at the end of a backward. Collective."""
         self.comm.place = f"end of backward in pass {self.key}"
         self.lane.ends()
-        # First: a rank in its backward may wait for a reduction (``Reducer._issue``), before it can issue the gathers
-        # that ``order.end`` waits for.
+        # First: before a rank in its backward can issue gathers for ``order.end``, it may wait for these reductions.
         if self.look is None:
             self.reducer.flush()
         # Before ``reducer.end``, which waits for all ranks: one of them may need these gathers first.

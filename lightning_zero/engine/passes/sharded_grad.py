@@ -96,7 +96,6 @@ class ShardedGrad(Tensor):
         return owner
 
     def pop_incoming(self) -> Tensor | None:
-        """Take the gradient that autograd added."""
         incoming, self.incoming = self.incoming, None
         return incoming
 
@@ -284,7 +283,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Hand ``param.grad`` to the caller for the duration of the ``with``, and ignore what it holds."""
+        """Hand ``param.grad`` to the caller inside the ``with``, and ignore its values."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -339,8 +338,7 @@ class ShardedGrads:
             grads.forget(cleared)
 
     def used_params(self) -> set[int]:
-        """Return the ids of parameters with a gradient from any rank. Raises RuntimeError if a user assigned
-        ``param.grad``."""
+        """Return ids of parameters with a gradient on any rank. Raises RuntimeError if a user set ``param.grad``."""
         used = set()
         for bucket, grads in self._grads.items():
             for info in bucket.params:
@@ -437,11 +435,10 @@ class ShardedGrads:
         # As torch.nn.utils.clip_grad_norm_: multiply by one rather than ask the device, which the host would wait for.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         streams = self._reducer.comm.streams
-        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all buckets
+        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Let the step multiply a whole bucket on the host, so that the host does not wait. Returns whether it
-            will."""
+            """Let the step multiply a whole bucket on the host, so that the host does not wait here."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -456,8 +453,7 @@ class ShardedGrads:
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of this rank's parts of reduced gradients, except buckets for which ``but(bucket, slots)`` is
-        true."""
+        """Return views of this rank's parts of reduced gradients, unless ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
         self.settle()  # steps under way own their gradients
@@ -469,8 +465,7 @@ class ShardedGrads:
         return views
 
     def overflowed(self, places: Iterable[Place]) -> bool:
-        """Return whether any rank holds a non-finite gradient at ``places``; checked on the gradients' tier.
-        Collective."""
+        """Return whether any rank holds a non-finite gradient at ``places``; checked on its tier. Collective."""
         if self._aside:
             return False
         places = list(places)
