@@ -1,10 +1,8 @@
-"""Keeps one order of gathers on all ranks, so that each rank issues the same collectives.
-
-Issues all gathers inside a pass, except the root's, refreshes (``units/after_step.py``) and those of whole masters.
+"""Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, refreshes and whole masters.
 
 - *Agreeing* (in the first pass of a kind, under ``dynamic``, and off the plan): a rank that needs a unit sends the
   unit's number, and all ranks gather each unit that any rank sent, in rank order. A rank at the end of its pass sends
-  DONE and answers until all are done. Under ``dynamic`` CALLED does so for an outermost call.
+  DONE and answers until all are done. CALLED does so at the end of an outermost call, under ``dynamic``.
 - *Following*: the history of an agreed pass is the plan. A demand issues everything up to its unit in the plan, also
   units that this rank skips. Then it gathers ahead within the byte budget.
 """
@@ -59,7 +57,7 @@ class GatherOrder:
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
     def plans_changed(self) -> None:
-        """Forget the plans after the set of dropped units has changed."""
+        """Forget the plans after buckets got new plans."""
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
@@ -104,7 +102,7 @@ class GatherOrder:
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
-                self._drop_idle()  # no demand follows that would drop units
+                self._drop_idle()
             self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
@@ -112,8 +110,7 @@ class GatherOrder:
                 self._drop_idle()
 
     def call_ends(self) -> None:
-        """Answer ranks that are still in an outermost call, under ``dynamic``; users' messages may follow.
-        Collective."""
+        """Answer ranks in an outermost call, under ``dynamic``, before users' messages may follow. Collective."""
         if self.dynamic and self._agreeing:
             while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
                 self._serve(wants)
@@ -202,8 +199,7 @@ class GatherOrder:
 
     def _may_come_early(self, unit: Unit) -> bool:
         """Return whether ``unit`` may be gathered ahead. A unit that awaits an offloaded step may not."""
-        # ``awaits_step`` is equal on all ranks. ``step_done`` depends on this rank's worker, and would make ranks issue
-        # different numbers of gathers before an exception.
+        # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:

@@ -74,13 +74,10 @@ def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> li
 def parts_of_shards(
     buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], look_up: Callable[[GradStore], Tensor | None]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Cut this rank's shards of reduced gradients into parts, numbered in order, and keep only ``wanted`` slots.
-
-    Args:
-        look_up: returns a known result for a bucket's whole shard, which is then not awaited; or None.
+    """Cut this rank's shards of reduced gradients in ``wanted`` slots into parts, numbered in order.
 
     Returns:
-        Known results by number, and views of the other parts by number.
+        Results that ``look_up`` knows of whole shards, which are not awaited; and views of the other parts.
     """
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
@@ -116,9 +113,7 @@ class GradNorms:
 
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
-        """Return ``param.grad.norm(norm_type)`` as DDP would: 0-d, on the device, in ``dtype`` or DDP's. Collective.
-
-        As under DDP, the gradient includes the loss scale until ``Reducer.unscale``.
+        """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
 
         Raises:
             RuntimeError: a backward has raised; or the gradient is only partly reduced.
@@ -141,7 +136,6 @@ class GradNorms:
         )
 
     def dtype_of(self, info: ParamInfo) -> torch.dtype:
-        """Return the dtype of the norm of one parameter's gradient."""
         return self._bucket_of[id(info.param)].dtypes.master.to_real()
 
     @outside_autograd
@@ -163,12 +157,10 @@ class GradNorms:
         self._settle()
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
-        # One element per rank and a sum over elements afterwards: the result does not depend on the order in which a
-        # backend adds up ranks.
+        # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.
         partial = torch.zeros(self._comm.shard_size, dtype=torch.float64, device=device)
         known, views = parts_of_shards(self._reducer.grads, wanted, lambda store: store.norm(norm_type))
         if (known or views) and self._comm.replica == 0:  # other replicas hold the same shards
-            # All buckets at once, because each call to a GPU costs time.
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
             norms = torch.stack([parts[number] for number in range(len(parts))])
             partial[self._comm.shard_rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
@@ -185,8 +177,7 @@ class GradNorms:
         if len(scales) != 1:
             return None
         places = [Place(self._bucket_of[id(info.param)], info) for info in infos]
-        # Parameters without a gradient add zeros. With them the norm covers whole shards, and its bits equal those of
-        # the norm of all parameters.
+        # Parameters without gradients are zeros. With them the norm is that of whole shards, bit by bit.
         empty = [
             Place(bucket, info)
             for bucket in slots_of(places)

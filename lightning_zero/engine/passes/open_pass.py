@@ -1,7 +1,4 @@
-"""Tracks the open pass: its phase, what each unit waits for, and which units stay gathered.
-
-``GraphTask`` notices the end of an unannounced backward. ``GradSums`` adds up gradients of chunks.
-"""
+"""Tracks the open pass: its phase, what each unit waits for, and which units stay gathered."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class Scope(NamedTuple):
 class OpenPass:
     """
     Attributes:
-        evaluates: the pass has no backward.
         ends_with_call: the call that opened the pass may end it.
         unused: the pass was opened after a step's last backward, and no module was called in it.
         second_order: a backward of the pass makes a graph.
@@ -64,7 +60,7 @@ class OpenPass:
 
 
 class GraphTask:
-    """Watches the run of autograd's engine in which it is created.
+    """Watches the run of autograd's engine in which it is created, to notice the end of an unannounced backward.
 
     Args:
         ended: called at the end of the run, unless an exception ended it.
@@ -174,7 +170,6 @@ class GradSums:
             self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def take(self) -> Iterator[tuple[Unit, Bucket, int, Tensor]]:
-        """Yield and remove all sums."""
         for key in list(self._sums):
             unit, total = self._sums.pop(key)
             yield unit, *key, total
@@ -203,8 +198,7 @@ class Stays:
         may_go = unit.reshards and unit.state is State.GATHERED and self._order.used(unit)
         if may_go and not self._progress.is_held(unit):
             self._let_go()
-            # A gather waits for the users of memory that was freed before the gather was issued. The next gather is not
-            # issued yet, so keep this unit's memory until then.
+            # A gather waits for users of memory that was freed before the gather was issued. So free this unit's later.
             if self._order.holds_next:
                 self._leaving = unit
             else:
