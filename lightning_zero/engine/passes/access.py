@@ -45,11 +45,7 @@ class _Entry(NamedTuple):
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Compute a checksum that depends on places. A tensor's parts add up to its checksum, modulo 2**64.
-
-    Args:
-        first: index in the whole tensor of the first value.
-    """
+    """Compute a checksum of contents and places. Parts' checksums add up mod 2**64. ``first``: index of the part."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -181,7 +177,7 @@ class Writes:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """Compare unconfirmed writes, if any rank has some. Raises RuntimeError if ranks' values differ. Collective."""
+        """Compare the ranks' unconfirmed writes. Raises RuntimeError on all ranks if values differ. Collective."""
         # Each ``if`` before a message reads only tables that all ranks have, so that all ranks send it.
         written = {key: entry.after for key, entry in self._unconfirmed.items()}
         table = self._comm.all_gather_objects(written, "what was written to parameters")
@@ -309,8 +305,7 @@ class Access:
         packs = saves and saved.possible and saved.alone
         with saved.packed() if packs else contextlib.nullcontext():
             result = run()
-        # Keep the unit until the pass ends if our hooks cannot see every use of its buffer: autograd saved weights
-        # without them, or a result is a view.
+        # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
             self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))

@@ -6,8 +6,8 @@
     copy_in   copies waiting gradients to their places, divided by the number of ranks and by the loss scale
     complete  fills gaps with zeros and hands out the buffer
 
-Gradients narrower than their sum (bf16, summed in fp32) stay undivided and are not added up in the buffer, so that they
-may be sent without loss. The reduced sum is divided. A parameter's second gradient in a backward is reduced in fp32.
+Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a parameter's second gradient
+stays apart, so that they may be sent without loss. Then the reduced sum is divided.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ class BucketGrads:
     """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
 
     bucket: Bucket
-    scale: float  # 1 / (number of ranks * loss scale)
+    scale: float  # 1 / (number of ranks * loss scale), applied before sums
     spare: SpareBuffers
-    local: Tensor | None = None  # [numel], unreduced; None: empty
+    local: Tensor | None = None  # [numel] unreduced gradients in ``_local_dtype``
     written: set[int] = field(default_factory=set)  # slots that have a gradient in ``local``
     batched_copy: bool = False  # copy a bucket's gradients into ``local`` in one call, after the last
     waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients not yet copied, by slot
     keeps_wire_dtype: bool = False  # ``local`` holds one backward's gradients in autograd's dtype
-    second_arrivals: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by slot: gradients that do not fit in ``local``, in reduce_dtype
+    second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # late gradients, in reduce_dtype
     arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
@@ -91,7 +89,7 @@ class BucketGrads:
 
     @property
     def factor(self) -> float:
-        """Return the factor of the reduced sum: ``scale`` if gradients are not scaled before, else 1. Equal on all
+        """Return the factor for the reduced sum: ``scale`` if buffered gradients are unscaled, else 1. Equal on all
         ranks.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
@@ -124,7 +122,6 @@ class BucketGrads:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Return the dtype of the next ``complete`` buffer."""
         return self.bucket.dtypes.reduce if self.total_dtype is None else self.bucket.dtypes.wire
 
     def copy_in(self) -> None:
@@ -173,7 +170,6 @@ class BucketGrads:
         return full if full.dtype == dtype else full.to(dtype)
 
     def drop(self) -> None:
-        """Drop unreduced gradients after a backward has raised."""
         self.partial = set(self.used)
         self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 

@@ -1,14 +1,12 @@
-"""Keeps the hooks of sharded modules out of ``torch.compile``'s graphs.
+"""Keeps the hooks of sharded modules out of ``torch.compile``'s graphs, where they would run once and never again.
 
-Traced into a graph, hooks would run once and never again. So only the ``forward`` of a unit is compiled::
+::
 
     unit.compile()                     compiles the unit's forward, before sharding or after it
     container.compile(), of modules    compiles the forwards of units inside one by one; the container's graph breaks
       around units; of the root;       at their calls, so ``fullgraph`` is refused
       torch.compile(module)
     zero.compile=blocks                compiles each unit but the root
-
-torch traces no file of the engine except containers.py, which is part of what modules compute.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 
-_TRACED = "containers"  # part of what modules compute
+_TRACED = "containers"  # the file that graphs may hold, because modules compute with it
 _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` keeps the compiled call
 
 
@@ -156,7 +154,7 @@ class CompiledModules:
     Args:
         forwards: forwards of the units by name, the root's ("") first.
         blocks: how to compile units, except the root, that nothing else compiled; None: not at all.
-        refuse: called with a compiled probe function and the module's class name before a compilation. May raise.
+        refuse: called with a compiled probe function and the module's class name. May raise.
     """
 
     def __init__(
@@ -210,8 +208,7 @@ class CompiledModules:
         for unit in self._inside.get(module, ()):
             if unit not in self._own and not any(True for _ in _compiled_parts(unit)):
                 self._forwards[unit].compile(how.apply)
-            # Outside of graphs: torch would trace our hooks at the graph break, and would compile
-            # ``nn.Module._call_impl``, which has a low limit of graphs for all modules together.
+            # torch would trace our hooks here, and compile ``nn.Module._call_impl``: all modules share its low limit.
             vars(unit)[_CALL] = outside_graphs(unit._call_impl)
 
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:
@@ -229,7 +226,7 @@ class CompiledModules:
 
 
 def _probe() -> None:
-    """Serve as a function to try settings of torch.compile on. Never called."""
+    """Try settings of torch.compile. Never called."""
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:

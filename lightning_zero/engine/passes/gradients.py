@@ -64,8 +64,7 @@ class Reducer:
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
-        # A device runs one kernel per bucket instead of one per parameter. On the host the cost is the same, and a
-        # gradient that is copied at once is still in the cache.
+        # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
         self.grads: dict[Bucket, BucketGrads] = {
             b: BucketGrads(b, 1.0 / comm.world_size, self.spare, batched_copy=comm.streams.are_there) for b in buckets
         }
@@ -91,17 +90,10 @@ class Reducer:
         self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
-        self._lagging: dict[
-            str, set[Bucket]
-        ] = {}  # per kind of pass: buckets that some rank completed only at the end of its backward
+        self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
 
     def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
-        """Reset the reducer when a backward starts.
-
-        Args:
-            key: the kind of pass. Backwards of one key should bring gradients in the same order.
-            expected: returns how many of a bucket's parameters require a gradient now.
-        """
+        """Reset for a backward of kind ``key``. ``expected``: how many of a bucket's parameters require a gradient."""
         self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
@@ -131,7 +123,7 @@ class Reducer:
             grads.set_scale(1.0 / (self.comm.world_size * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the gradients of ``params`` without the loss scale, until the loss scale is set again."""
+        """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
@@ -180,11 +172,7 @@ class Reducer:
         self._pump()
 
     def end(self, flag: bool = False) -> bool:
-        """Reduce late gradients and wait for all reductions, after :meth:`flush`. Collective.
-
-        Returns:
-            Whether any rank has set ``flag``. False if no bucket is reduced.
-        """
+        """Reduce late gradients and await all reductions. Returns whether any rank has set ``flag``. Collective."""
         reduced = [b for b in self.grads if self._synchronizes(b)]
         if not reduced:
             return False
@@ -203,11 +191,7 @@ class Reducer:
         return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
-        """Raise if gradients at ``places``, which may differ between ranks, are not fully reduced. Collective.
-
-        Raises:
-            RuntimeError: on all ranks if gradients of ``no_sync`` wait; on this rank if a backward has raised.
-        """
+        """Raise RuntimeError if gradients at ``places`` (may differ by rank) are not fully reduced. Collective."""
         places = list(places)
         self.refuse_partial(places)
         if self.unreduced:
@@ -220,7 +204,7 @@ class Reducer:
                 )
 
     def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
-        """Raise if a gradient at ``places`` (None: any) lacks part of a backward that has raised."""
+        """Raise RuntimeError if a gradient at ``places`` (None: any) lacks part of a backward that has raised."""
         if places is None:
             partial = any(grads.partial for grads in self.grads.values())
         else:
@@ -232,11 +216,7 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """Agree on used parameters, on buckets to reduce again, and on ``flag``, by one maximum. Collective.
-
-        Returns:
-            The buckets that all ranks reduce again, in order; and whether any rank has set its flag.
-        """
+        """Agree on used parameters, buckets to reduce again (returned, in order) and ``flag``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
@@ -257,8 +237,8 @@ class Reducer:
         return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
-        """Adopt the order in which buckets became ready on rank 0; the remaining buckets come last. Collective."""
-        # Each rank has seen its own order, and all must issue reductions in the same order.
+        """Adopt rank 0's order in which buckets became ready. The remaining buckets come last. Collective."""
+        # Each rank has seen its own order, and all must issue reductions in one order.
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
         seen = [number[b] for b in self.completed]
@@ -284,8 +264,7 @@ class Reducer:
         return self._issued.one_path and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
-        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; at once on a device, whose stream
-        waits.
+        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; true on a device, whose stream waits.
 
         A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
         memory bound once; from the next backward on that bucket comes last.

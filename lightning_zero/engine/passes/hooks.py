@@ -63,11 +63,11 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
-        self._depth = 0  # depth of nested calls of modules that hold units
+        self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
         self._leaf_handles: list[Any] = []  # this pass's hooks on leaves, which outlive their graph
         self._running: list[_Running] = []
-        self._touched: WeakSet[nn.Module] = WeakSet()  # modules that carry something of ours
+        self._touched: WeakSet[nn.Module] = WeakSet()
         # Per module: our forward, and the instance's own ``forward`` before, if any.
         self._forwards: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -146,7 +146,7 @@ class Hooks:
         self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Move our gradient hooks, which take gradients away, behind hooks that users have registered since."""
+        """Move our gradient hooks, which take gradients away, behind those that users have registered since."""
         for param, handle in self._grad_handles.values():
             hooks: dict[int, Any] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
@@ -274,7 +274,7 @@ class Hooks:
             # torch crashes in ``register_hook`` for a view that was changed in place, until ``grad_fn`` was read.
             _ = tensor.grad_fn
             handle = tensor.register_hook(arrived)
-            # A leaf may live for many steps and collect hooks. Other tensors' hooks go with the graph.
+            # A leaf may live for many steps and collect hooks.
             if tensor.is_leaf:
                 self._leaf_handles.append(handle)
 

@@ -60,7 +60,7 @@ class OpenPass:
 
 
 class GraphTask:
-    """Watches the run of autograd's engine in which it is created, to notice the end of an unannounced backward.
+    """Watches the run of autograd's engine in which it is created, to notice the end of a plain ``loss.backward()``.
 
     Args:
         ended: called at the end of the run, unless an exception ended it.
@@ -92,10 +92,10 @@ class _End:
 class _OfUnit:
     """
     Attributes:
-        expected: gradients of parameters that a backward brings.
-        arrived: those that came since the unit was last dropped.
-        calls: calls that still wait for gradients of inputs; these need frozen weights.
-        is_held: someone uses values until the pass ends.
+        expected: number of gradients of parameters that a backward brings.
+        arrived: number of those that came since the unit was last dropped.
+        calls: calls that wait for gradients of their inputs, which need frozen weights.
+        is_held: users' code holds values until the pass ends.
     """
 
     expected: int = 0
@@ -129,7 +129,7 @@ class Progress:
         self._units[unit].calls.discard(call)
 
     def hold(self, unit: Unit) -> None:
-        """Keep ``unit`` gathered until the pass ends, because someone uses its values."""
+        """Keep ``unit`` gathered until the pass ends, because users' code holds its values."""
         self._units[unit].is_held = True
 
     def is_held(self, unit: Unit) -> bool:
@@ -183,11 +183,10 @@ class Stays:
         self._leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
 
     def begin(self, unit: Unit) -> None:
-        """Gather ``unit`` before a use."""
         self._after_step.refresh(unit)
         if unit.reshards:
             if unit is self._leaving:
-                self._let_go()  # the plan gathers the unit again
+                self._let_go()  # the plan gathers it again
             self._order.demand(unit)
             self._let_go()
         unit.unshard_wait()

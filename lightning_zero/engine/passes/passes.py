@@ -107,7 +107,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Name the kind of the open pass; None between passes. Passes of one key should take the same path."""
+        """Return the kind of the open pass; None between passes. Passes of one kind should take the same path."""
         return self._open.key
 
     @property
@@ -163,7 +163,7 @@ class Passes:
             # worker thread, so each rank issues all refreshes first: equal numbers then mean equal operations.
             self.after_step.flush()
             self.comm.resume(what)
-            self.aborted = False  # last: if the ranks disagree above, the next call must agree again
+            self.aborted = False  # last: after a failed agreement the next call must agree again
 
     @outside_autograd
     def end(self) -> None:
@@ -172,7 +172,7 @@ class Passes:
             if self._open.unused:
                 self.after_step.refresh()  # unfinished steps may go on during the next pass
             else:
-                # Another rank may use units that this rank does not, and need this rank for their refreshes.
+                # Another rank may use units that this rank does not use. Their refreshes need this rank, too.
                 self.after_step.refresh_all()
             self.order.end()
             self._close()
@@ -230,7 +230,7 @@ class Passes:
         """End the pass of a step without a backward, or the pass opened after a step's last backward. Collective."""
         self.forget_failed()
         if self.in_backward:
-            self.abort()  # an unannounced backward has raised
+            self.abort()  # an exception has ended a plain ``loss.backward()``
         else:
             self.end()
 
@@ -290,7 +290,7 @@ class Passes:
 
     @outside_autograd
     def call_ends(self) -> None:
-        """Note that the outermost call of a module that holds units has returned."""
+        """Answer other ranks' gathers after the outermost call of a module that holds units."""
         if self.key is not None and not self.in_backward:
             self.comm.place = f"end of a call in pass {self.key}"
             self.order.call_ends()
@@ -382,7 +382,7 @@ class Passes:
                 self.look = None
 
     def forget_failed(self) -> None:
-        """Abort the open pass if an exception has ended an unannounced backward."""
+        """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
         if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed.is_over):
             self.sharded_grads.forget_cleared()  # the user may have cleared gradients since the failure
             self.abort()
@@ -472,7 +472,7 @@ class Passes:
         # First: before a rank in its backward can issue gathers for ``order.end``, it may wait for these reductions.
         if self.look is None:
             self.reducer.flush()
-        # Before ``reducer.end``, which waits for all ranks: one of them may need these gathers first.
+        # Before ``reducer.end``, which waits for all ranks: another rank may need these gathers first.
         self.order.end()
         # Before ``reducer.end`` too, whose message says whether this rank has written to parameters.
         self.writes.take_all_over()

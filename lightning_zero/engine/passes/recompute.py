@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 
-Around = Callable[["UnitForward", Any, Any], Any]  # of the arguments, and those by name
+Around = Callable[["UnitForward", Any, Any], Any]  # called with positional and keyword arguments
 
 
 class UnitForward:
@@ -80,9 +80,9 @@ class UnitForward:
 
 
 class BuffersAgain:
-    """Protects a module's buffers from forwards that are computed again, which change copies instead.
+    """Lets forwards that are computed again change copies of a module's buffers.
 
-    Norms of torch are treated by class, because they change statistics unseen by autograd.
+    Norms of torch are known by class, because they change statistics unseen by autograd.
     """
 
     def __init__(self, module: nn.Module) -> None:

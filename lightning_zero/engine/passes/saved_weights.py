@@ -55,7 +55,6 @@ class SavedWeights:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Rebuild the table from buffers to units."""
         # By storage object, which a buffer keeps. Addresses of freed memory may belong to activations later.
         self._unit_of = {
             bucket.full.data.untyped_storage()._cdata: unit
@@ -93,7 +92,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def _owner_of(self, tensor: Tensor) -> Unit | None:
-        """The unit of a tensor that is a view of a buffer."""
+        """Return the unit whose buffer ``tensor`` is a view of, if any."""
         try:
             return self._unit_of.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
@@ -129,8 +128,7 @@ class SavedWeights:
         return tensor
 
     def _pack_next_order(self) -> None:
-        """Pack what the current kernel saves, in a backward with ``create_graph`` or in a Python function that makes a
-        graph.
+        """Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
 
         Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
         """

@@ -115,7 +115,7 @@ class ShardedGrad(Tensor):
     def detach(self) -> Tensor:
         return self
 
-    # torch refuses these methods for any subclass.
+    # torch refuses these methods on any subclass.
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole().numpy(*args, **kwargs)
 
@@ -301,7 +301,7 @@ class ShardedGrads:
             self.place(bucket.params[slot] for slot in grads.used)
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of these parameters, whose gradients may have changed."""
+        """Set ``param.grad`` of these parameters, and drop cached norms, because gradients may have changed."""
         self.norms.forget()
         for info in infos:
             grad = self._of.get(id(info.param))
@@ -319,7 +319,7 @@ class ShardedGrads:
                 grad.added = False
 
     def settle(self) -> None:
-        """Finish pending work on gradients before a read: steps under way, failed backwards and clears by users."""
+        """Finish pending work before a read of gradients: steps under way, failed backwards, and clears by users."""
         self._forget_failed()
         self._after_step.wait_for_steps()
         self.forget_cleared()
@@ -404,9 +404,7 @@ class ShardedGrads:
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
         flat = torch.zeros(info.numel, dtype=bucket.dtypes.grad, device=comm.device)
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (
-            comm.replica == 0 or not bucket.plan.shards_master
-        ):  # replicas hold the same values
+        if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.plan.shards_master:
             with comm.at("a read of .grad, which takes all ranks"):
@@ -456,7 +454,7 @@ class ShardedGrads:
         """Return views of this rank's parts of reduced gradients, unless ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
-        self.settle()  # steps under way own their gradients
+        self.settle()
         self.norms.forget()
         views = []
         for bucket, slots in slots_of(places).items():

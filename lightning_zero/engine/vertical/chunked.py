@@ -305,12 +305,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run all chunks again with their backwards. Returns the gradients of the inputs.
-
-        Args:
-            grads: gradients of the results.
-            needed: which inputs require a gradient.
-        """
+        """Run all chunks again with their backwards, for ``grads`` of the results. Returns gradients of the inputs."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self._title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "

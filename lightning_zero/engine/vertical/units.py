@@ -46,7 +46,6 @@ class Vertical:
     """Runs units in chunks, for one engine.
 
     Attributes:
-        count: ``zero.vertical_chunks``.
         batch: number of samples in the step's batch, if known.
         inside: depth of nested chunks; units inside of chunks are not divided again.
         divisions: divisions of calls by unit class, because most blocks are alike.
@@ -157,6 +156,9 @@ class UnitInChunks:
 
         Args:
             plain: the uncompiled forward, because one trial is not worth a compilation.
+
+        Raises:
+            CannotDivide: no division was found.
         """
         division = self._divisions.get(kind)
         if division is None:
@@ -196,8 +198,7 @@ class UnitInChunks:
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
-    """Name the units that run on the whole batch: those of ``zero.unit.whole_batch``, the root and units around
-    others."""
+    """Name the units that run on the whole batch: by ``zero.unit.whole_batch``, the root, and units around others."""
     wanted = set(config.unit.whole_batch)
     classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
     return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
@@ -209,8 +210,7 @@ def units_around(names: Sequence[str]) -> set[str]:
 
 
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
-    """Raise a ConfigError if units cannot be run in chunks: a unit couples samples, no unit is left to divide, or a
-    class of ``zero.unit.whole_batch`` does not occur."""
+    """Raise ConfigError if a unit couples samples, no unit is left, or a class of ``whole_batch`` does not occur."""
     if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
