@@ -4,10 +4,10 @@
 
                           inside a pass                        between passes
     w.square(), w.clamp_  gathers the unit                     refused, naming gather()
-    w.data                ... and keeps it until the pass ends refused, naming gather()
+    w.data                gathers it until the pass ends       refused, naming gather()
     w.data = value        writes to the masters                writes to the masters
 
-Refreshed parameters (stages 1 and 2) are never refused; a read waits for their refresh.
+Reads at stages 1 and 2 are never refused; they wait for the refresh after a step.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _Key = tuple[int, int]  # bucket, slot
 
 
 class _Entry(NamedTuple):
-    """A parameter's write that the ranks have not compared yet."""
+    """Checksums of a parameter's write that the ranks have not compared yet."""
 
     before: int  # checksum of this rank's part before its first write
     after: int  # checksum of the whole parameter after this rank's write
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Compute a checksum of contents and places. Parts' checksums add up mod 2**64. ``first``: index of the part."""
+    """Compute a checksum of contents and places, which parts add up to mod 2**64. ``first``: index of ``values[0]``."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -346,7 +346,7 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Make the values of ``params`` present. Returns the units that were gathered for this."""
+        """Gather the values of ``params``. Returns the units that were gathered for this."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:

@@ -208,7 +208,7 @@ class CompiledModules:
         for unit in self._inside.get(module, ()):
             if unit not in self._own and not any(True for _ in _compiled_parts(unit)):
                 self._forwards[unit].compile(how.apply)
-            # torch would trace our hooks here, and compile ``nn.Module._call_impl``: all modules share its low limit.
+            # torch would trace our hooks here, and compile ``nn.Module._call_impl``, whose graph limit is shared.
             vars(unit)[_CALL] = outside_graphs(unit._call_impl)
 
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:

@@ -177,7 +177,7 @@ class GradNorms:
         if len(scales) != 1:
             return None
         places = [Place(self._bucket_of[id(info.param)], info) for info in infos]
-        # Parameters without gradients are zeros. With them the norm is that of whole shards, bit by bit.
+        # Add parameters without gradients, as zeros: whole shards give the same bits as the norm of all parameters.
         empty = [
             Place(bucket, info)
             for bucket in slots_of(places)

@@ -44,7 +44,7 @@ class IssuedReductions:
         self.one_path = one_path
 
 
-PATIENCE_S = 2.0  # how long to wait for a reduction that the next reduction needs out of the way
+PATIENCE_S = 2.0  # longest wait for a reduction in flight, inside a backward
 _POLL_S = 0.0002
 
 

@@ -122,7 +122,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
-        """Hook a parameter's accumulated gradient. The parameter must require grad."""
+        """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
         param = bucket.params[slot].param
         if id(param) in self._grad_handles:
             return
@@ -133,7 +133,7 @@ class Hooks:
         def arrived(p: Tensor) -> None:
             if (hooks := hooks_ref()) is None or hooks.idle:
                 return
-            # None, or autograd would add a second gradient to a counted one, and full gradients would pile up.
+            # Set to None, or autograd would add a second gradient to the counted one, and gradients would pile up.
             grad, p.grad = p.grad, None
             if isinstance(grad, ShardedGrad):
                 grad = grad.pop_incoming()

@@ -235,7 +235,7 @@ class Passes:
             self.end()
 
     def under_way(self) -> str | None:
-        """Describe the step that is running, for error messages. Returns None between steps."""
+        """Describe the running step, for error messages. Returns None between steps."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"

@@ -147,7 +147,7 @@ class ShardedGrad(Tensor):
             return args[0]
         if func is _NORMS or func is _NORM:
             tensors = args[0] if func is _NORMS else args[:1]
-            # Only where ``get_total_norm`` itself asks, not where another function asks inside of it.
+            # Lazy only if the direct caller is ``get_total_norm``.
             lazy = sys._getframe(1).f_code in _CODE_OF_TOTAL_NORM
             norms = [_norm(tensor, *args[1:], lazy=lazy, **kwargs) for tensor in tensors]
             return norms if func is _NORMS else norms[0]
@@ -283,7 +283,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Hand ``param.grad`` to the caller inside the ``with``, and ignore its values."""
+        """Leave ``param.grad`` to the caller inside the ``with``, and restore it afterwards."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -430,7 +430,7 @@ class ShardedGrads:
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
-        # As torch.nn.utils.clip_grad_norm_: multiply by one rather than ask the device, which the host would wait for.
+        # Multiply by one if nothing is to be clipped, as torch does: a test would make the host wait.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         streams = self._reducer.comm.streams
         on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))

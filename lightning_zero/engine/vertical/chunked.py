@@ -163,7 +163,7 @@ def same_form(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
-    """Add to exceptions from inside what was run in chunks. ``help``: the way out, added to CannotDivide."""
+    """Add to exceptions what was being run in chunks, and to a CannotDivide the way out (``help``)."""
     try:
         yield
     except CannotDivide as error:

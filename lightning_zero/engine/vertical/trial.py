@@ -1,4 +1,4 @@
-"""Finds by trial which tensors of a call are divided into chunks, as sizes do not tell: a table may be as long.
+"""Finds by trial which tensors of a call are divided into chunks. Sizes cannot tell: a table may be as long as a batch.
 
 A set of tensors may be divided if two consecutive parts give the results of both parts at once. The smallest such set
 is chosen, so a table that has no effect yet (all zeros) is not divided. A tensor that leaves the call other than by
@@ -83,7 +83,7 @@ class _NothingDrawn(TorchDispatchMode):
 
 
 class _Unequal(Exception):
-    """Raised if parts give other results than both at once; the message says which."""
+    """Raised if two parts, run one by one, give other results than both together; the message says which."""
 
 
 class Trial:
@@ -198,7 +198,7 @@ class Trial:
 
 
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
-    """Return whether a result is concatenated. Raises _Unequal if the parts do not give the result of both at once."""
+    """Return whether a result is concatenated. Raises _Unequal if both parts together give another result."""
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")
     if not one.ndim and one.is_floating_point():
@@ -220,7 +220,7 @@ def _computes_roughly(tensor: Tensor) -> bool:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal up to rounding. A few elements may differ (an expert chosen otherwise)."""
+    """Return whether tensors are equal up to rounding. A few elements may differ (a token sent to another expert)."""
     near, few = (0.03, 0.02) if _computes_roughly(other) else (1e-4, 1e-3)
     far = one != other
     if one.is_floating_point() or one.is_complex():
