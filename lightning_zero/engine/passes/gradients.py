@@ -162,7 +162,7 @@ class Reducer:
         return any(grads.arrived for grads in self.grads.values())
 
     def flush(self) -> None:
-        """Issue all remaining reductions in order, at the end of a backward."""
+        """Issue all remaining reductions in order, at the end of a backward. Collective."""
         for bucket in self.order:
             if not self._synchronizes(bucket):
                 self.grads[bucket].copy_in()

@@ -138,7 +138,7 @@ class Passes:
 
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
-        """Open a pass, and gather the root unit."""
+        """Open a pass, and gather the root unit. Collective."""
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -290,7 +290,7 @@ class Passes:
 
     @outside_autograd
     def call_ends(self) -> None:
-        """Answer other ranks' gathers after the outermost call of a module that holds units."""
+        """Answer other ranks' gathers after the outermost call of a module that holds units. Collective."""
         if self.key is not None and not self.in_backward:
             self.comm.place = f"end of a call in pass {self.key}"
             self.order.call_ends()
