@@ -1,4 +1,4 @@
-"""A forward and its backward: which unit is gathered when, and where gradients go.
+"""Runs forwards and backwards: decides when each unit is gathered, and reduces gradients.
 
 ::
 
@@ -6,16 +6,14 @@
     saved_weights -+--> passes --+--> gradients -----> comm/reduction
     recompute -----+             +--> sharded_grad
 
-    hooks               all hooks on modules and tensors: what they tell a pass
-    passes              begins and ends a pass; open_pass: its phases, and why a unit is still gathered
-    gather_order        the order of gathers, learned and then run ahead of
-    saved_weights       weights that autograd has saved, and that go in between
-    gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
-    sharded_grad        what ``param.grad`` is: reads, norms, changes in place; and clipping
-    grad_norms          norms of gradients
-    access              reads by users' code, outside of a unit's call: they gather the unit; and writes, which get
-                         into masters, equally on all ranks
-    recompute           what stands in the place of a unit's forward; activation checkpointing by unit
-    compiled            torch.compile, of what units compute
-    containers          tensors in any container that a module returns; those with the dtype that it was given
+    hooks          registers all hooks on modules and tensors
+    passes         begins and ends passes; open_pass: phases, and what each unit waits for
+    gather_order   one order of gathers on all ranks
+    saved_weights  weights that autograd saves and that are dropped in between
+    gradients      reduces gradients into shards; bucket_grads: those of one bucket before that
+    sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients
+    access         reads and writes of parameters by users' code outside of a unit's call
+    recompute      replaces forwards of units, for activation checkpointing
+    compiled       torch.compile of what units compute
+    containers     tensors inside of nested containers
 """

@@ -1,15 +1,13 @@
-"""Answers users' code that touches parameters outside of the calls of their units.
+"""Handles parameters that users' code reads or writes outside of the calls of their units.
 
 ::
 
                           inside a pass                        between passes
-    w.square(), w.clamp_  the unit is gathered for it          refused, naming gather()
-    w.data                ... and stays until the pass ends    refused, naming gather()
-    w.data = value        taken over                           taken over
+    w.square(), w.clamp_  gathers the unit                     refused, naming gather()
+    w.data                gathers it until the pass ends       refused, naming gather()
+    w.data = value        writes to the masters                writes to the masters
 
-All ranks take part in a pass, so a read inside of it can have the unit gathered, in the order that all ranks share.
-Parameters that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not. Operations on a
-module that would see placeholders are refused. What users' code writes gets into the masters (:class:`Writes`).
+Reads at stages 1 and 2 are never refused; they wait for the refresh after a step.
 """
 
 from __future__ import annotations
@@ -30,35 +28,31 @@ from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.param import ParamInfo, own, values_changed
 from lightning_zero.engine.units.unit import Unit
 
-if TYPE_CHECKING:  # which take what was written over
+if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
-CHUNK = 1 << 20  # elements whose checksum is computed at a time
+CHUNK = 1 << 20  # elements per step of a checksum
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[int, int]  # bucket, slot
 
 
 class _Entry(NamedTuple):
-    """A write that has not been confirmed yet."""
+    """Checksums of a parameter's write that the ranks have not compared yet."""
 
-    before: int  # checksum of this rank's part, before the first of the writes
-    after: int  # checksum of the whole parameter as this rank has written it
+    before: int  # checksum of this rank's part before its first write
+    after: int  # checksum of the whole parameter after this rank's write
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """A number that tells contents apart, place by place. The numbers of a tensor's parts add up to that of the whole.
-
-    Args:
-        first: index of the first value in the whole.
-    """
+    """Compute a checksum of contents and places, which parts add up to mod 2**64. ``first``: index of ``values[0]``."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
         first *= 2
-    # Each value's bits, times an odd number (so that none is lost) that is its place's. All wraps around at 2**64.
+    # Each value's bits times an odd number for its place, so that no bit is lost.
     odd = torch.arange(1, 2 * min(CHUNK, flat.numel()) + 1, 2, device=flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)  # there: the host waits for it once
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)  # on the device: the host waits only once
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
         total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
@@ -66,18 +60,15 @@ def checksum(values: Tensor, first: int = 0) -> int:
 
 
 class Writes:
-    """Keeps what users' code writes to parameters beside the optimizer's steps, if all ranks write the same.
+    """Copies users' writes to parameters into the masters, if all ranks write the same.
 
-    Compute parameters are copies. Those of a gathered unit go with it. Those of a lower dtype, and those whose masters
-    rest elsewhere, are replaced at the next step. So before a copy goes, the values that were written to it are taken
-    over into the masters of this rank's shard::
+    Compute parameters are copies, which are dropped or replaced later. Before that, each rank copies written values
+    into its shard of the masters. The ranks compare checksums at the end of the next backward, and before values are
+    shown or saved. How writes are noticed::
 
         weight.clamp_()         raises the parameter's version
-        weight.data.clamp_()    raises nothing: a checksum is kept from when .data was read, and compared
+        weight.data.clamp_()    raises nothing: a checksum from when .data was read is compared
         weight.data = value     is seen at once
-
-    Each rank takes its own shard from its own copy. Whether all wrote the same is checked by checksums, at the end of
-    the next backward, and before values are shown or saved.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
@@ -90,16 +81,16 @@ class Writes:
     # -- noticing -------------------------------------------------------------------------------------------------
 
     def hand_out(self, place: Place) -> None:
-        """Note the checksum of a present parameter whose values get into hands that may change them unseen."""
+        """Note the checksum of a gathered parameter before users' code gets ``.data``, which it may change unseen."""
         bucket, info = place
-        # Where the parameters are the masters, whole on all ranks, there is nothing to take over or to compare.
+        # Parameters that are whole masters need no copy and no comparison.
         if not bucket.plan.params_are_masters and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
                 known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
-        """Count all that was written so far as taken over."""
+        """Forget all writes to the bucket so far."""
         self._handed_out.pop(bucket, None)
         for info in bucket.params:
             info.version = info.param._version
@@ -121,9 +112,8 @@ class Writes:
     # -- taking over ----------------------------------------------------------------------------------------------
 
     def take_over(self, bucket: Bucket) -> None:
-        """Take what was written to a bucket's copy into the masters, before the copy goes or is replaced."""
-        # Inside ``gather`` the parameters show masters, which are written back when it ends. And placeholders show no
-        # values: what the versions say of them is no write.
+        """Copy writes to a bucket's parameters into the masters, before the parameters are dropped or replaced."""
+        # Inside ``gather`` the parameters show masters, which ``gather`` writes back. Placeholders show no values.
         if bucket.is_plain or not bucket.shows_values:
             return
         written = self._written(bucket)
@@ -137,7 +127,7 @@ class Writes:
             self.take_over(bucket)
 
     def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
-        # Read before the masters change, from which it may follow.
+        # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
         with opened(bucket.home, changed=True):
             for info in written:
@@ -148,14 +138,13 @@ class Writes:
             bucket.push()
 
     def replace(self, place: Place, value: Tensor) -> None:
-        """Take ``value``, a whole tensor of the parameter's shape, for its values; each rank its own part of it."""
+        """Write ``value``, a whole tensor of the parameter's shape, to this rank's part of the masters."""
         bucket, info = place
         self.take_over(bucket)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
-        # The same values once more (weights that are clamped in each forward, say) leave the version as it is: open
-        # graphs have saved these values, and their backward is right.
+        # Equal values (weights clamped in each forward, say) leave the version, so that open graphs stay valid.
         again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
         with opened(bucket.home, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
@@ -170,11 +159,7 @@ class Writes:
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
-        """
-        Args:
-            own: compute parameters of this rank's part of the bucket, before the write.
-            whole: the parameter as this rank has written it.
-        """
+        """Keep checksums of a write. ``own``: this rank's compute parameters in the bucket, before the write."""
         if self._comm.shard_size == 1 or not bucket.plan.shards_master:
             return
         key = self._number[bucket], info.slot
@@ -194,25 +179,18 @@ class Writes:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """Compare the unconfirmed writes of all ranks. All ranks call it, if any of them has unconfirmed writes.
-
-        Raises:
-            RuntimeError: ranks have written different values; the same on all ranks.
-        """
-        # One to three messages. Each ``if`` before one asks tables that all ranks have, and never this rank's own
-        # writes: otherwise a rank would leave out a message for which the others wait.
+        """Compare the ranks' unconfirmed writes. Raises RuntimeError on all ranks if values differ. Collective."""
+        # Each ``if`` before a message reads only tables that all ranks have, so that all ranks send it.
         written = {key: entry.after for key, entry in self._unconfirmed.items()}
         table = self._comm.all_gather_objects(written, "what was written to parameters")
         keys = sorted({key for found in table for key in found})
         unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
         if any(not self._buckets[bucket].plan.copies_master for bucket, _ in unequal):
-            # The masters themselves were written to, and no original is left. But each rank has all of their values, so
-            # those that have noted no write tell what they have.
+            # Writes to masters leave no original to compare. Ranks without a write send checksums of their values.
             table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
             unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
         if unequal:
-            # A rank that has noted a write may have written the same values as before. Then it agrees with a rank that
-            # has not written at all.
+            # A rank may have written the old values. Then it agrees with ranks that did not write.
             originals = self._originals(unequal)
             unequal = [
                 k
@@ -220,7 +198,7 @@ class Writes:
                 if not self._buckets[k[0]].plan.copies_master
                 or any(found.get(k, originals[k]) != originals[k] for found in table)
             ]
-        self._unconfirmed.clear()  # before the error, or it would be raised again by the next pass
+        self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
         if unequal:
             names = ", ".join(self._buckets[b].params[slot].fqn for b, slot in unequal)
             raise RuntimeError(
@@ -231,7 +209,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Checksums of whole parameters, as this rank has them, where they are not a copy of masters."""
+        """Compute checksums of this rank's whole parameters that are not copies of masters."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
@@ -242,13 +220,13 @@ class Writes:
         return copies
 
     def confirm_if_any(self) -> None:
-        """Call :meth:`confirm` if any rank has something to confirm. On all ranks, between passes."""
+        """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
         flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
 
     def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Checksums of whole parameters before any rank wrote to them: each rank knows that of its own part."""
+        """Compute checksums of whole parameters before any write, from each rank's part. Collective."""
         own = {}
         for key in keys:
             entry = self._unconfirmed.get(key)
@@ -262,11 +240,7 @@ class Writes:
 
 
 class Fence:
-    """Refuses operations on the module that would see placeholders, unless it is lowered.
-
-    Args:
-        in_pass: whether a pass is open.
-    """
+    """Refuses operations on the module that would see placeholders. ``in_pass``: whether a pass is open."""
 
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
         self._buckets, self._in_pass = buckets, in_pass
@@ -278,7 +252,6 @@ class Fence:
 
     @contextlib.contextmanager
     def lowered(self) -> Iterator[None]:
-        """Inside, nothing is refused."""
         previous, self._lowered = self._lowered, True
         try:
             yield
@@ -286,11 +259,7 @@ class Fence:
             self._lowered = previous
 
     def refuse(self, what: str) -> None:
-        """Raise where ``what`` would see placeholders.
-
-        Raises:
-            RuntimeError: names the right way.
-        """
+        """Raise a RuntimeError, which names the right way, if operation ``what`` would see placeholders."""
         if self._lowered:
             return
         plain = (
@@ -309,7 +278,7 @@ class Fence:
 
 
 class Access:
-    """The owner of one engine's parameters (:class:`~lightning_zero.engine.units.param.Owner`)."""
+    """Answers parameters that users' code touches (:class:`~lightning_zero.engine.units.param.Owner`)."""
 
     def __init__(
         self,
@@ -333,13 +302,12 @@ class Access:
         if self._fence.is_lowered:
             return run()
         brought = self._bring(params, operation)
-        # Read here, outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
+        # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
         packs = saves and saved.possible and saved.alone
         with saved.packed() if packs else contextlib.nullcontext():
             result = run()
-        # A unit stays until the pass ends where something points into its buffer that nobody will ask us about: weights
-        # that autograd has saved without our hooks, and results that are views.
+        # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
             self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))
@@ -373,22 +341,21 @@ class Access:
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
         place.bucket.awaited_step.wait()
-        # Another rank, whose worker was faster, may have issued the unit's refresh already: it waits for ours. And a
-        # gather under way would bring the old values after the new ones are written.
+        # Another rank may wait for this unit's refresh. And a gather under way would overwrite the new values.
         self._after_step.refresh(unit)
         unit.unshard_wait()
         self._writes.replace(place, value)
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Bring the values of ``params`` here. Returns the units that were gathered for it."""
+        """Gather the values of ``params``. Returns the units that were gathered for this."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:
             place = self._places[id(param)]
             unit = self._unit_of[place.bucket]
             if not place.bucket.reshards:
-                # Between passes only some ranks may come here. The others' error message then says where this one is.
+                # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.place):
                     self._after_step.refresh(unit)

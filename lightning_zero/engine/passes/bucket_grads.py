@@ -1,17 +1,13 @@
-"""The gradients of one bucket on this rank, before they are reduced: one local buffer, and who has put what into it.
+"""Collects the gradients of one bucket on this rank in a local buffer, before they are reduced.
 
 ::
 
-    take      a gradient waits; on a device until the last of its bucket has come, for one call instead of many
-    copy_in   those that wait go to their places, divided by the number of ranks (and by the loss scale)
-    complete  zeros where none came; the buffer is handed out to be reduced
+    take      stores a gradient; on a device it waits for the bucket's last gradient, for one copy of all
+    copy_in   copies waiting gradients to their places, divided by the number of ranks and by the loss scale
+    complete  fills gaps with zeros and hands out the buffer
 
-Where gradients rest replicated (stages 0 and 1) the buffer itself accumulates until a backward synchronizes.
-
-Where gradients are narrower than their sum (made in bf16, summed in fp32) the buffer holds them as autograd has made
-them: not divided, which the sum is, and not added up. Then they may travel in their own dtype, without the loss of a
-bit. A second gradient of a parameter in one backward waits apart, and is reduced in fp32 at its end. All of that is so
-under each ``zero.comm.grad_comm_dtype``, so that they have the same sums.
+Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a parameter's second gradient
+stays apart, so that they may be sent without loss. Then the reduced sum is divided.
 """
 
 from __future__ import annotations
@@ -29,23 +25,23 @@ from lightning_zero.engine.units.bucket import Bucket
 
 @dataclass(slots=True, eq=False)
 class BucketGrads:
-    """The gradients that one bucket has received, and which of them are not reduced yet."""
+    """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
 
     bucket: Bucket
-    scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
+    scale: float  # 1 / (number of ranks * loss scale), applied before sums
     spare: SpareBuffers
-    local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
-    written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
-    batched_copy: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
-    waiting: dict[int, Tensor] = field(default_factory=dict)  # those, by slot, as autograd has made them
-    keeps_wire_dtype: bool = False  # ``local`` holds gradients of one backward, as autograd has made them
-    second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # that cannot be there too, by slot: reduce_dtype
-    arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
+    local: Tensor | None = None  # [numel] unreduced gradients in ``_local_dtype``
+    written: set[int] = field(default_factory=set)  # slots that have a gradient in ``local``
+    batched_copy: bool = False  # copy a bucket's gradients into ``local`` in one call, after the last
+    waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients not yet copied, by slot
+    keeps_wire_dtype: bool = False  # ``local`` holds one backward's gradients in autograd's dtype
+    second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # late gradients, in reduce_dtype
+    arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
     issued: bool = False  # reduced in this backward
-    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
-    agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
-    partial: set[int] = field(default_factory=set)  # slots that lack some of a backward that has raised
-    _exchanges: bool = field(init=False)  # gradients are reduced as made, by an all-to-all, and divided afterwards
+    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
+    agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
+    partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
+    _exchanges: bool = field(init=False)  # gradients travel by an all-to-all in autograd's dtype, divided afterwards
 
     def __post_init__(self) -> None:
         self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
@@ -55,22 +51,14 @@ class BucketGrads:
         return self.bucket.plan.accumulates_locally
 
     def begin(self, *, fresh: bool) -> None:
-        """A backward starts.
-
-        Args:
-            fresh: it reduces, and none that did not has come since the last that did: the same on all ranks.
-        """
+        """Reset for a backward. ``fresh``: it reduces, and no unreduced backward came before it; equal on all ranks."""
         self.arrived, self.issued = set(), False
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.accumulates)
 
     def take(self, slot: int, grad: Tensor) -> bool:
-        """Move one parameter's gradient into the local buffer, or keep it until the others have come.
-
-        Returns:
-            Whether it is to be reduced at the end of the backward, behind what ``complete`` hands out first.
-        """
+        """Store one parameter's gradient. Returns whether it must wait for a second reduction at the end."""
         if grad.layout is not torch.strided:
-            grad = grad.to_dense()  # sparse embedding gradients: shards are dense
+            grad = grad.to_dense()  # sparse embedding gradients; shards are dense
         fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
         late = self.issued or not fits
         if self.keeps_wire_dtype and late:
@@ -89,23 +77,21 @@ class BucketGrads:
         return late
 
     def _place(self, local: Tensor, slot: int) -> Tensor:
-        """The part of the local buffer that is one parameter's: a view of its shape."""
+        """Return a parameter's part of the local buffer, as a view of the parameter's shape."""
         info = self.bucket.params[slot]
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """What is not reduced yet, by slot: gradients as autograd has made them, times ``scale / factor``."""
+        """Return unreduced gradients by slot, multiplied by ``scale / factor``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
     @property
     def factor(self) -> float:
-        """What the sum over ranks is still to be multiplied by: ``scale``, where gradients are summed as autograd has
-        made them, and where that gives what it gives before.
+        """Return the factor for the reduced sum: ``scale`` if buffered gradients are unscaled, else 1. Equal on all
+        ranks.
 
-        It does where the product is exact, and it costs less there, for a slice has fewer elements: by a power of two,
-        in a dtype of the range of fp32. (At the ends of that range, below 1e-38 and above 1e38, digits may differ.) It
-        is the same on all ranks, also on those that have no gradient.
+        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
         if self._exchanges:
             return self.scale
@@ -113,7 +99,7 @@ class BucketGrads:
         return self.scale if self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
 
     def set_scale(self, scale: float) -> None:
-        """Multiply the gradients of the next backwards by another ``scale``."""
+        """Multiply the gradients of the next backwards by ``scale``."""
         if scale != self.scale:
             before, self.scale = self.factor, scale
             if self.local is not None and before != self.factor:
@@ -128,23 +114,22 @@ class BucketGrads:
 
     @property
     def total_dtype(self) -> torch.dtype | None:
-        """Of the sum of what ``complete`` hands out next, where that travels by an all-to-all."""
+        """Return the dtype of the sum of the next ``complete`` buffer if it travels by an all-to-all, else None."""
         dtypes = self.bucket.dtypes
         narrow = self.keeps_wire_dtype or (self._exchanges and self._local_dtype == dtypes.compute)
         return dtypes.reduce if narrow and not self.issued else None
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Of what ``complete`` hands out next."""
         return self.bucket.dtypes.reduce if self.total_dtype is None else self.bucket.dtypes.wire
 
     def copy_in(self) -> None:
-        """Move the gradients that wait into the local buffer, in one call for all."""
+        """Move waiting gradients into the local buffer, in one call for all."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
         if self.local is None:
-            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
+            # Uninitialized: ``complete`` zeroes what no gradient has filled.
             device = next(iter(waiting.values())).device
             self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
         now = 1.0 if self.factor != 1.0 else self.scale
@@ -169,12 +154,11 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Hand out the local buffer to be reduced, with zeros wherever no gradient came; in a backward that has handed
-        it out before, what has come since."""
+        """Hand out the local buffer for a reduction, zero where no gradient came; a second time, late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
-        # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
+        # Zeros: other ranks reduce the bucket and would wait for this rank.
         if full is None:
             full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
         else:
@@ -188,18 +172,17 @@ class BucketGrads:
             for slot, grad in self.second_arrivals.items():
                 self._place(full, slot).copy_(grad)
             self.second_arrivals = {}
-        # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
+        # Released here: the reduction keeps the buffer as long as a stream reads it.
         self.local = None
         self.written = set()
         return full if full.dtype == dtype else full.to(dtype)
 
     def drop(self) -> None:
-        """Drop what is not reduced: a backward has raised."""
         self.partial = set(self.used)
         self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop these parameters' gradients, because the user has cleared them."""
+        """Drop the gradients of these slots after the user has cleared them."""
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
@@ -211,7 +194,7 @@ class BucketGrads:
             self.waiting.pop(slot, None)
             self.second_arrivals.pop(slot, None)
         if not self.written:
-            self.local = None  # else what is left in it would be reduced with the next backward
+            self.local = None  # else its remains would be reduced with the next backward
         if self.agreed:
             for slot in gone:
                 self._zero_reduced(slot)
@@ -219,7 +202,7 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def zero(self, slot: int) -> None:
-        """Zero a parameter's gradient, because the user did. It still counts as a gradient, unlike None."""
+        """Zero a parameter's gradient after the user did. Unlike None, zeros still count as a gradient."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
@@ -230,11 +213,11 @@ class BucketGrads:
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:
-    """Write ``grad * scale`` into ``view``: computed in the wider dtype of the two, and rounded to that of the view."""
+    """Write ``grad * scale`` into ``view``. The product is computed in the wider of the two dtypes."""
     exact = math.frexp(scale)[0] == 0.5 and grad.dtype is torch.bfloat16
     if scale == 1.0:
         view.copy_(grad)
     elif grad.dtype == view.dtype or grad.itemsize > view.itemsize or exact:
         torch.mul(grad, scale, out=view)
     else:
-        view.copy_(grad).mul_(scale)  # a product rounded to the gradient's lower dtype would be inexact
+        view.copy_(grad).mul_(scale)  # in the gradient's narrower dtype the product would be inexact

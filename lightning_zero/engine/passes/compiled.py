@@ -1,19 +1,12 @@
-"""Keeps what ``torch.compile`` makes of a sharded module inside of our hooks.
+"""Keeps the hooks of sharded modules out of ``torch.compile``'s graphs, where they would run once and never again.
 
-A compiled call of a unit would hold our hooks too: traced into the graph, they would run once and never again, and the
-graph would be made for placeholders. So what is compiled of a unit is its ``forward``, and hooks, ours and the user's,
-are called around it as always::
+::
 
-    unit.compile()                     before sharding or after it: its forward is compiled
-    container.compile(), of modules    units inside are compiled each for itself, and are called from outside of the
-      around units; of the root;       graphs of what is around them. With ``fullgraph`` it is refused: graphs break
-      torch.compile(module)            where units are called
-    zero.compile=blocks                as if each unit but the root had been compiled
-
-Under activation checkpointing the forward that is computed again is the compiled one.
-
-The engine's own functions are called in the middle of what is compiled: a backward inside of a compiled step calls our
-hooks. torch looks into no file of the engine but the one that is part of what modules compute.
+    unit.compile()                     compiles the unit's forward, before sharding or after it
+    container.compile(), of modules    compiles the forwards of units inside one by one; the container's graph breaks
+      around units; of the root;       at their calls, so ``fullgraph`` is refused
+      torch.compile(module)
+    zero.compile=blocks                compiles each unit but the root
 """
 
 from __future__ import annotations
@@ -34,17 +27,16 @@ from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 
-_TRACED = "containers"  # the file that is part of what modules compute
-_CALL = "_compiled_call_impl"  # where ``nn.Module.compile`` keeps the compiled call of a module
+_TRACED = "containers"  # the file that graphs may hold, because modules compute with it
+_CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` keeps the compiled call
 
 
 class Compile(NamedTuple):
-    """How ``torch.compile`` was called, or is to be.
+    """Describes a call of ``torch.compile``.
 
     Attributes:
-        apply: compiles a function so.
-        inductor: torch's own compiler is asked for.
-        fullgraph: breaks are errors.
+        apply: compiles a function with the same settings.
+        inductor: whether the backend is torch's own compiler, inductor.
     """
 
     apply: Callable[[Any], Any]
@@ -53,7 +45,6 @@ class Compile(NamedTuple):
 
 
 def compile_with(**settings: Any) -> Compile:
-    """Describe ``torch.compile(function, **settings)``."""
 
     def apply(function: Any) -> Any:
         options = settings.get("options")
@@ -66,10 +57,10 @@ def compile_with(**settings: Any) -> Compile:
 
 
 def how_compiled(function: Any) -> Compile | None:
-    """Find how ``function``, or a module, was compiled; None where it was not."""
+    """Return how a function or module was compiled; None if it was not."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
-        # torch keeps no other way from a compiled function to what it was compiled with.
+        # torch offers no other way to find the settings of a compiled function.
         context = inspect.getclosurevars(function).nonlocals.get("self")
     backend = getattr(context, "callback", None)
     if not callable(backend):
@@ -81,24 +72,19 @@ def how_compiled(function: Any) -> Compile | None:
 
 
 def from_settings(config: CompileConfig) -> Compile | None:
-    """What ``zero/compile`` asks for."""
     if config.name is Blocks.none:
         return None
     return compile_with(**config.arguments)
 
 
 def needs_compiler(module: nn.Module) -> bool:
-    """Whether something in ``module`` is compiled by inductor."""
+    """Return whether inductor compiles any part of ``module``."""
     found = (how for inner in module.modules() for _, how in _compiled_parts(inner))
     return any(how.inductor for how in found)
 
 
 def check_compiled(module: nn.Module, units: Sequence[str]) -> None:
-    """Check what is compiled of a module whose units have these names.
-
-    Raises:
-        ConfigError: a module around units was compiled with ``fullgraph``.
-    """
+    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``."""
     for around in _units_inside(module, {name: module.get_submodule(name) for name in units if name}):
         for _, how in _compiled_parts(around):
             _refuse_fullgraph(around, how)
@@ -113,7 +99,7 @@ def _refuse_fullgraph(module: nn.Module, how: Compile) -> None:
 
 
 def _units_inside(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Find the modules that hold ``units``, innermost ones too, and list these of each."""
+    """Map each module that holds units to these units, nested ones included."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, around in module.named_modules():
         prefix = f"{name}." if name else ""
@@ -123,20 +109,14 @@ def _units_inside(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[nn.
 
 
 def check_compiler(config: CompileConfig) -> None:
-    """
-    Raises:
-        ConfigError: ``zero/compile`` asks for inductor, and this node has no C++ compiler.
-    """
+    """Raise a ConfigError if ``zero/compile`` asks for inductor and this node has no C++ compiler."""
     if config.name is not Blocks.none and config.arguments.get("backend", "inductor") == "inductor":
         find_compiler("zero/compile=blocks", "choose zero/compile=none")
 
 
 def find_compiler(what: str, way_out: str) -> None:
-    """
-    Raises:
-        ConfigError: there is no C++ compiler, which inductor needs for ``what``.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+    """Raise a ConfigError if there is no C++ compiler, which inductor needs for ``what``."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
@@ -150,7 +130,7 @@ def find_compiler(what: str, way_out: str) -> None:
 
 @functools.cache
 def keep_out() -> None:
-    """Have torch.compile make no graphs of the engine's functions, and end those that lead to them."""
+    """Make torch.compile skip the engine's functions and break graphs where they are called."""
     from torch._dynamo import trace_rules
 
     import lightning_zero.engine.passes as passes
@@ -169,14 +149,12 @@ def keep_out() -> None:
 
 
 class CompiledModules:
-    """What is compiled of the units of one sharded module, and of the modules around them.
+    """Keeps track of what is compiled in one sharded module: its units, and modules that hold units.
 
     Args:
-        module: the root.
-        forwards: of the units, by their names, the root's ("") first.
-        blocks: compile each unit but the root so that nothing else has compiled; None: do not.
-        refuse: is called with a function that was compiled as a module is to be, and with the module's class; it may
-            raise.
+        forwards: forwards of the units by name, the root's ("") first.
+        blocks: how to compile units, except the root, that nothing else compiled; None: not at all.
+        refuse: called with a compiled probe function and the module's class name. May raise.
     """
 
     def __init__(
@@ -191,8 +169,8 @@ class CompiledModules:
         units = {name: module.get_submodule(name) for name in forwards}
         self._forwards = {units[name]: forward for name, forward in forwards.items()}
         self._inside = _units_inside(module, units)
-        self._own: set[nn.Module] = set()  # units that were compiled themselves, not with what is around them
-        self._later: dict[nn.Module, Mapping[str, Any]] = {}  # what was compiled after sharding
+        self._own: set[nn.Module] = set()  # units that were compiled directly, not with a module that holds them
+        self._later: dict[nn.Module, Mapping[str, Any]] = {}  # settings of compilations after sharding
         modules = [inner for inner in module.modules() if inner in self._inside or inner in self._forwards]
         self._calls = [(inner, {_CALL: vars(inner)[_CALL]} if _CALL in vars(inner) else {}) for inner in modules]
         for inner in modules:
@@ -209,13 +187,13 @@ class CompiledModules:
 
     @property
     def are_there(self) -> bool:
-        """Whether anything of the sharded module is compiled, by whomever."""
+        """Return whether anything in the module is compiled, by the engine or the user."""
         return any(forward.is_compiled for forward in self._forwards.values()) or any(
             True for inner in self._root.modules() for _ in [*_compiled_parts(inner), *_calls_compiled(inner)]
         )
 
     def undo(self) -> None:
-        """Give the modules back as they were, and what was compiled since compiled in torch's own way."""
+        """Restore the modules, and compile in torch's way what was compiled after sharding."""
         for module, call in self._calls:
             vars(module).pop(_CALL, None)
             vars(module).pop("compile", None)
@@ -224,20 +202,19 @@ class CompiledModules:
             module.compile(**settings)
 
     def _compiled(self, module: nn.Module, how: Compile) -> None:
-        """``module`` has been compiled: follow it in what is inside."""
+        """Compile the units inside of ``module`` after it was compiled."""
         if module in self._forwards:
             self._own.add(module)
         for unit in self._inside.get(module, ()):
             if unit not in self._own and not any(True for _ in _compiled_parts(unit)):
                 self._forwards[unit].compile(how.apply)
-            # The graphs around it end where it is called, and torch would go on to compile what is inside of the call:
-            # our hooks, and ``nn.Module._call_impl``, which is one function for all modules, with few graphs allowed.
+            # torch would trace our hooks here, and compile ``nn.Module._call_impl``, whose graph limit is shared.
             vars(unit)[_CALL] = outside_graphs(unit._call_impl)
 
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:
-        """``module.compile(**settings)``, after sharding."""
+        """Compile a module after sharding; replaces ``module.compile``."""
         how = compile_with(**settings)
-        self._refuse(how.apply(_probe), type(module).__name__)  # before anything has changed; torch may refuse them too
+        self._refuse(how.apply(_probe), type(module).__name__)  # before any change; torch may refuse the settings, too
         if module in self._inside:
             _refuse_fullgraph(module, how)
         self._later[module] = settings
@@ -249,18 +226,18 @@ class CompiledModules:
 
 
 def _probe() -> None:
-    """A function to try settings of torch.compile with. It is never called."""
+    """Try settings of torch.compile. Never called."""
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:
-    """The compiled call of a module that we have not replaced."""
+    """Yield ``_CALL`` if the module has a compiled call that the engine has not replaced."""
     call = vars(module).get(_CALL)
     if call is not None and not getattr(call, "_torchdynamo_disable", False):
         yield _CALL
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:
-    """What users compiled of a module itself: its call, or methods of its own that were replaced on the instance."""
+    """Yield what users compiled of a module: its call, or methods replaced on the instance."""
     for name, value in vars(module).items():
         of = getattr(getattr(value, "_torchdynamo_orig_callable", None), "__self__", None)
         wraps = vars(module).get("_modules", {}).get("_orig_mod")

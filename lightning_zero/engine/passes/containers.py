@@ -1,7 +1,6 @@
 """Finds and changes tensors inside nested containers, such as the arguments and results of modules.
 
-Unlike the rest of the engine, this is part of what a module computes, where one that computes in fp32 among lower
-precision gives back the dtype that it was given: ``torch.compile`` looks into it.
+``torch.compile`` may trace this file, unlike the rest of the engine, because modules that keep fp32 call it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
-_TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
-_DEPTH = 4  # of objects in objects that are looked into
+_TAKES_ONE_DTYPE = (nn.Bilinear,)  # their kernels refuse inputs of another dtype than the weights'
+_DEPTH = 4  # how many levels of objects to search
 
 
 class TensorPlace:
-    """Stands for the tensor of this number. Not a dataclass, because those are looked into."""
+    """Replaces a tensor in a container by its number. Not a dataclass, because dataclasses are searched."""
 
     __slots__ = ("number",)
 
@@ -36,7 +35,7 @@ class TensorPlace:
 
 
 def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
-    """List what is in a tuple, list, dict or dataclass, and give what makes such a container of other contents."""
+    """List the items of a tuple, list, dict or dataclass. Also returns a function that builds it from other items."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value, lambda items: type(value)(*items)
     if type(value) in (list, tuple):
@@ -64,10 +63,7 @@ def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change all that is no container inside of nested tuples, named tuples, lists, dicts and dataclasses.
-
-    Containers in which nothing changes are returned as they are.
-    """
+    """Apply ``change`` to all items in nested containers. Containers without a change are returned as they are."""
     if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return change(value)
     old, rebuild = opened
@@ -76,19 +72,18 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the tensors inside of nested containers, as :func:`map_leaves` does."""
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def leaves(value: Any) -> list[Any]:
-    """List all that is no container inside of nested containers, in one order."""
+    """List all items in nested containers, in a fixed order."""
     if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return [value]
     return [leaf for item in opened[0] for leaf in leaves(item)]
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy nested containers. The tensors and other objects in them stay the same."""
+    """Copy nested containers, but not the tensors and other objects in them."""
     if isinstance(value, set):
         return copy.copy(value)
     opened = _open(value)
@@ -96,10 +91,7 @@ def copy_containers(value: Any) -> Any:
 
 
 def take_tensors(value: Any, known: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
-    """Take ``value`` apart: places in the place of its tensors, and these, each once.
-
-    Those that are ``known`` are not among them: they have negative places.
-    """
+    """Replace tensors in ``value`` by numbers, those of ``known`` by negative ones. Returns it and the new tensors."""
     numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
     tensors: list[Tensor] = []
 
@@ -126,7 +118,7 @@ def put_tensors(form: Any, tensors: Sequence[Tensor], known: Sequence[Tensor] = 
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Find all tensors inside nested containers, sets and any mappings included."""
+    """Yield all tensors in nested containers, including sets and any mappings."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -140,7 +132,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Find the tensors that an object holds in its attributes, and in objects of those."""
+    """Yield the tensors in an object's attributes, and in those of nested objects up to ``depth``."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, PLAIN) and not callable(value):
@@ -155,9 +147,9 @@ def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def dtype_hooks(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """Hooks for ``module``, with keyword arguments: one before a call, if it takes one, and one after it."""
+    """Make forward hooks that keep ``module``'s input dtype: a pre-hook (or None), and a post-hook."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
-    before_cast: torch.dtype | None = None  # torch shows hooks after a call what those before it have made
+    before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal before_cast

@@ -1,15 +1,10 @@
-"""Keeps one order of gathers on all ranks: agreed by an exchange while unknown, then followed.
+"""Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, refreshes and whole masters.
 
-Every gather of units that are dropped and needed again is issued through here, so that all ranks issue the same gathers
-in the same order. Other gathers are issued elsewhere: the root's at the start of a pass, those that follow a step
-(``units/after_step.py``), and those of whole masters (``Bucket.full_master``). How it works:
-
-- *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
-  unit sends its number to all; every unit that any rank sent is gathered by all, in rank order. A rank that reaches the
-  end of its pass sends DONE and answers the others until all are done. Under ``dynamic`` a rank that reaches the end of
-  an outermost call sends CALLED and answers those that are still in theirs.
-- *Following*: the compiled history of such a pass. A demand issues everything up to it, so a unit that this rank skips
-  is still gathered in its place; between demands the plan is looked ahead in under the byte budget.
+- *Agreeing* (in the first pass of a kind, under ``dynamic``, and off the plan): a rank that needs a unit sends the
+  unit's number, and all ranks gather each unit that any rank sent, in rank order. A rank at the end of its pass sends
+  DONE and answers until all are done. CALLED does so at the end of an outermost call, under ``dynamic``.
+- *Following*: the history of an agreed pass is the plan. A demand issues everything up to its unit in the plan, also
+  units that this rank skips. Then it gathers ahead within the byte budget.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ class GatherOrder:
     """Issues the gathers of units that are dropped after use.
 
     Attributes:
-        ahead, missed: units whose gather was, and was not, under way or over when they were needed.
+        ahead, missed: number of demands whose gather had, and had not, been issued before.
     """
 
     def __init__(
@@ -56,23 +51,23 @@ class GatherOrder:
         self._agreeing = False
         self._history: list[int] = []
         self._one_path = True  # all ranks have asked for the same units so far
-        self._idle: deque[Unit] = deque()  # gathered ahead or for others, not used yet
-        self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
+        self._idle: deque[Unit] = deque()  # units that were gathered and not used yet
+        self._guess: Cursor | None = None  # under dynamic: the last pass, as a hint of the next unit
         self.ahead = self.missed = 0
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
     def plans_changed(self) -> None:
-        """Forget the plans, because other units are dropped after use from here on."""
+        """Forget the plans after buckets got new plans."""
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """A pass starts. Passes of one ``key`` are expected to take the same path."""
+        """Start a pass. Passes of one ``key`` should take the same path."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
         follows = plan is not None and not self.dynamic
         self._issued.pass_begins(one_path=plan is not None and follows and plan.one_path)
         self._one_path = True
-        anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
+        anything = any(unit.reshards for unit in self.units)  # else a pass has no gathers
         self._agreeing = not follows and anything
         self._cursor = Cursor(plan) if plan is not None and follows else None
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
@@ -80,7 +75,7 @@ class GatherOrder:
         self._idle.clear()
 
     def demand(self, unit: Unit) -> None:
-        """Make sure that ``unit`` is gathered, and gather ahead."""
+        """Gather ``unit`` and wait for it, and issue gathers ahead."""
         self.missed += unit.state is State.SHARDED
         self.ahead += unit in self._idle
         if unit.state is State.SHARDED:
@@ -93,22 +88,21 @@ class GatherOrder:
                 self._agree_on(unit)
         if unit in self._idle:
             self._idle.remove(unit)
-        # Before the wait: the next gathers are under way while this one is waited for and used.
+        # Before the wait, so that the next gathers run while this one is awaited and used.
         self._look_ahead()
         unit.unshard_wait()
 
     def used(self, unit: Unit) -> bool:
-        """A use of ``unit`` is over; whether it may be dropped now."""
+        """Note that a use of ``unit`` has ended. Returns whether the unit may be dropped now."""
         return self._cursor is None or self._agreeing or self._cursor.used(unit.index)
 
     def end(self) -> None:
-        """End the pass: serve the other ranks until all are done, then learn from what happened. On all ranks."""
-        # A rank that has no use for them still takes part in the gathers of the others, here and below: a collective
-        # that one rank leaves out never ends for the rest, and later ones would be matched with it.
+        """End the pass: issue gathers until all ranks are done, then record the plan. Collective."""
+        # Also units that this rank does not use: a collective that one rank leaves out would hang the others.
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
-                self._drop_idle()  # this rank has no demand any more that would do it
+                self._drop_idle()
             self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
@@ -116,8 +110,7 @@ class GatherOrder:
                 self._drop_idle()
 
     def call_ends(self) -> None:
-        """Under ``dynamic``: answer the ranks that are still in their call. Messages of the user's may follow, and they
-        would wait for these in vain. On all ranks."""
+        """Answer ranks in an outermost call, under ``dynamic``, before users' messages may follow. Collective."""
         if self.dynamic and self._agreeing:
             while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
                 self._serve(wants)
@@ -135,7 +128,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
+        """Tell all ranks what this rank needs next. Returns each rank's need, in rank order. Collective."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
@@ -150,7 +143,7 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """The unit that followed last time, if any. It follows from what all ranks know, so that all guess the same."""
+        """Return the unit that followed in the last pass, if any. All ranks guess the same from common knowledge."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -160,7 +153,7 @@ class GatherOrder:
 
     def _learn(self) -> None:
         if self._key in self.plans and not self.dynamic:
-            del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered
+            del self.plans[self._key]  # incomplete; the next pass records a whole one
             return
         nbytes = [unit.gathered_nbytes for unit in self.units]
         keep = 0 if self.dynamic else self.keep_bytes
@@ -171,7 +164,7 @@ class GatherOrder:
 
     def _issue(self, index: int, *, ahead: bool) -> None:
         unit = self.units[index]
-        # Another rank has dropped the unit and needs it again, while it is still here: this rank has to send its slice.
+        # Another rank needs a unit again that this rank has not dropped: this rank has to send its slice.
         if unit.state is not State.SHARDED:
             unit.serve()
             return
@@ -205,13 +198,12 @@ class GatherOrder:
                     unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered ahead. One that awaits its offloaded step is gathered when it is needed."""
-        # ``awaits_step`` is the same on all ranks; ``step_done`` depends on how far this rank's worker has got. Decided
-        # by that, an exception that ends the pass on all ranks would find different numbers of gathers issued.
+        """Return whether ``unit`` may be gathered ahead. A unit that awaits an offloaded step may not."""
+        # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Drop units that were gathered for others, or by a wrong guess, before they pile up. ``wanted`` stays."""
+        """Drop units that were gathered but not used, before they pile up. Keeps ``wanted``."""
         budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
         while len(self._idle) > 1 and sum([u.gathered_nbytes for u in self._idle]) > budget:
             unit = self._idle.popleft()

@@ -1,14 +1,11 @@
-"""Norms of gradients: of each parameter's, for users' code that asks ``param.grad`` for it, and of many together.
+"""Computes norms of gradients, of single parameters (``param.grad.norm()``) and of many together.
 
-Both add up what each rank finds of its shards. The cuts are those of the shards at every stage, also where gradients
-rest replicated, so all stages agree to the bit.
+Partial norms are cut along shards at every stage, so all stages agree to the bit::
 
-::
-
-    gradient                                    norm of one
-    reduced, in shards                          a row of a table that all ranks exchange and keep until gradients change
-    reduced, whole on all ranks (stage 0)       nothing is sent
-    of backwards inside ``no_sync`` (0 and 1)   this rank's own, not divided, as DDP's ``param.grad`` has it then
+    gradient                                    norm of a single one
+    reduced, in shards                          in a table that ranks exchange once, kept until gradients change
+    reduced, whole on all ranks (stage 0)       sends nothing
+    of backwards inside ``no_sync`` (0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Keys of tensors of one device and dtype: torch's operations on many tensors take them together."""
+    """Group the keys of tensors by device and dtype, because torch's foreach operations need these equal."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -37,7 +34,7 @@ def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
 
 
 def norms_of(tensors: Mapping[int, Tensor], norm_type: float, device: torch.device) -> dict[int, Tensor]:
-    """The norm of each, computed in fp32 (fp64 of fp64) where it rests: 0-d fp64 on ``device``."""
+    """Compute each tensor's norm on its device, in fp32 (fp64 of fp64). Returns 0-d fp64 tensors on ``device``."""
     norms: dict[int, Tensor] = {}
     for same in alike(tensors):
         wide = torch.promote_types(tensors[same[0]].dtype, torch.float32)
@@ -47,7 +44,6 @@ def norms_of(tensors: Mapping[int, Tensor], norm_type: float, device: torch.devi
 
 
 def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
-    """Parameters by bucket."""
     slots: dict[Bucket, set[int]] = {}
     for bucket, info in places:
         slots.setdefault(bucket, set()).add(info.slot)
@@ -55,15 +51,12 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def shows_whole(place: Place) -> bool:
-    """Whether ``param.grad`` is a whole gradient: inside ``gather(grads=True)``, or users' own between runs."""
+    """Return whether ``param.grad`` is a whole gradient: inside ``gather(grads=True)``, or users' own between runs."""
     return place.bucket.is_plain and type(place.info.param.grad) is Tensor
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """
-    Raises:
-        RuntimeError: on all ranks: ``param.grad`` holds whole gradients, of which shards know nothing yet.
-    """
+    """Raise a RuntimeError if ``param.grad`` holds whole gradients at ``places``, because shards do not have them."""
     for place in places:
         if shows_whole(place):
             raise RuntimeError(
@@ -73,7 +66,7 @@ def refuse_whole(places: Iterable[Place]) -> None:
 
 
 def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> list[Tensor]:
-    """The parts of ``grad``, which ``fragments`` tile, that belong to ``slots``: views, adjacent ones in one."""
+    """Return views of the parts of ``grad`` in ``slots``, adjacent parts in one. ``fragments`` tile ``grad``."""
     keys = [True if fragment.index in slots else None for fragment in fragments]
     return [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
 
@@ -81,13 +74,10 @@ def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> li
 def parts_of_shards(
     buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], look_up: Callable[[GradStore], Tensor | None]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Cut this rank's shards of the reduced gradients of ``wanted`` slots into parts, numbered in order.
-
-    Args:
-        look_up: what is known of a bucket's whole shard already; what is known of is not waited for.
+    """Cut this rank's shards of reduced gradients in ``wanted`` slots into parts, numbered in order.
 
     Returns:
-        What is known of parts, and views of the other parts.
+        Results that ``look_up`` knows of whole shards, which are not awaited; and views of the other parts.
     """
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
@@ -110,32 +100,24 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """The norms of one engine's gradients; those of single ones are kept until gradients change.
-
-    Args:
-        settle: waits until gradients are what users' code has left of them.
-    """
+    """Computes norms of one engine's gradients. ``settle``: finishes pending work on gradients before a read."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], settle: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
         self._bucket_of, self._settle = bucket_of, settle
-        self._tables: dict[float, dict[int, Tensor]] = {}  # norm type -> id of the parameter -> 0-d fp64
+        self._tables: dict[float, dict[int, Tensor]] = {}  # norm type -> id(parameter) -> 0-d fp64
 
     def forget(self) -> None:
-        """Drop the norms that are kept: gradients change, on all ranks alike."""
+        """Drop cached norms when gradients change, which they do on all ranks."""
         self._tables.clear()
 
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
-        """``param.grad.norm(norm_type)`` of DDP: 0-d, in the dtype that the gradient has there, on the device.
-
-        All ranks ask for the norm of any parameter, or none does: the first time after a change they exchange values.
-        As under DDP, gradients are multiplied by the loss scale until ``Reducer.unscale``. Collective.
+        """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
 
         Raises:
-            RuntimeError: the gradient lacks some of a backward that has raised, or some of it is reduced and some is of
-                this rank alone.
-            StallError, ApartError: other ranks are somewhere else.
+            RuntimeError: a backward has raised; or the gradient is only partly reduced.
+            StallError, ApartError: other ranks make other calls.
         """
         if norm_type not in self._tables:
             self._settle()
@@ -154,16 +136,15 @@ class GradNorms:
         )
 
     def dtype_of(self, info: ParamInfo) -> torch.dtype:
-        """Of the norm of one parameter's gradient."""
         return self._bucket_of[id(info.param)].dtypes.master.to_real()
 
     @outside_autograd
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
-        """The norm of the reduced gradients at ``places`` together: 0-d, fp32 (fp64 of fp64). Collective.
+        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 of fp64). Collective.
 
         Raises:
-            ValueError: a norm of a type that does not add up over parts.
-            RuntimeError: on all ranks: gradients wait for a backward that reduces them, or are shown whole.
+            ValueError: ``norm_type`` is not above 0.
+            RuntimeError: on all ranks, if gradients are not reduced yet or are shown whole.
         """
         if not norm_type > 0.0:
             raise ValueError(
@@ -176,30 +157,27 @@ class GradNorms:
         self._settle()
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
-        # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a
-        # backend adds up ranks would otherwise be seen in the last bits.
+        # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.
         partial = torch.zeros(self._comm.shard_size, dtype=torch.float64, device=device)
         known, views = parts_of_shards(self._reducer.grads, wanted, lambda store: store.norm(norm_type))
-        if (known or views) and self._comm.replica == 0:  # the other replicas hold the same
-            # Of all buckets at once: a GPU is asked a few times.
+        if (known or views) and self._comm.replica == 0:  # other replicas hold the same shards
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
             norms = torch.stack([parts[number] for number in range(len(parts))])
             partial[self._comm.shard_rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         with self._comm.at("the norm of gradients, which takes all ranks"):
             self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
-        # At least fp32, and the same on all ranks, also on one that holds no gradient.
+        # The dtype must be equal on all ranks, also on a rank without gradients.
         dtypes = [bucket.dtypes.grad.to_real() for bucket in wanted]
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """As :meth:`total`, multiplied by the loss scale as under DDP; None where that is not one for all."""
+        """Return :meth:`total` times the loss scale, as under DDP. None if loss scales differ. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
         places = [Place(self._bucket_of[id(info.param)], info) for info in infos]
-        # Those without a gradient are zeros in its buckets: with them it is the norm of whole shards, as that of all
-        # the module's parameters is, whose last bits it then has.
+        # Add parameters without gradients, as zeros: whole shards give the same bits as the norm of all parameters.
         empty = [
             Place(bucket, info)
             for bucket in slots_of(places)
@@ -209,13 +187,13 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Compute the norms of all gradients, without the loss scale; of mixed ones none. Collective."""
+        """Compute the norm of each gradient, except partly reduced ones, without the loss scale. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []
         factors: list[float] = []
-        shared: list[int] = []  # numbers of those of which each rank has a part
-        parts: dict[int, Tensor] = {}  # by place in the table
+        shared: list[int] = []  # rows of gradients of which each rank has a part
+        parts: dict[int, Tensor] = {}  # by index in the flattened table
         for bucket, grads in self._reducer.grads.items():
             if self._reducer.unreduced and grads.accumulates:
                 for slot, grad in grads.local_grads().items() if not bucket.grad_store.is_there else ():
@@ -239,10 +217,8 @@ class GradNorms:
             table[torch.tensor(list(norms))] = torch.stack(list(norms.values())).cpu()
         table = table.view(len(infos), comm.shard_size)
         if shared:
-            # Other replicas hold the same shards.
             column = table[shared, comm.shard_rank].tolist() if comm.replica == 0 else []
-            # By the ranks' agreements, where each says what it is there for: where other ranks are at another
-            # agreement, all find out; and where they are anywhere else, none takes this message for one of its own.
+            # ``meet`` says what this rank does, so ranks that make other calls find out and do not use this message.
             with comm.at("a read of .grad.norm(), which takes all ranks"):
                 columns = comm.meet(column, f"the norms of gradients, of type {norm_type:g}")
             for number, rank in enumerate(comm.topology.shard_groups[0]):
@@ -252,7 +228,7 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """What this rank holds of a reduced gradient, cut as the ranks' shards are: rank, slot and values of each part."""
+    """Yield rank, slot and values of this rank's parts of a reduced gradient, cut along all ranks' shards."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard_rank] if bucket.plan.shards_master else range(bucket.layout.world_size):
@@ -263,7 +239,7 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _joined(parts: Tensor, norm_type: float) -> Tensor:
-    """Norms of whole tensors out of those of their parts, ``[tensors, parts]`` fp64; 0 where there is no part."""
+    """Combine norms of parts, ``[tensors, parts]`` in fp64, into norms of whole tensors. Missing parts are 0."""
     if norm_type == 0.0:
         return parts.sum(1)
     if math.isinf(norm_type):

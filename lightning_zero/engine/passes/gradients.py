@@ -1,4 +1,4 @@
-"""Takes gradients from autograd, and reduces buckets of them over the ranks, in a fixed order, into shards.
+"""Takes gradients from autograd and reduces buckets over the ranks into shards, in a fixed order.
 
 ::
 
@@ -6,11 +6,7 @@
     bucket full  -> ready -> (all buckets before it in the order are issued) -> reduce_scatter / all_reduce
     finish       adds the sum to the bucket's GradStore, drops the local buffer
 
-A bucket that got no gradient on this rank is reduced with zeros in its place of the order: other ranks may have some.
-
-A rank that waits for a reduction may hold up the gathers that another rank needs before it can issue that reduction.
-So it waits only for reductions that all ranks have issued, which they tell each other as they agree on gathers; or
-where all ranks are on one path, so that every rank issues a reduction after the same gathers.
+A rank without gradients for a bucket reduces zeros, because other ranks may have gradients.
 """
 
 from __future__ import annotations
@@ -32,34 +28,28 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 
 class IssuedReductions:
-    """The numbers of reductions that were issued in the open pass.
+    """Counts the reductions issued in the open pass.
 
     Attributes:
-        here: reductions that this rank has issued in this pass.
-        everywhere: reductions that all ranks have issued in this pass, as they told: the first so many of their order.
-        one_path: all ranks follow a plan that was made where all were on one path.
+        here: number of reductions that this rank has issued.
+        everywhere: number that every rank has issued, as far as the ranks have told each other.
+        one_path: all ranks follow a plan that was recorded while all ranks took the same path.
     """
 
     def __init__(self) -> None:
         self.pass_begins(one_path=False)
 
     def pass_begins(self, *, one_path: bool) -> None:
-        """Begin to count anew."""
         self.here = self.everywhere = 0
         self.one_path = one_path
 
 
-PATIENCE_S = 2.0  # for a reduction that is in the way of the next
+PATIENCE_S = 2.0  # longest wait for a reduction in flight, inside a backward
 _POLL_S = 0.0002
 
 
 class Reducer:
-    """Issues reductions in one order on all ranks and lands their results.
-
-    Attributes:
-        order: buckets in the order of their reductions.
-        synchronize: off inside ``no_sync``: gradients that rest replicated are not reduced.
-    """
+    """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(
         self,
@@ -68,26 +58,22 @@ class Reducer:
         issued: IssuedReductions,
         max_in_flight_nbytes: int,
     ) -> None:
-        """
-        Args:
-            max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
-        """
+        """``max_in_flight_nbytes``: bound on buffers of unfinished reductions, kept where a wait is safe."""
         self.comm = comm
         self._issued = issued
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
-        # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
-        # gradient that is copied as it arrives is still in the cache.
+        # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
         self.grads: dict[Bucket, BucketGrads] = {
             b: BucketGrads(b, 1.0 / comm.world_size, self.spare, batched_copy=comm.streams.are_there) for b in buckets
         }
-        self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
+        self.unreduced = False  # a backward inside ``no_sync`` came after the last reduction; equal on all ranks
         self.synchronize = True
         self.loss_scale = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
-        self._waiting: set[Bucket] = set()  # for a backward that reduces: the same on all ranks
-        self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
+        self._waiting: set[Bucket] = set()  # buckets with unreduced gradients of ``no_sync``; equal on all ranks
+        self.completed: list[Bucket] = []  # in the order of becoming ready in this backward
         self._key = ""
         self._late: set[Bucket] = set()
         self.plans_changed()
@@ -100,19 +86,14 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def plans_changed(self) -> None:
-        """Forget what was learned of backwards: buckets have other plans. Gradients that are there stay."""
+        """Forget learned orders after buckets got new plans. Existing gradients stay."""
         self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
-        self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
+        self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
 
     def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
-        """A backward starts.
-
-        Args:
-            key: backwards of one key are expected to bring gradients in the same order.
-            expected: how many of a bucket's parameters require a gradient now.
-        """
+        """Reset for a backward of kind ``key``. ``expected``: how many of a bucket's parameters require a gradient."""
         self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
@@ -120,7 +101,7 @@ class Reducer:
         self._late, self._lagging_here = set(), set()
         if not self.synchronize:
             self._waiting |= {b for b in self.grads if self._expected[b] and not self._synchronizes(b)}
-        # Of those that wait, all parameters may be frozen by now: nothing of this backward will come for them.
+        # If all parameters of a waiting bucket are frozen by now, this backward brings nothing more for the bucket.
         self._ready = {b for b in self._waiting if self.synchronize and not self._expected[b]}
         self.completed = []
         self._next = 0
@@ -129,7 +110,6 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See ``Engine.no_sync``."""
         previous, self.synchronize = self.synchronize, False
         try:
             yield
@@ -137,27 +117,27 @@ class Reducer:
             self.synchronize = previous
 
     def set_loss_scale(self, scale: float) -> None:
-        """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""
+        """Divide the gradients of the next backwards by ``scale``, by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
         for grads in self.grads.values():
             grads.set_scale(1.0 / (self.comm.world_size * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the gradients of ``params`` from here on without the scale of the loss, up to the next backward."""
+        """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """What users' code finds a gradient multiplied by, as under DDP. Gradients here rest without it."""
+        """Return the loss scale that a gradient shows to users, as under DDP. Stored gradients have none."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """What makes unreduced gradients of a bucket those of this rank, without the scale of the loss."""
+        """Return the factor that turns a bucket's local buffer into this rank's gradients without loss scale."""
         grads = self.grads[bucket]
         return grads.factor / grads.scale / self.loss_scale
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Take a gradient that has arrived, and issue the reductions that have become ready."""
+        """Store a gradient that has arrived, and issue the reductions that are ready."""
         grads = self.grads[bucket]
         late = grads.take(slot, grad)
         if not self._synchronizes(bucket):
@@ -165,8 +145,7 @@ class Reducer:
                 grads.copy_in()
             return
         if late:
-            # A second arrival (a module that is used again under checkpointing). Only this rank may know of it now, so
-            # it is not reduced here: the ranks agree at the end on what they reduce again.
+            # A second gradient (a module used twice under checkpointing). All ranks agree on these at the end.
             self._late.add(bucket)
         if not grads.issued and len(grads.arrived) == self._expected[bucket] and bucket not in self._ready:
             self._set_ready(bucket)
@@ -174,7 +153,7 @@ class Reducer:
 
     @property
     def flying_nbytes(self) -> int:
-        """Bytes of the buffers whose reductions are not over, second halves of all-reduces among them."""
+        """Count the bytes in buffers of unfinished reductions, including second halves of all-reduces."""
         second = (b.layout.numel * b.dtypes.reduce.itemsize for b, _ in self._second_half)
         return self._flying_nbytes + sum(second)
 
@@ -183,7 +162,7 @@ class Reducer:
         return any(grads.arrived for grads in self.grads.values())
 
     def flush(self) -> None:
-        """Issue all reductions that are left, in order, at the end of a backward."""
+        """Issue all remaining reductions in order, at the end of a backward. Collective."""
         for bucket in self.order:
             if not self._synchronizes(bucket):
                 self.grads[bucket].copy_in()
@@ -193,14 +172,7 @@ class Reducer:
         self._pump()
 
     def end(self, flag: bool = False) -> bool:
-        """End a backward, after :meth:`flush`: reduce again where that is needed, and wait for all. On all ranks.
-
-        Args:
-            flag: of this rank, to be told to all.
-
-        Returns:
-            Whether any rank has raised its flag; false where nothing is reduced.
-        """
+        """Reduce late gradients and await all reductions. Returns whether any rank has set ``flag``. Collective."""
         reduced = [b for b in self.grads if self._synchronizes(b)]
         if not reduced:
             return False
@@ -219,12 +191,7 @@ class Reducer:
         return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
-        """On all ranks, each of which may have used other parameters.
-
-        Raises:
-            RuntimeError: on all: gradients of ``places`` wait, on any rank, for a backward that reduces them. On a rank
-                where a backward has raised: they lack some of it.
-        """
+        """Raise RuntimeError if gradients at ``places`` (may differ by rank) are not fully reduced. Collective."""
         places = list(places)
         self.refuse_partial(places)
         if self.unreduced:
@@ -237,7 +204,7 @@ class Reducer:
                 )
 
     def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
-        """Raise where a gradient at ``places`` (None: any) lacks some of a backward that has raised."""
+        """Raise RuntimeError if a gradient at ``places`` (None: any) lacks part of a backward that has raised."""
         if places is None:
             partial = any(grads.partial for grads in self.grads.values())
         else:
@@ -249,15 +216,8 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """Agree, by one maximum over ranks, on what any rank has used, must reduce again, or has raised its flag for.
-
-        A bucket gets gradients after its reduction where a module is used again under checkpointing.
-
-        Returns:
-            The buckets that all ranks reduce a second time, in order; and whether any rank has raised its flag.
-        """
-        # The ranks' vectors must be of one length and order, so they are made of what is the same on all ranks: the
-        # buckets that synchronize and all their slots, not only those that this rank has used.
+        """Agree on used parameters, buckets to reduce again (returned, in order) and ``flag``. Collective."""
+        # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
@@ -277,8 +237,8 @@ class Reducer:
         return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
-        """Make the order in which buckets got ready on rank 0 that of all ranks. Buckets that did not come last."""
-        # By a message: each rank has seen an order of its own, and reductions must be issued in one.
+        """Adopt rank 0's order in which buckets became ready. The remaining buckets come last. Collective."""
+        # Each rank has seen its own order, and all must issue reductions in one order.
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
         seen = [number[b] for b in self.completed]
@@ -288,15 +248,15 @@ class Reducer:
         self._orders[self._key] = [buckets[i] for i in order.tolist()]
 
     def _put_lagging_last(self) -> None:
-        """Move the buckets that some rank can reduce only at its end behind all others, which they would hold up."""
+        """Move buckets that some rank completes only at its end last, because they would hold up the others."""
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
     def _may_wait_for(self, pending: Reduction) -> bool:
-        """Whether this rank may wait, inside a backward, for ``pending``, the oldest reduction in flight here.
+        """Return whether this rank may wait in a backward for ``pending``, its oldest reduction in flight.
 
-        It may where all ranks have issued that reduction, or will without needing a gather of this one first. This rank
-        issues no gather while it waits, so both would otherwise wait for ever.
+        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction or need no gather
+        before it; otherwise ranks could wait for each other for ever.
         """
         oldest = self._issued.here - len(self._in_flight)
         if oldest < self._issued.everywhere or not self._gathers_in_backward:
@@ -304,10 +264,10 @@ class Reducer:
         return self._issued.one_path and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
-        """Give a reduction some time. Returns whether it has arrived; at once true on a device, whose stream waits.
+        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; true on a device, whose stream waits.
 
-        Another rank may not use a parameter that it has used before, and issue the reduction at its end. Then this rank
-        goes on, and holds more memory than the bound allows; from the next backward on the bucket comes last.
+        A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
+        memory bound once; from the next backward on that bucket comes last.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not self.comm.queues and not pending.done():
@@ -318,7 +278,7 @@ class Reducer:
         return True
 
     def abort(self, deadline: float) -> None:
-        """Drop the partial gradients of a backward that has raised. Starts no message, and waits until ``deadline``."""
+        """Drop the gradients of a backward that raised. Sends nothing; awaits messages in flight until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
             pending.abandon(deadline)
         self._in_flight, self._second_half = [], []
@@ -349,8 +309,7 @@ class Reducer:
     def _issue(self, bucket: Bucket) -> None:
         grads = self.grads[bucket]
         nbytes, total_dtype = bucket.layout.numel * grads.sent_dtype.itemsize, grads.total_dtype
-        # The oldest first, always: landing issues the second half of an all-reduce, and these halves share a group
-        # whose operations must come in one order on all ranks. When a rank lands, on the other hand, is its own affair.
+        # Oldest first: landing issues second halves of all-reduces, which need one order on all ranks.
         while self._in_flight:
             _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
@@ -378,13 +337,13 @@ class Reducer:
             self._add(bucket, reduction)
         else:
             if reduction.used_up is not None and reduction.used_up.dtype != bucket.dtypes.reduce:
-                # The sum lies elsewhere. Second halves are many, and are waited for at the end only.
+                # The sum is in another buffer. Second halves are awaited only at the end, so return this buffer now.
                 self.spare.give_back(reduction.used_up)
                 reduction.used_up = None
             self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:
-        """Wait for the second halves; after all first halves, because a wait in between would hold up reductions."""
+        """Wait for second halves after all first halves, because earlier waits would delay reductions."""
         for bucket, reduction in self._second_half:
             self._add(bucket, reduction)
         self._second_half = []

@@ -1,4 +1,4 @@
-"""Registers all hooks, and turns module calls and gradients into events of :class:`Passes`. No other file does.
+"""Registers all hooks of the engine, and turns module calls and gradients into calls of :class:`Passes`.
 
 ::
 
@@ -8,11 +8,7 @@
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
-
-One more event is no hook's: when a packed weight is read, saved_weights.py calls ``weights_needed``.
-
-Hooks on outputs would not do: a tensor may leave a unit by other ways than its outputs, and an output that is changed
-in place has another history afterwards.
+                 weights_needed(unit), at a read of a packed weight: saved_weights.py calls it
 """
 
 from __future__ import annotations
@@ -40,9 +36,9 @@ from lightning_zero.engine.units.unit import Unit
 if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
-ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
-_PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
-_LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy is not to have
+ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
+_PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods replaced on the instance of guarded modules
+_LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy of the module must not have
 _DTYPES_DIFFER = re.compile(
     r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"
     r"|not implemented for '(BFloat16|Half)'",
@@ -55,26 +51,24 @@ class _Running(NamedTuple):
 
     unit: Unit
     packing: contextlib.AbstractContextManager[None] | None
-    handled: BaseException | None  # what the caller was handling when it made the call
+    handled: BaseException | None  # the exception that the caller handled when it made the call
 
 
 class Hooks:
-    """All hooks of one engine. ``remove`` takes them off again."""
-
     def __init__(self, passes: Passes, precision: Precision) -> None:
-        # Weakly: modules and parameters hold these hooks, and the passes hold the parameters. Python's garbage
-        # collector does not see the part of that cycle which is inside of autograd, so the engine would live for ever.
+        # Weakly: modules hold these hooks, and passes hold parameters. The garbage collector does not see the part of
+        # that cycle inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
         self._precision = precision
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
-        self._depth = 0  # calls of modules that hold units, inside of each other
-        self.idle = False  # the module is whole: gradients are the user's
-        self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
+        self._depth = 0  # of nested calls of modules that hold units
+        self.idle = False  # parameters are whole, and gradients belong to the user
+        self._leaf_handles: list[Any] = []  # this pass's hooks on leaves, which outlive their graph
         self._running: list[_Running] = []
-        self._touched: WeakSet[nn.Module] = WeakSet()  # modules with something of ours
-        # Of modules: our forward, and what their own dicts held in its place before.
+        self._touched: WeakSet[nn.Module] = WeakSet()
+        # Per module: our forward, and the instance's own ``forward`` before, if any.
         self._forwards: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
     @property
@@ -100,7 +94,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Follow the calls of a unit's module. Ours run before the user's pre-hooks, so that these see weights."""
+        """Hook the calls of a unit's module. Our pre-hook runs first, so that the user's hooks see weights."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -108,21 +102,20 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._post_forward(unit, args, kwargs, output)
 
-        # torch.compile is not to look into our hooks: traced into a graph, they would run once and never again.
+        # outside_graphs: traced into a graph, our hooks would run once and never again.
         self._handles.append(target.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
-        # Always called: a forward that raises must take its packing hooks off too, or all that follows in this thread
-        # would go on to pack what it saves.
+        # always_call: packing must end after a forward that raised, too.
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Tell when the outermost call of a module that holds units has returned."""
+        """Call :meth:`Passes.call_ends` after the outermost call of a module that holds units."""
 
         def before(*_: Any) -> None:
             self._depth += 1
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._depth = max(0, self._depth - 1)
-            if not self._depth and output is not None:  # None: it may have raised
+            if not self._depth and output is not None:  # None: the call may have raised
                 self.passes.call_ends()
 
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True))
@@ -133,16 +126,14 @@ class Hooks:
         param = bucket.params[slot].param
         if id(param) in self._grad_handles:
             return
-        # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
-        # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
+        # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
         hooks_ref = ref(self)
 
         def arrived(p: Tensor) -> None:
             if (hooks := hooks_ref()) is None or hooks.idle:
                 return
-            # Taken away: autograd would add a second gradient of this backward (of a reentrant checkpoint) to one that
-            # was counted already, and the full gradients of all parameters would stay in memory up to its end.
+            # Set to None, or autograd would add a second gradient to the counted one, and gradients would pile up.
             grad, p.grad = p.grad, None
             if isinstance(grad, ShardedGrad):
                 grad = grad.pop_incoming()
@@ -155,14 +146,14 @@ class Hooks:
         self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Move our gradient hooks behind those that users have registered since: ours take the gradients away."""
+        """Move our gradient hooks, which take gradients away, behind those that users have registered since."""
         for param, handle in self._grad_handles.values():
             hooks: dict[int, Any] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion
 
     def keep_output_dtype(self, module: nn.Module) -> None:
-        """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
+        """Make a module that computes in fp32 return the dtype of its inputs."""
         before, after = dtype_hooks(module)
         if before is not None:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -170,7 +161,7 @@ class Hooks:
         self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
-        """Make calls that would see placeholders ask ``refuse`` first: state dicts, conversions, copies, pickles."""
+        """Call ``refuse`` before state dicts, conversions, copies and pickles, which would see placeholders."""
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
@@ -197,14 +188,12 @@ class Hooks:
         self._touched.add(module)
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Put ``forward`` in the place of the module's own, until :meth:`remove`."""
         before = {name: value for name, value in module.__dict__.items() if name == "forward"}
         self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
         module.__dict__["forward"] = forward
         self._touched.add(module)
 
     def watch_arguments(self, module: nn.Module, called: Callable[[Any, Any], None]) -> None:
-        """Call ``called`` with the arguments of each call of ``module``, before all else."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             called(args, kwargs)
@@ -212,10 +201,7 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
-        """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
-
-        Hooks on parameters stay: neither a copy nor a pickle of a parameter has them.
-        """
+        """Remove our hooks and attributes, except hooks on parameters. Returns a function that puts them back."""
         ours = {handle.id for handle in self._handles}
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
@@ -254,23 +240,21 @@ class Hooks:
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
         packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
-        # torch keeps saved-tensor hooks on a stack, so calls end in the reverse order: :meth:`_post_forward` looks at
-        # the last entry only, and takes off nothing that a caller of this module has put on.
+        # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
         self._running.append(_Running(unit, packing, sys.exc_info()[1]))
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
-            # Autograd saves bare views of the buffer here. Nobody is asked when it reads them, so the unit has to stay.
+            # Autograd saves bare views of the buffer here, and reads them unnoticed. So the unit has to stay gathered.
             passes.progress.hold(unit)
         if may_be_dropped and not all(info.param.requires_grad for info in unit.infos()):
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        """Frozen weights are needed until the gradients of the inputs are complete, trainable ones until their own."""
+        """Hook the inputs of a unit with frozen weights, which the backward needs for the inputs' gradients."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
-            # A checkpoint computes again. Its leaves are copies that only this backward knows. The other inputs were
-            # watched in the forward, or lead to no backward: the unit would wait for gradients that never come.
+            # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.
             inputs = {key: t for key, t in inputs.items() if t.is_leaf}
         if not inputs:
             return
@@ -287,29 +271,26 @@ class Hooks:
                 passes.input_grads_arrived(passes.units[index], call)
 
         for tensor in inputs.values():
-            # A view that was changed in place gets its history when ``grad_fn`` is read. torch crashes in
-            # ``register_hook`` where that has not happened yet.
+            # torch crashes in ``register_hook`` for a view that was changed in place, until ``grad_fn`` was read.
             _ = tensor.grad_fn
             handle = tensor.register_hook(arrived)
-            # Hooks of other tensors go with the graph. A leaf may be used for many steps, and would collect hooks.
+            # A leaf may live for many steps and collect hooks.
             if tensor.is_leaf:
                 self._leaf_handles.append(handle)
 
     def forget_inputs(self) -> None:
-        """Remove the hooks on leaves, because the pass is over."""
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
-        # The pre-hook did not come to its end: it has raised itself, or a hook of the user's before it has. Then there
-        # is nothing to end here.
+        # If a pre-hook has raised, ours or the user's, no call was recorded.
         if not self._running or self._running[-1].unit is not unit:
             return
         handled = self._running[-1].handled
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
-        # A module may return None, and be called where another exception is handled.
+        # A module may return None, or be called while another exception is handled.
         if output is None and error is not None and error is not handled:
             _explain_dtypes(error, self._precision)
             self._raised()
@@ -329,19 +310,19 @@ class Hooks:
             packing.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
-        """End the calls that have never returned, after an exception that torch does not tell hooks of."""
+        """End calls that never returned because of an exception that hooks do not see."""
         while self._running:
             self._end_call()
         self._depth = 0
 
     def _raised(self) -> None:
-        # Not in a backward: a checkpoint ends its recomputation early by an exception of its own, which is no failure.
+        # Not in a backward: a checkpoint ends its recomputation by an exception of its own.
         if not self._running and torch._C._current_graph_task_id() == -1:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Any, kwargs: Any) -> bool:
-        """Whether a call in whose result no outputs were found must have some all the same."""
-        inside = self.passes.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
+        """Return whether a call must have outputs that need a backward, although its result shows none."""
+        inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos())
@@ -355,7 +336,7 @@ def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
 
 
 def _explain_dtypes(error: BaseException, precision: Precision) -> None:
-    """Add to an error about dtypes, which a forward has raised, how a module keeps fp32."""
+    """Add a note on fp32 modules to an error about dtypes that a forward has raised."""
     told = any("zero/precision" in note for note in getattr(error, "__notes__", ()))
     if precision not in AUTOCAST_DTYPES or told or not _DTYPES_DIFFER.search(str(error)):
         return
@@ -370,7 +351,6 @@ def _explain_dtypes(error: BaseException, precision: Precision) -> None:
 
 
 def _innermost_module(error: BaseException) -> nn.Module | None:
-    """The module whose code has raised."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")

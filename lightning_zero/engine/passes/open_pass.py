@@ -1,8 +1,4 @@
-"""The open pass: its phases, what each unit still waits for in it, and so which units stay gathered.
-
-``GraphTask`` notices the end of a backward that nobody has told the engine of. ``GradSums`` adds gradients that come in
-several parts.
-"""
+"""Tracks the open pass: its phase, what each unit waits for, and which units stay gathered."""
 
 from __future__ import annotations
 
@@ -36,12 +32,12 @@ LEGAL = {
     (Phase.FORWARD, Phase.BETWEEN),
     (Phase.TOLD, Phase.BETWEEN),
     (Phase.NOTICED, Phase.BETWEEN),
-    (Phase.NOTICED, Phase.FORWARD),  # torch.autograd.grad: no gradient has arrived, and the forward goes on
+    (Phase.NOTICED, Phase.FORWARD),  # after torch.autograd.grad, without gradients of parameters
 }
 
 
 class Scope(NamedTuple):
-    """A step that its caller has opened."""
+    """A step that the caller has opened."""
 
     key: str
     evaluation: bool
@@ -51,10 +47,8 @@ class Scope(NamedTuple):
 class OpenPass:
     """
     Attributes:
-        key: see ``Passes.key``.
-        evaluates: the pass has no backward.
         ends_with_call: the call that opened the pass may end it.
-        unused: the pass was opened behind the last backward of a step, and no module has been called in it.
+        unused: the pass was opened after a step's last backward, and no module was called in it.
         second_order: a backward of the pass makes a graph.
     """
 
@@ -66,16 +60,16 @@ class OpenPass:
 
 
 class GraphTask:
-    """The run of autograd's engine inside of which this is made.
+    """Watches the run of autograd's engine in which it is created, to notice the end of a plain ``loss.backward()``.
 
     Args:
-        ended: is called at its end, unless an exception has ended it.
-        gone: is called when it is over, in either case; holds nothing that holds this.
+        ended: called at the end of the run, unless an exception ended it.
+        gone: called when the run is over, in any case. Must not reference this object.
     """
 
     def __init__(self, ended: Callable[[], None], gone: Callable[[], None]) -> None:
         end = _End(ended)
-        # Weakly: a strong reference would leave the pass in its backward for ever.
+        # Weakly: a strong reference would keep the object alive, and the pass in its backward.
         self._end = ref(end, lambda _: gone())
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -85,11 +79,7 @@ class GraphTask:
 
 
 class _End:
-    """A callback for the end of a graph task.
-
-    Autograd holds the only strong reference. So the object is gone when the task is over, also if an exception has
-    ended the task before the callback was called.
-    """
+    """A callback for the end of a graph task. Only autograd references it, so it dies when the task ends or raises."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -102,10 +92,10 @@ class _End:
 class _OfUnit:
     """
     Attributes:
-        expected: gradients of parameters that a backward brings.
-        arrived: of those, since the unit was dropped last.
-        calls: whose inputs' gradients are still to come: those of frozen weights need the weights.
-        is_held: somebody holds values until the pass ends.
+        expected: number of gradients of parameters that a backward brings.
+        arrived: number of those that came since the unit was last dropped.
+        calls: calls that wait for gradients of their inputs, which need frozen weights.
+        is_held: users' code holds values until the pass ends.
     """
 
     expected: int = 0
@@ -115,7 +105,7 @@ class _OfUnit:
 
 
 class Progress:
-    """Of all units in one pass."""
+    """Counts the gradients that each unit has received in one pass."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = {unit: _OfUnit() for unit in units}
@@ -126,30 +116,27 @@ class Progress:
             own.arrived = 0
 
     def grad_arrived(self, unit: Unit) -> bool:
-        """The gradient of a parameter has come. Returns whether all have."""
+        """Count a parameter's gradient. Returns whether the unit has all gradients."""
         own = self._units[unit]
         own.arrived += 1
         return own.arrived >= own.expected
 
     def await_inputs(self, unit: Unit, call: int) -> None:
-        """The gradients of the inputs of one call will come."""
+        """Make ``unit`` wait for the gradients of one call's inputs."""
         self._units[unit].calls.add(call)
 
     def inputs_arrived(self, unit: Unit, call: int) -> None:
         self._units[unit].calls.discard(call)
 
     def hold(self, unit: Unit) -> None:
-        """Somebody holds values; they stay until the pass ends."""
+        """Keep ``unit`` gathered until the pass ends, because users' code holds its values."""
         self._units[unit].is_held = True
 
     def is_held(self, unit: Unit) -> bool:
         return self._units[unit].is_held
 
     def is_over(self, unit: Unit) -> bool:
-        """Whether all gradients that need the unit's values have come.
-
-        If so, counting begins again, because a second backward may walk the same graph.
-        """
+        """Return whether all gradients that need the unit's weights have come. If so, reset for a second backward."""
         own = self._units[unit]
         over = not own.calls and own.arrived >= own.expected
         if over:
@@ -157,7 +144,6 @@ class Progress:
         return over
 
     def unfinished(self) -> list[Unit]:
-        """Units some of whose gradients are missing."""
         return [unit for unit, own in self._units.items() if own.expected > own.arrived]
 
     def pass_ends(self) -> None:
@@ -167,7 +153,7 @@ class Progress:
 
 
 class GradSums:
-    """Adds up the gradients that the chunks of one call bring: in fp32, or the dtype of wider ones."""
+    """Adds up gradients of chunks in fp32, or in their own dtype if that is wider."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
@@ -184,44 +170,41 @@ class GradSums:
             self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def take(self) -> Iterator[tuple[Unit, Bucket, int, Tensor]]:
-        """Give the sums away, one by one."""
         for key in list(self._sums):
             unit, total = self._sums.pop(key)
             yield unit, *key, total
 
 
 class Stays:
-    """Of the units of one engine but the root, which stays as long as a pass is open."""
+    """Gathers and drops units in a pass, except the root, which stays gathered until the pass ends."""
 
     def __init__(self, order: GatherOrder, progress: Progress, after_step: AfterStep) -> None:
         self._order, self._progress, self._after_step = order, progress, after_step
-        self._leaving: Unit | None = None  # its use is over, and it is dropped behind the next gather
+        self._leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
 
     def begin(self, unit: Unit) -> None:
-        """``unit`` is needed now."""
         self._after_step.refresh(unit)
         if unit.reshards:
             if unit is self._leaving:
-                self._let_go()  # the plan has another gather for it
+                self._let_go()  # the plan gathers it again
             self._order.demand(unit)
             self._let_go()
         unit.unshard_wait()
 
     @outside_autograd
     def end(self, unit: Unit) -> None:
-        """A use of ``unit`` is over."""
+        """Drop ``unit`` after a use, if the plan and users of its values allow."""
         may_go = unit.reshards and unit.state is State.GATHERED and self._order.used(unit)
         if may_go and not self._progress.is_held(unit):
             self._let_go()
-            # A gather waits for all who used memory that was given back before it was issued. One that could not be
-            # issued ahead would wait for this unit's compute.
+            # A gather waits for users of memory that was freed before the gather was issued. So free this unit's later.
             if self._order.holds_next:
                 self._leaving = unit
             else:
                 unit.reshard()
 
     def _let_go(self) -> None:
-        """Drop the unit whose use is over, and whose memory has waited for the next gather to be issued."""
+        """Drop the used unit that has waited for the next gather."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.state is State.GATHERED:
             leaving.reshard()

@@ -1,13 +1,8 @@
-"""Passes through the units of a sharded module: which unit is gathered when, and dropped when.
+"""Runs passes: gathers units when they are needed, drops them after use, and follows forwards and backwards.
 
-A *pass* is a forward with its backward, or one evaluation step. It opens the root unit, which stays gathered until the
-pass ends; the other units come and go with the calls of their modules. A pass is opened by :meth:`Passes.scope` (the
-strategy does) or by the first call of a unit's module, and ends with its backward, or, where none follows, with the
-call or the scope that opened it.
-
-A backward is *explicit* where the engine is told of it (:meth:`Passes.backward_scope`): its end reduces what is left.
-A plain ``loss.backward()`` is noticed by the first hook that fires and ends with autograd's graph task; it reduces only
-if a gradient arrived, because ``torch.autograd.grad`` looks the same and brings none.
+A *pass* is a forward with its backward, or one evaluation step. A backward is *explicit* if the engine is told of it
+(:meth:`Passes.backward_scope`). A plain ``loss.backward()`` is noticed by its first hook, and ends with autograd's
+graph task.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ Look = Callable[[ParamInfo, Tensor], object]
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
-    """A function that calls ``method`` as long as its object lives, and returns false afterwards."""
+    """Wrap ``method`` without keeping its object alive. The wrapper returns false once the object is gone."""
     reference = WeakMethod(method)
 
     def call(unit: Unit) -> bool:
@@ -51,28 +46,22 @@ def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
 
 
 def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
-    """A graph task is over. If nothing has told the pass of its end, an exception has ended it: its gradients show that
-    they are there from now on, so that ``zero_grad`` is seen."""
+    """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
     passes = passes_ref()
     if passes is not None and passes.phase is Phase.NOTICED:
         passes.sharded_grads.place_used()
 
 
 class Passes:
-    """The passes of one engine, one at a time: its hooks and its scopes come here.
+    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
 
     Attributes:
-        hooks: the hooks that call the events below.
-        saved: tells which weights a backward reads.
-        phase: where the open pass is.
-        progress: what units wait for in the open pass; stays: has them gathered and dropped in it.
-        lane: what is computed, for who records it.
-        explicit_backwards: how many backwards the engine has been told of so far.
-        aborted: an exception has ended a pass, and none has begun since.
-        calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
-            gathers would be matched with others of ranks that are in a step; so all come together before it.
-        sums: takes gradients that arrive inside of :meth:`adding_up`.
-        look: is given the gradients of backwards, which nothing keeps; see :meth:`looking`.
+        explicit_backwards: number of backwards that the engine was told of so far.
+        aborted: an exception has ended a pass, and no pass has begun since.
+        calls_meet: make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone
+            would have its gathers matched with those of other ranks' steps.
+        sums: takes the gradients that arrive inside :meth:`adding_up`.
+        look: gets each gradient inside :meth:`looking`.
     """
 
     def __init__(
@@ -94,8 +83,8 @@ class Passes:
         self.sharded_grads = ShardedGrads(reducer, after_step, self.forget_failed)
         self.writes = writes
         self.hooks = Hooks(self, precision)
-        # Weakly: a graph holds the functions that unpack its tensors, and Python's garbage collector does not see
-        # through a graph. Anything that keeps a graph (a loss in a list) would keep the engine and all its shards.
+        # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
+        # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
@@ -105,7 +94,7 @@ class Passes:
         self._open = OpenPass(None)
         self._scope: Scope | None = None
         self._ordinal = 0
-        self._noticed: GraphTask | None = None  # of the backward that was noticed last
+        self._noticed: GraphTask | None = None  # the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
@@ -118,7 +107,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Of the open pass; passes of one key are expected to take the same path. None between passes."""
+        """Return the kind of the open pass; None between passes. Passes of one kind should take the same path."""
         return self._open.key
 
     @property
@@ -127,7 +116,7 @@ class Passes:
 
     @property
     def explicit(self) -> bool:
-        """A backward is running whose end will be told."""
+        """Return whether a backward is running whose end the engine will be told."""
         return self.phase is Phase.TOLD
 
     def _enter(self, phase: Phase) -> None:
@@ -136,7 +125,7 @@ class Passes:
         self.phase = phase
 
     def watch_trainable(self) -> None:
-        """Put hooks on the parameters that require a gradient now; some may have been unfrozen since the last call."""
+        """Hook parameters that require a gradient now. Users may have unfrozen some since the last call."""
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
@@ -149,18 +138,18 @@ class Passes:
 
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
-        """Open a pass, and with it the root unit."""
+        """Open a pass, and gather the root unit. Collective."""
         self.recover()
         self.watch_trainable()
-        # Training passes that follow one another in a step may take different paths, so each place in the step has a
-        # plan of its own. Evaluations repeat one path, and do not count.
+        # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
+        # Evaluations repeat one path and are not numbered.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
         self._open = OpenPass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
         if not evaluation:
-            for unit in self.units[1:]:  # the root stays until the pass ends
+            for unit in self.units[1:]:
                 unit.pass_begins()
         self.after_step.refresh(self.root)
         if self.root.state is State.SHARDED:
@@ -168,27 +157,22 @@ class Passes:
         self.root.unshard_wait()
 
     def recover(self, what: str = "going on after an exception") -> None:
-        """Go on after an exception has ended a pass, if it has. On all ranks.
-
-        Args:
-            what: the purpose, in words.
-        """
+        """Resynchronize the ranks if an exception has ended a pass. ``what``: the purpose, for errors. Collective."""
         if self.aborted:
-            # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
-            # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
+            # ``resume`` compares the ranks' numbers of operations. How many refreshes a rank has issued depends on its
+            # worker thread, so each rank issues all refreshes first: equal numbers then mean equal operations.
             self.after_step.flush()
             self.comm.resume(what)
-            self.aborted = False  # last: where ranks have come to different calls, the next one has to agree again
+            self.aborted = False  # last: after a failed agreement the next call must agree again
 
     @outside_autograd
     def end(self) -> None:
-        """End the open pass: drop the root and all else that is gathered. No-op outside of a pass."""
+        """End the open pass and drop all gathered units. Does nothing between passes. Collective."""
         if self.key is not None:
             if self._open.unused:
-                self.after_step.refresh()  # steps that are not over yet go on behind the next pass
+                self.after_step.refresh()  # unfinished steps may go on during the next pass
             else:
-                # Another rank may have used units that this one has not. It waits for their refreshes, which are
-                # gathers and need this rank too.
+                # Another rank may use units that this rank does not use. Their refreshes need this rank, too.
                 self.after_step.refresh_all()
             self.order.end()
             self._close()
@@ -206,7 +190,6 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """See ``Engine.step_scope``."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -223,14 +206,13 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """See ``Engine.abort``."""
-        # One deadline for all that is in flight: with one for each message a rank would wait for hours for a dead peer.
+        # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
         self.lane.ends()
         if self.in_backward and self.look is None:
             self.reducer.abort(deadline)
-            # The backward has taken them away. Without them nobody could tell later what the user has cleared since.
+            # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
             self.sharded_grads.place_used()
         self.order.abort()
         self.hooks.forget_calls()
@@ -238,25 +220,22 @@ class Passes:
         self.progress.pass_ends()
         for unit in self.units:
             unit.pass_ends(deadline)
-        self.saved.plans_changed()  # buffers may have other memory
-        # Set and not entered: an exception comes in any phase, between two passes too.
+        self.saved.plans_changed()
+        # not ``_enter``: an exception may come in any phase
         self.phase, self._open = Phase.BETWEEN, OpenPass(None)
         self.stays.pass_ends()
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass that no backward has ended: that of a step without one, or what follows a step's last backward.
-
-        All ranks come here and end the pass together. They may have issued different parts of its plan.
-        """
+        """End the pass of a step without a backward, or the pass opened after a step's last backward. Collective."""
         self.forget_failed()
         if self.in_backward:
-            self.abort()  # an exception in a backward that the engine was not told of
+            self.abort()  # an exception has ended a plain ``loss.backward()``
         else:
             self.end()
 
     def under_way(self) -> str | None:
-        """What is going on, in words, if a step is; None between steps."""
+        """Describe the running step, for error messages. Returns None between steps."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"
@@ -267,20 +246,20 @@ class Passes:
         return None
 
     def plans_changed(self) -> None:
-        """Forget what was learned of passes: buckets have other plans."""
+        """Forget what was learned of passes, after buckets got new plans."""
         self.order.plans_changed()
         self.reducer.plans_changed()
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Count passes anew after a step of the optimizer: the next pass is the first of its step."""
+        """Restart the numbering of passes after an optimizer step, unless a scope is open."""
         if self._scope is None:
             self._ordinal = 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
-        """The module of ``unit`` is called."""
+        """Open a pass if none is open, and gather ``unit`` before its module's forward."""
         self.forget_failed()
         if self.key is None:
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
@@ -300,12 +279,7 @@ class Passes:
         self.stays.begin(unit)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
-        """The module of ``unit`` returned.
-
-        Args:
-            outermost: no call of another unit is around it.
-            awaits_backward: whether a backward is to be expected from it.
-        """
+        """Drop ``unit`` after its module's forward, if allowed, and end the pass if the call opened it."""
         self.lane.leaves()
         if unit.index and not self.in_backward:
             self.stays.end(unit)
@@ -316,28 +290,23 @@ class Passes:
 
     @outside_autograd
     def call_ends(self) -> None:
-        """The outermost call of a module that holds units returned."""
+        """Answer other ranks' gathers after the outermost call of a module that holds units. Collective."""
         if self.key is not None and not self.in_backward:
             self.comm.place = f"end of a call in pass {self.key}"
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """The outermost call of a module ended with an exception."""
+        """Abort the pass after the outermost module call has raised, unless the scope will."""
         if self._scope is None:
             self.abort()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrow(self, unit: Unit) -> None:
-        """Gather ``unit`` inside a pass, because its parameters are read."""
         self._demand(unit, "a read of parameters")
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """A read of parameters of ``unit`` is over.
-
-        Args:
-            keep: somebody holds values of the unit, which then stay until the pass ends.
-        """
+        """Drop ``unit`` after a read of its parameters; with ``keep``, hold it until the pass ends."""
         if keep:
             self.progress.hold(unit)
         elif not self.in_backward:
@@ -345,7 +314,7 @@ class Passes:
 
     @outside_autograd
     def recomputes(self, unit: Unit) -> None:
-        """The forward of ``unit`` is computed again in a backward."""
+        """Gather ``unit`` before its forward is computed again in a backward."""
         self.backward_begins()
         if unit.index and unit.reshards:
             self._demand(unit, "recomputation")
@@ -367,20 +336,19 @@ class Passes:
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
-        """A backward starts; ``explicit``: its end will be told."""
+        """Prepare units, gradients and the reducer for a backward. ``explicit``: the engine is told of its end."""
         if self.key is None:
             key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
         else:
-            self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
+            self.watch_trainable()
         self.hooks.come_last()
         self.lane.backward_begins()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit and self.look is None
         # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
-        # Before ``remove``, which sets ``grad`` to None. To ``forget_cleared`` a None says that users have cleared it,
-        # and that would drop what earlier backwards have accumulated.
+        # Before ``remove``, which sets ``grad`` to None: ``forget_cleared`` would take that for a clear by the user.
         self.sharded_grads.forget_cleared()
         if self.look is None:
             self.reducer.begin(str(self.key), lambda b: sum([info.param.requires_grad for info in b.params]))
@@ -389,10 +357,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Begin a backward that the engine was not told of; each event of a backward comes here first.
-
-        It is not ``outside_autograd``: grad mode is on in a backward with ``create_graph``, and is asked for below.
-        """
+        """Begin a backward at its first event, if the engine was not told of it. All backward events call this."""
         if self.phase is not Phase.TOLD:
             self.forget_failed()
         if not self.in_backward:
@@ -400,15 +365,13 @@ class Passes:
             passes_ref = ref(self)
             self._noticed = GraphTask(self._graph_task_ended, lambda: _graph_task_gone(passes_ref))
         if torch.is_grad_enabled():
-            # create_graph: the new graph needs weights again, at moments that no hook tells. So units stay gathered.
+            # create_graph: the new graph reads weights at moments that no hook reports. So units stay gathered. This
+            # method is not ``outside_autograd``, so that it sees the grad mode.
             self._open.second_order = True
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Inside, ``look(info, grad)`` is given each gradient as autograd has made it, and nothing keeps it.
-
-        Gradients that are there stay as they are, and steps and clipping do nothing. Around whole steps, on all ranks.
-        """
+        """Give each gradient inside to ``look(info, grad)`` and store none. Steps do nothing inside. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos()):
             self.look = look
@@ -419,15 +382,14 @@ class Passes:
                 self.look = None
 
     def forget_failed(self) -> None:
-        """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
+        """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
         if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed.is_over):
-            self.sharded_grads.forget_cleared()  # placed when it failed: the user may have cleared some since
+            self.sharded_grads.forget_cleared()  # the user may have cleared gradients since the failure
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Have the weights of ``unit`` gathered for a kernel of a backward; returns whether they are there."""
-        # Outside of a backward somebody only looks at a graph (a drawing, a debugger), maybe on one rank alone: a
-        # gather here would wait for ranks that never come.
+        """Gather ``unit`` before a kernel of a backward reads its weights. Returns whether the weights are gathered."""
+        # Outside of a backward someone only draws the graph, maybe on one rank: a gather would never end.
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
@@ -438,17 +400,17 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """The gradients of the inputs of one call are complete."""
+        """Drop ``unit`` if it has all gradients, after the gradients of one call's inputs are complete."""
         self.progress.inputs_arrived(unit, call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
-        """Autograd accumulated the gradient of one parameter; ``shown``: a hook of the user's has seen it.
+        """Pass one gradient to the reducer, and drop ``unit`` after its last one. ``shown``: a user's hook has seen it.
 
         Raises:
-            RuntimeError: that hook would have seen the sum of several in torch, and saw one of them here.
+            RuntimeError: the user's hook should have seen the sum with an earlier gradient, but saw this part only.
         """
-        # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
+        # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         sums = self.sums
         if sums is None:
             self.backward_begins()
@@ -472,7 +434,7 @@ class Passes:
 
     @contextlib.contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Add up the gradients that arrive inside, in fp32, and take them at the end as those of one backward."""
+        """Sum the gradients that arrive inside in fp32, and reduce the sums as the gradients of one backward."""
         self.backward_begins()
         before, self.sums = self.sums, GradSums()
         try:
@@ -480,7 +442,7 @@ class Passes:
             sums = self.sums
         finally:
             self.sums = before
-        for unit, bucket, slot, total in sums.take():  # inside of another such call they go on to its sums
+        for unit, bucket, slot, total in sums.take():  # nested calls pass their sums to the outer call
             self.grad_arrived(unit, bucket, slot, total)
 
     def _maybe_reshard(self, unit: Unit) -> None:
@@ -495,8 +457,7 @@ class Passes:
         if self.look is not None or self.reducer.has_arrivals:
             self._end_backward()
             return
-        # This was torch.autograd.grad: it brings no gradient to parameters, so nothing may be reduced, as other ranks
-        # may not have called it. The forward goes on, or another backward follows.
+        # This was torch.autograd.grad. Other ranks may not have called it, so nothing may be reduced.
         self._enter(Phase.FORWARD)
         self.sharded_grads.place_used()
         if not self._open.second_order:
@@ -505,25 +466,24 @@ class Passes:
 
     @outside_autograd
     def _end_backward(self) -> None:
-        """End a backward on all ranks: reduce what is left, in order, and close the pass."""
+        """Reduce the remaining gradients in order and close the pass, at the end of a backward. Collective."""
         self.comm.place = f"end of backward in pass {self.key}"
         self.lane.ends()
-        # The reductions first: a rank that is still in its backward may wait for one of them (``Reducer._issue``), and
-        # as long as it waits it does not come to the gathers that ``order.end`` may wait for.
+        # First: before a rank in its backward can issue gathers for ``order.end``, it may wait for these reductions.
         if self.look is None:
             self.reducer.flush()
-        # Before ``reducer.end``, which waits for all ranks: one that is still on its way may need these gathers first.
+        # Before ``reducer.end``, which waits for all ranks: another rank may need these gathers first.
         self.order.end()
-        # Before ``reducer.end`` too, whose message tells the others whether this rank has written to parameters.
+        # Before ``reducer.end`` too, whose message says whether this rank has written to parameters.
         self.writes.take_all_over()
         written = self.look is None and self.reducer.end(self.writes.unconfirmed)
         self.sharded_grads.place_used()
         self._close()
-        # After the pass is closed: ``confirm`` may raise, on all ranks, and the engine must be at rest by then.
+        # After ``_close``: ``confirm`` may raise on all ranks, and no pass may be open then.
         if written:
             for unit in self.units:
                 if not unit.reshards:
-                    unit.unshard_wait()  # a copy whose refresh is under way would look like a write that differs
+                    unit.unshard_wait()  # a copy whose refresh is under way would look like a different write
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)

@@ -1,10 +1,8 @@
-"""Stands in the place of units' forwards: compiled, and inside of a checkpoint or of chunks (``vertical/``).
+"""Replaces units' forwards, by compiled ones, inside of checkpoints or in chunks (``vertical/``).
 
-The module's ``forward`` is replaced and not its call, so that hooks, ours and the user's, run once.
-
-Activation checkpointing: a block keeps its inputs only, and computes the rest again in the backward. That gathers the
-unit first, because the gradient of any tensor that the block has computed may start it, not only that of an output. It
-does not change buffers again: running statistics would move on twice in a step.
+Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
+keeps its inputs only, and computes the rest again in the backward after a gather of its unit. Buffers are not changed
+again, because running statistics would move twice per step.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 
-Around = Callable[["UnitForward", Any, Any], Any]  # of the arguments, and those by name
+Around = Callable[["UnitForward", Any, Any], Any]  # called with positional and keyword arguments
 
 
 class UnitForward:
-    """The forward of the module of one unit.
+    """Replaces the forward of one unit's module.
 
     Attributes:
-        plain: as it was before sharding.
-        inner: ``plain``, or what it was compiled to.
+        plain: the module's forward before sharding.
+        inner: ``plain``, or its compiled version.
     """
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
@@ -58,35 +56,33 @@ class UnitForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has been called."""
         return self.inner is not self.plain
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
-        """Compile it, or compile it otherwise than before."""
+        """Compile the forward, in place of an earlier compilation."""
         self.inner = compile(self.plain)
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """Have ``around`` called in its place, with this object and the arguments."""
+        """Call ``around(self, args, kwargs)`` in place of the forward."""
         self._around = around
         self._put()
 
     def _put(self) -> None:
-        # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
+        # updated=(): torch.compile would use attributes of a compiled forward to bypass this function.
         @functools.wraps(self.plain, updated=())
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.inner(*args, **kwargs) if self._around is None else self._around(self, args, kwargs)
 
         if (module := self._module()) is not None:
-            # A graph around the unit may not lead through here: a backward would not find the unit's weights.
+            # A graph must not lead through the unit, or a backward would not find the unit's weights.
             self._hooks.replace_forward(module, outside_graphs(forward))
 
 
 class BuffersAgain:
-    """Of one unit's module, for forwards that are computed again in a backward.
+    """Lets forwards that are computed again change copies of a module's buffers.
 
-    A buffer that a forward has changed is replaced by a copy while it is computed again. torch's norms are known: they
-    change their statistics without telling autograd.
+    Norms of torch are known by class, because they change statistics unseen by autograd.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,7 +95,7 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Around a first forward: see what it changes."""
+        """Note which buffers the first forward changes."""
         before = [(owner, name, buffer, buffer._version) for owner, name, buffer in self._buffers()]
         yield
         for owner, name, buffer, version in before:
@@ -108,8 +104,7 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Around a second forward: it changes copies. Not undone afterwards, as its backward may read what it has
-        changed."""
+        """Replace changing buffers by copies inside. Copies keep their changes, which the backward may read."""
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()
@@ -125,11 +120,7 @@ class BuffersAgain:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Check that there are blocks to compute again, or to compile.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Raise a ConfigError if the settings ask to recompute or compile blocks and there are no blocks."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"
@@ -146,12 +137,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward, and computes it again in the backward.
-
-    Args:
-        offload_inputs: the inputs that are kept wait in host memory.
-        pin_memory: ... which is pinned (there is an accelerator).
-    """
+    """Runs a unit's forward, and computes it again in the backward. ``offload_inputs``: keep its inputs on the host."""
 
     def __init__(self, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
@@ -171,18 +157,17 @@ class Recomputation:
 
 
 def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of a ``block``, with None for caches of keys and values of transformers that hold nothing yet.
+    """Replace empty transformers key-value caches by None in the arguments of a ``block``.
 
-    Models make one for each call that is not told ``use_cache=False``. An empty one gives back what is put in, but a
-    second forward would add to it. transformers' own checkpoints leave it out too, but where a block says that it only
-    reads it.
+    Models create one for each call without ``use_cache=False``, and a second forward would add to it. transformers' own
+    checkpoints do the same, except for blocks that only read the cache.
     """
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     if getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
 
     def keep(leaf: Any) -> Any:
-        # Some hold a number from the beginning on.
+        # Some caches hold a 0-d or 1-d tensor from the beginning.
         return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in tensors_inside(leaf)) else leaf
 
     changed: tuple[Any, Any] = map_leaves((args, kwargs), keep)
@@ -192,9 +177,8 @@ def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]
 class _Call:
     """One call of a block: its forward, and the forwards that compute it again.
 
-    The checkpoint is given the tensors of the arguments, each once, because a module may look whether two arguments are
-    one tensor (``MultiheadAttention`` does, and computes otherwise if they are not). The second forward gets containers
-    as they were before the first, as a block may append to a list.
+    Each tensor is given to the checkpoint once, because a module may test whether two arguments are the same tensor
+    (``MultiheadAttention``). Containers are copied before the first forward, because a block may append to a list.
     """
 
     def __init__(
@@ -208,9 +192,9 @@ class _Call:
     ) -> None:
         self._unit, self._inner = forward.unit, forward.inner
         self._passes, self._buffers = ref(passes), buffers
-        self._given: tuple[Any, Any] | None = given  # until the first forward
+        self._given: tuple[Any, Any] | None = given  # None after the first forward
         self._form = form
-        # Weakly: the checkpoint decides which inputs live on (offloaded ones do not, on the device).
+        # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
         self._modes = function_modes()
 
@@ -223,8 +207,7 @@ class _Call:
             passes.recomputes(self._unit)
         args, kwargs = self._given or copy_containers(put_tensors(self._form, tensors))
         self._given = None
-        # Ours go inside of the hooks of the checkpoint, which would save bare views of weights: dropped with their
-        # unit, these would have no memory when the backward reads them.
+        # Inside of the checkpoint's hooks, which would save bare views of weights whose memory is dropped.
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())

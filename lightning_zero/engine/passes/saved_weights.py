@@ -1,13 +1,8 @@
-"""Has weights that autograd has saved gathered when a backward reads them, whatever leads to that backward.
+"""Gathers weights that autograd has saved when a backward reads them.
 
-Autograd saves a weight as a view of its bucket's buffer, whose memory goes when the unit is dropped. So all tensors
-that the forward of a unit saves pass through here. A view of a buffer is packed together with its unit. It is unpacked
-just before the kernel that reads it runs, and unpacking gathers the unit. That holds for every way into a unit's graph:
-its outputs, tensors that the unit keeps on itself or puts into a list, outputs that were changed in place, a second
-backward, a checkpoint's recomputation.
-
-torch checks, before a backward reads a saved tensor, that it was not changed in place. It does not check tensors that
-hooks have packed, so this file does.
+Autograd saves a weight as a view of its bucket's buffer, whose memory is freed when the unit is dropped. So saved views
+of buffers are packed together with their unit. Autograd unpacks a view just before a kernel reads it, in any kind of
+backward, and unpacking gathers the unit. torch does not check packed tensors for in-place changes; this file does.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_zero.engine.passes.open_pass import Progress
 from lightning_zero.engine.units.unit import Unit
 
-_DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
+_DROPPED = "for storage of size 0"  # torch's message about a saved view without memory
 _CHANGED = "modified by an inplace operation"
 _READ_OUTSIDE = (
     "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
@@ -45,18 +40,14 @@ class _Other(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """What the hooks around ours (the user's, or those of a checkpoint) have made of a tensor."""
+    """What outer hooks (the user's or a checkpoint's) have packed."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
 
 
 class SavedWeights:
-    """Packs what units' forwards save.
-
-    Args:
-        needed: is called with the unit whose weights are read next; returns whether they are there.
-    """
+    """Packs tensors that units' forwards save. ``needed(unit)`` gathers, and returns whether weights are present."""
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
@@ -64,9 +55,7 @@ class SavedWeights:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Find the memory of units that are dropped after use."""
-        # By the storage object, which a buffer keeps when its memory goes. By address it would be wrong: freed memory
-        # may be an activation's next.
+        # By storage object, which a buffer keeps. Addresses of freed memory may belong to activations later.
         self._unit_of = {
             bucket.full.data.untyped_storage()._cdata: unit
             for unit in self._units
@@ -75,21 +64,21 @@ class SavedWeights:
         }
 
     def packed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the ``with``, the tensors that autograd saves are packed."""
+        """Pack the tensors that autograd saves inside the ``with``."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
     @property
     def possible(self) -> bool:
-        """Whether torch allows hooks now. Inside torch.func's transforms it allows none, and saves bare tensors."""
+        """Return whether torch allows hooks now. Inside torch.func's transforms it does not."""
         return bool(_autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
     @property
     def alone(self) -> bool:
-        """Whether no hooks of others are in force.
+        """Return whether no other hooks are active.
 
-        Those of a checkpoint count the tensors that they see, and count again in the recomputation. If ours took out a
-        tensor at one of the two times only, the numbers would differ.
+        A checkpoint counts the tensors that its hooks see, in the forward and in the recomputation. Ours could make the
+        counts differ.
         """
         outer = _autograd._top_saved_tensors_default_hooks(True)
         return outer is None or outer[0] == self._pack
@@ -100,11 +89,11 @@ class SavedWeights:
             return self._pack, self._unpack
         pack, unpack = outer
         if isinstance(getattr(pack, "__self__", None), SavedWeights):
-            return self._pack, self._unpack  # of another engine, whose weights this one's units do not save
+            return self._pack, self._unpack  # another engine's hooks; units of this engine do not save its weights
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def _owner_of(self, tensor: Tensor) -> Unit | None:
-        """The unit of a tensor that is a view of a buffer."""
+        """Return the unit whose buffer ``tensor`` is a view of, if any."""
         try:
             return self._unit_of.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
@@ -114,8 +103,8 @@ class SavedWeights:
         unit = self._owner_of(tensor)
         if unit is not None:
             return _Weight(tensor, tensor._version, unit)
-        # Without its history, which torch gives back: a kernel that saves its own result (tanh) would hold itself, and
-        # a graph without a backward, with all that it leads to, would live for ever. The version is counted together.
+        # Detached: a kernel that saves its own result (tanh) would reference itself, and a graph without a backward
+        # would live for ever. torch restores the history. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
@@ -126,8 +115,7 @@ class SavedWeights:
         self._pack_next_order()
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        # Somebody looks at the graph, and the weights are not here. The view has no memory, and reading it may crash:
-        # NaN of its shape instead.
+        # Someone looks at the graph, and the weights are dropped. Reading the view could crash, so return NaN.
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
             return packed.view.new_full((), float("nan")).expand(packed.view.shape)
         tensor, version = packed[:2]
@@ -141,11 +129,9 @@ class SavedWeights:
         return tensor
 
     def _pack_next_order(self) -> None:
-        """Pack what is saved by the kernel that unpacks: one of a backward with ``create_graph``, or a function of
-        Python's that makes a graph in its backward (a reentrant checkpoint inside of a unit, which calls no unit).
+        """Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
 
-        The hooks are pushed and never popped here. torch takes them off again: each node of a graph begins with the
-        hooks that were in force when the backward began.
+        Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
         """
         if torch._C._current_graph_task_id() == -1 or not self.possible:
             return
@@ -164,11 +150,7 @@ def _refuse_changed(tensor: Tensor, version: int) -> None:
 
 
 def explain_weights(error: BaseException, units: Sequence[Unit], progress: Progress) -> None:
-    """Add to an error that a backward has raised what may have led to it.
-
-    Raises:
-        RuntimeError: in the place of one that nobody would understand.
-    """
+    """Add the likely cause to an error of a backward, or raise a RuntimeError that explains it."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):

@@ -1,13 +1,11 @@
-"""What ``param.grad`` is from a backward until it is cleared: a tensor whose values are in fragments on the ranks.
+"""Defines ``param.grad`` after a backward: a tensor whose values are in fragments on the ranks.
 
 ::
 
     zero_, and mul_, div_, clamp_ by numbers   change this rank's fragment at once
-    norm, linalg.vector_norm                   from partial norms, one message for all gradients: grad_norms.py
-    any other read                             gathers the values; all ranks must make it
+    norm, linalg.vector_norm                   partial norms, one message for all gradients: grad_norms.py
+    any other read                             gathers the values; collective
     any other write                            refused
-
-A ``param.grad`` that is None at the next backward or step was cleared by the user.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from lightning_zero.engine.units.param import ParamInfo
 
 _aten = torch.ops.aten
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
-_IN_PLACE = {  # the operation: the method that does it to a tensor
+_IN_PLACE = {  # operation: name of the tensor method
     _aten.zero_.default: "zero_",
     _aten.mul_.Tensor: "mul_",
     _aten.mul_.Scalar: "mul_",
@@ -68,19 +66,16 @@ Args = Sequence[Any]
 
 
 class ShardedGrad(Tensor):
-    """The gradient of a sharded parameter, as ``param.grad`` shows it; or a view of one whose values were gathered.
-
-    A view cannot be written: what is written to gathered values would be lost.
-    """
+    """Represents a sharded parameter's gradient as ``param.grad``, or a read-only view of its gathered values."""
 
     info: ParamInfo
-    gathered: Tensor | None  # of a view: what it shows
-    added: bool  # autograd added a new gradient to it before the engine took notice of the backward
+    gathered: Tensor | None  # the values that a view shows; None if not a view
+    added: bool  # autograd added a gradient before the engine noticed the backward
     incoming: Tensor | None  # that gradient
-    # Weakly: Python's garbage collector does not see through ``param.grad``, and the module would live for ever.
+    # Weakly: the garbage collector does not see through ``param.grad``, and the module would live for ever.
     _owner: ref[ShardedGrads]
 
-    # What is made of it is no ShardedGrad, but for views.
+    # Results of operations are plain tensors, except views.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -101,12 +96,11 @@ class ShardedGrad(Tensor):
         return owner
 
     def pop_incoming(self) -> Tensor | None:
-        """The gradient that autograd added."""
         incoming, self.incoming = self.incoming, None
         return incoming
 
     def whole(self) -> Tensor:
-        """Its values, in a tensor of their own. Collective, but for views."""
+        """Return the values: gathered into a new tensor, or those that a view shows. Collective, except for views."""
         return self.owner.gather(self.info) if self.gathered is None else self.gathered
 
     @property
@@ -115,13 +109,13 @@ class ShardedGrad(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is not self:  # else Module.to, for the device where it is
+        if value is not self:  # ``Module.to`` assigns the same object
             raise _refusal(self.info.fqn)
 
     def detach(self) -> Tensor:
         return self
 
-    # torch refuses these of any subclass.
+    # torch refuses these methods on any subclass.
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole().numpy(*args, **kwargs)
 
@@ -148,13 +142,12 @@ class ShardedGrad(Tensor):
                 act(grad, _IN_PLACE[func], args[1:])
             return None if many else args[0]
         if func is _aten.add_.Tensor and _is_grad(args[0]) and torch._C._current_graph_task_id() != -1:
-            # Autograd accumulates, in a backward that the engine has not heard of yet. The gradient is kept for our
-            # hook, which runs right after.
+            # Autograd accumulates in a backward that is not noticed yet. Our hook, which runs next, takes the gradient.
             args[0].added, args[0].incoming = True, args[1]
             return args[0]
         if func is _NORMS or func is _NORM:
             tensors = args[0] if func is _NORMS else args[:1]
-            # Whether ``get_total_norm`` has asked, by itself and not by what it is called from.
+            # Lazy only if the direct caller is ``get_total_norm``.
             lazy = sys._getframe(1).f_code in _CODE_OF_TOTAL_NORM
             norms = [_norm(tensor, *args[1:], lazy=lazy, **kwargs) for tensor in tensors]
             return norms if func is _NORMS else norms[0]
@@ -184,7 +177,7 @@ def _norm(
     dtype: torch.dtype | None = None,
     lazy: bool,
 ) -> Tensor:
-    """``torch.linalg.vector_norm``: of all of a gradient from partial norms, otherwise of its values."""
+    """Compute ``torch.linalg.vector_norm``: from partial norms for a whole gradient, otherwise from gathered values."""
     is_whole = not dim or {d % tensor.dim() for d in dim} == set(range(tensor.dim()))
     if not _is_grad(tensor) or not is_whole or keepdim or not norm_type >= 0.0:
         values = tensor.whole() if isinstance(tensor, ShardedGrad) else tensor
@@ -195,11 +188,7 @@ def _norm(
 
 
 def _read(func: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> object:
-    """Run an operation on the values of gradients. Collective.
-
-    Raises:
-        RuntimeError: the operation writes to one.
-    """
+    """Run an operation on gathered values of gradients. Raises RuntimeError if it writes to a gradient. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -232,12 +221,11 @@ def _refusal(fqn: str) -> RuntimeError:
 
 
 class LazyNorm(Tensor):
-    """Norms of gradients, 0-d or stacked, that are computed when they are used.
+    """Delays norms of gradients, 0-d or stacked, until someone uses them.
 
-    ``get_total_norm``, which ``clip_grad_norm_`` calls, takes the norm of each gradient, stacks them and takes the norm
-    of that. Norms of single gradients cost an exchange for which the host waits, and nobody wants them there. So inside
-    of that function, and nowhere else, each is one of these. The norm of their stack is :meth:`GradNorms.total`: one
-    message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``.
+    ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
+    cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
+    stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``.
     """
 
     grads: Sequence[ShardedGrad]
@@ -255,7 +243,7 @@ class LazyNorm(Tensor):
         return wrapper
 
     def each(self) -> Tensor:
-        """The norm of each gradient: of the shape of this tensor."""
+        """Compute the norm of each gradient, in this tensor's shape. Collective."""
         norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
         return torch.stack(norms) if self.dim() else norms[0]
 
@@ -281,14 +269,7 @@ class LazyNorm(Tensor):
 
 
 class ShardedGrads:
-    """The gradients of one engine as users see them: a :class:`ShardedGrad` for each parameter, made once.
-
-    Args:
-        forget_failed: ends the pass of a backward that has raised unnoticed.
-
-    Attributes:
-        norms: their norms.
-    """
+    """Owns the gradients of one engine as users see them: one :class:`ShardedGrad` per parameter, made once."""
 
     def __init__(self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None]) -> None:
         self._reducer, self._grads = reducer, reducer.grads
@@ -302,7 +283,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Inside, ``param.grad`` is the caller's own, and says nothing of the gradients that there are."""
+        """Leave ``param.grad`` to the caller inside the ``with``, and restore it afterwards."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -315,12 +296,12 @@ class ShardedGrads:
                 param.grad = grad
 
     def place_used(self) -> None:
-        """Set ``param.grad`` after a backward, of parameters that were used in it or before it."""
+        """Set ``param.grad`` after a backward, for all parameters with gradients."""
         for bucket, grads in () if self._aside else self._grads.items():
             self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of these parameters: they have gradients, which may have changed."""
+        """Set ``param.grad`` of these parameters, and drop cached norms, because gradients may have changed."""
         self.norms.forget()
         for info in infos:
             grad = self._of.get(id(info.param))
@@ -330,7 +311,7 @@ class ShardedGrads:
             info.param.grad = grad
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` to None, because a backward starts: autograd must find no gradient to add to."""
+        """Set ``param.grad`` to None when a backward starts, so that autograd finds nothing to add to."""
         for info in infos:
             if isinstance(info.param.grad, ShardedGrad):
                 info.param.grad = None
@@ -338,13 +319,13 @@ class ShardedGrads:
                 grad.added = False
 
     def settle(self) -> None:
-        """Wait until gradients are what users' code has left of them, before they are looked at."""
+        """Finish pending work before a read of gradients: steps under way, failed backwards, and clears by users."""
         self._forget_failed()
         self._after_step.wait_for_steps()
         self.forget_cleared()
 
     def forget_cleared(self) -> None:
-        """Drop the gradients that users have cleared (``param.grad = None``) since they were placed."""
+        """Drop gradients that users have cleared (``param.grad = None``) since they were placed."""
         for bucket, grads in () if self._aside else self._grads.items():
             if not grads.used and not bucket.grad_store.is_there:
                 continue
@@ -357,11 +338,7 @@ class ShardedGrads:
             grads.forget(cleared)
 
     def used_params(self) -> set[int]:
-        """Ids of the parameters that any rank gave a gradient since it was last cleared.
-
-        Raises:
-            RuntimeError: ``param.grad`` was assigned by hand.
-        """
+        """Return ids of parameters with a gradient on any rank. Raises RuntimeError if a user set ``param.grad``."""
         used = set()
         for bucket, grads in self._grads.items():
             for info in bucket.params:
@@ -379,18 +356,15 @@ class ShardedGrads:
 
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Args) -> None:
-        """Apply an elementwise method, in place, to this rank's fragment of a gradient.
-
-        Args:
-            numbers: its arguments: numbers, 0-d tensors or None.
+        """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
 
         Raises:
-            RuntimeError: the gradient lacks some of its backwards.
+            RuntimeError: the gradient lacks a backward that raised, or is not reduced yet.
         """
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
-        bucket.awaited_step.wait()  # an offloaded step owns the gradient that it was given until it is over
+        bucket.awaited_step.wait()  # an offloaded step owns the gradient until the step is over
         self.norms.forget()
         if method == "zero_":
             self._grads[bucket].zero(info.slot)
@@ -405,17 +379,17 @@ class ShardedGrads:
         if (fragment := bucket.grad_fragment(info.slot)) is None:
             return
         if method not in ("mul_", "div_") and (scale := self._reducer.shown_scale(id(info.param))) != 1.0:
-            numbers = [number if number is None else number / scale for number in numbers]  # gradients rest unscaled
+            numbers = [number if number is None else number / scale for number in numbers]
         values = fragment.values
         getattr(values, method)(*(n.to(values.device) if isinstance(n, Tensor) else n for n in numbers))
 
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
-        """The values of one gradient as DDP shows it, in a new tensor. Collective, where gradients are in shards.
+        """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded.
 
         Raises:
-            RuntimeError: inside a backward; or the gradient lacks some of its backwards.
-            StallError, ApartError: other ranks are somewhere else.
+            RuntimeError: inside a backward; or a backward raised; or the gradient is only partly reduced.
+            StallError, ApartError: other ranks make other calls.
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
@@ -430,7 +404,7 @@ class ShardedGrads:
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
         flat = torch.zeros(info.numel, dtype=bucket.dtypes.grad, device=comm.device)
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # other replicas hold it too
+        if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.plan.shards_master:
             with comm.at("a read of .grad, which takes all ranks"):
@@ -442,16 +416,13 @@ class ShardedGrads:
     # -- many together ------------------------------------------------------------------------------------------------
 
     def total_norm(self, places: Iterable[Place], norm_type: float = 2.0) -> Tensor:
-        """See :meth:`GradNorms.total`; 0 where gradients are only looked at. Collective."""
+        """Call :meth:`GradNorms.total`. Returns 0 inside :meth:`set_aside`. Collective."""
         return torch.zeros((), device=self._reducer.comm.device) if self._aside else self.norms.total(places, norm_type)
 
     def clip_by_norm(
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Collective.
-
-        Returns:
-            The norm before.
+        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective.
 
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -459,13 +430,13 @@ class ShardedGrads:
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
-        # As torch.nn.utils.clip_grad_norm_: no host synchronization, a factor of one where nothing is to be clipped.
+        # Multiply by one if nothing is to be clipped, as torch does: a test would make the host wait.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         streams = self._reducer.comm.streams
-        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
+        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Whether a whole bucket on the host is multiplied later, by its step: the host waits for nothing here."""
+            """Let the step multiply a whole bucket on the host, so that the host does not wait here."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -474,21 +445,16 @@ class ShardedGrads:
         return norm
 
     def clip_by_value(self, places: Iterable[Place], clip_value: float) -> None:
-        """Clamp gradients to ``[-clip_value, clip_value]``."""
         for grad in self._shards_of(places):
             grad.clamp_(-clip_value, clip_value)
 
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """All that this rank holds of reduced gradients, to be changed in place: views.
-
-        Args:
-            but: says of a bucket, and its slots, that they are left out.
-        """
+        """Return views of this rank's parts of reduced gradients, unless ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
-        self.settle()  # and wait for steps under way, which own their gradients until they are over
+        self.settle()
         self.norms.forget()
         views = []
         for bucket, slots in slots_of(places).items():
@@ -497,7 +463,7 @@ class ShardedGrads:
         return views
 
     def overflowed(self, places: Iterable[Place]) -> bool:
-        """Whether any rank holds a gradient at ``places`` that is not finite; checked where they rest. Collective."""
+        """Return whether any rank holds a non-finite gradient at ``places``; checked on its tier. Collective."""
         if self._aside:
             return False
         places = list(places)
@@ -506,6 +472,6 @@ class ShardedGrads:
         known, views = parts_of_shards(self._grads, slots_of(places), lambda store: store.all_finite())
         checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]
         checks += [torch.stack(list(known.values())).all()] if known else []
-        found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
-        # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
+        found = not all(map(bool, checks))  # few ``bool`` calls, because the host waits for the device in each
+        # All ranks must skip the step together, so they agree.
         return bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))

@@ -1,6 +1,4 @@
-"""Leads ``optimizer.step()`` of the user's object to the engine, by a method on the object; and does what comes before
-and after a step: the waits before it, and the gathers after it.
-"""
+"""Lead `optimizer.step()` of the user's object to the engine, and do what comes before and after each step."""
 
 from __future__ import annotations
 
@@ -24,27 +22,25 @@ from lightning_zero.optimizers.low_bits import PieceMemory
 
 Step = Callable[[Callable[[], Any] | None], Any]
 
-_BETWEEN = -1  # a place among an optimizer's hooks that torch gives to none
+_BETWEEN = -1  # hook id that torch never gives out
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly."""
+    """Replace `optimizer.step` by `step`, a bound method whose object is held weakly."""
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
-        self._given = optimizer.__dict__.get("step")  # a scheduler's, which counts
+        self._given = optimizer.__dict__.get("step")  # a scheduler's wrapper that counts steps
         self._inner = optimizer.step
         optimizer.step = types.MethodType(_step_of(optimizer.step, _weak(step)), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
 
     def inner(self, between: Callable[[], None]) -> None:
-        """Make the step of the optimizer's own class, on the tensors that its param groups list.
+        """Run the step of the optimizer's own class, on the tensors that its param groups list.
 
-        Args:
-            between: called after the user's hooks that come before a step, which may set a learning rate, and before
-                the step.
+        `between` is called just before, and after the user's step pre-hooks, which may set a learning rate.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks
         hooks[_BETWEEN] = lambda *_: between()
@@ -54,7 +50,6 @@ class Stepping:
             del hooks[_BETWEEN]
 
     def undo(self) -> None:
-        """Give the optimizer its own methods back."""
         for name in ("step", *_READS_SLICES):
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
@@ -62,7 +57,7 @@ class Stepping:
 
 
 def _weak(step: Any) -> Step:
-    """A function that calls ``step``, and does not keep the engine alive for whoever keeps the optimizer."""
+    """Wrap `step` so that the optimizer does not keep the engine alive."""
     reference, function = ref(step.__self__), step.__func__
 
     def call(closure: Callable[[], Any] | None) -> Any:
@@ -75,12 +70,12 @@ def _weak(step: Any) -> Step:
 
 
 def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
-    """A ``step`` method that calls ``engine``, with the mark that a scheduler has put on the ``given`` one."""
+    """Make a `step` method that calls `engine`. It copies the mark that a scheduler has set on `given`."""
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return engine(closure)
 
-    if hasattr(given, "_wrapped_by_lr_sched"):  # a scheduler that is made later looks for it
+    if hasattr(given, "_wrapped_by_lr_sched"):  # schedulers that are made later look for the mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
@@ -100,14 +95,9 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 class AroundStep:
-    """Prepares and follows the steps of all optimizers of one engine. A step calls the methods in their order here.
+    """Prepare and finish the steps of all optimizers of one engine. A step calls the methods in this order.
 
-    Args:
-        place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
-        stepped: called behind every step, on all ranks.
-
-    Attributes:
-        pieces: memory of the steps in the worker, which does one at a time.
+    `place_of` raises for parameters that the engine does not own. `stepped` is called after every step, on all ranks.
     """
 
     def __init__(
@@ -128,15 +118,13 @@ class AroundStep:
         self._writes = writes
         self._after_step = after_step
         self._stepped = stepped
-        self.pieces = PieceMemory()
+        self.pieces = PieceMemory()  # for steps in the worker, which runs one at a time
 
     @outside_autograd
     def begins(self, params: Sequence[nn.Parameter]) -> None:
-        """Prepare a step: afterwards masters may be changed, and gradients that the user has cleared are gone.
+        """Wait for earlier steps and gathers, and take over user writes, before masters change. Collective.
 
-        Raises:
-            RuntimeError: parameters are shown by ``gather()``, or are whole between runs, or gradients wait for a
-                backward that reduces them.
+        Raises RuntimeError inside `gather()`, between runs, and while gradients wait for a backward that reduces them.
         """
         if self._passes.hooks.idle:
             raise RuntimeError(
@@ -152,30 +140,27 @@ class AroundStep:
         self._passes.forget_failed()
         self._after_step.settle()
         self._passes.sharded_grads.forget_cleared()
-        # Before masters change: taken over afterwards, a write would be set against values of after the step.
+        # Before masters change: later, the written values would be compared with values of after the step.
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether gradients are only looked at, and a step has none."""
+        """Whether gradients are only inspected. A step then does nothing."""
         return self._passes.look is not None
 
     def used(self) -> set[int]:
-        """Ids of the parameters that any rank gave a gradient since it was cleared."""
+        """Return ids of the parameters that got a gradient on any rank since gradients were cleared."""
         return self._passes.sharded_grads.used_params()
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
-        """Take the steps of buckets whose masters rest off the device, in the order of the forward."""
         self._after_step.submit(jobs)
 
     @outside_autograd
     def ends(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
-        """Follow a step.
+        """Update versions and start refreshes after a step of `params`. Collective.
 
-        Args:
-            changed: buckets whose masters are new, or will be when their steps are over.
-            params: the parameters that were stepped.
+        Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """
         self._passes.stepped()
         values_changed([self.place_of(param).info for param in params])
@@ -183,9 +168,9 @@ class AroundStep:
         self._stepped()
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.
+        """Refresh replicated compute parameters, unit by unit, after masters have changed. Collective.
 
-        The next forward waits for these gathers. In an open pass those of the root are waited for here.
+        The next forward waits for these gathers. In an open pass this method itself waits for the root's.
         """
         self._after_step.masters_changed(changed)
         if self._passes.key is not None:

@@ -1,10 +1,8 @@
-"""Makes the user's optimizer step shards.
+"""Make the user's optimizer step shards.
 
-Inside the patched ``step`` the param groups list *runs*: flat slices of master_param, each of adjacent
-fragments of one param group with one step count, with the matching slice of the gradient.
-
-A parameter that no rank gave a gradient is left alone, as DDP leaves it: no decay, no state, no step count. Its
-fragments then differ in step count from their neighbours, and the run is cut there (and stays cut).
+Inside the patched `step` the param groups list *runs*: flat slices of the masters, of adjacent fragments that share
+param group and step count. A parameter that no rank gave a gradient is not stepped, as under DDP: no decay, no state,
+no step count. From then on its step count differs from its neighbours', and the run is cut there.
 """
 
 from __future__ import annotations
@@ -49,45 +47,36 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class Stepper(ABC):
-    """Makes ``optimizer.step`` step the shards of an engine.
-
-    Attributes:
-        optimizer: the user's object, patched.
-    """
+    """Make `optimizer.step` step the shards of an engine."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         self.optimizer = optimizer
         self._around = around
 
     def _patch(self) -> None:
-        """Lead the optimizer's ``step`` to this object, once it is known that it can be stepped."""
+        """Lead the optimizer's `step` here, once a subclass knows that it can step the optimizer."""
         self._stepping = Stepping(self.optimizer, self.step)
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give the optimizer its own step back. State is dropped."""
+        """Give the optimizer its own `step` back, and drop its state."""
         self._stepping.undo()
         self.optimizer.state.clear()
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Where the parameters of each param group live.
-
-        Raises:
-            ConfigError: a parameter is not part of the sharded module.
-        """
+        """Find the bucket of each parameter by param group. Raises ConfigError for parameters of other modules."""
         return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def params(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def buckets(self) -> list[Bucket]:
-        """The buckets whose masters this optimizer steps, in order."""
         return list(self.groups())
 
     def groups(self) -> dict[Bucket, dict[int, int]]:
-        """For each bucket: slot -> param group."""
+        """Map each bucket to its slots, and each slot to its param group."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
             for place in group:
@@ -95,7 +84,7 @@ class Stepper(ABC):
         return result
 
     def _pop_states(self) -> dict[tuple[Bucket, int], dict[str, Any]]:
-        """Take the state that the optimizer holds for whole parameters: of earlier steps, or of its making."""
+        """Take the optimizer's state for whole parameters, from earlier steps or from its constructor."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -104,7 +93,7 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do the user's ``optimizer.step``: the closure first, which needs the user's own groups, then the shards."""
+        """Run the closure on the user's own param groups, then step the shards. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
@@ -119,109 +108,81 @@ class Stepper(ABC):
 
     @abstractmethod
     def _step(self, used: set[int]) -> set[Bucket]:
-        """Step what got a gradient.
-
-        Args:
-            used: ids of the parameters that did.
-
-        Returns:
-            The buckets that this changes, on any rank.
-        """
+        """Step the parameters whose ids are in `used`. Return the buckets that change on any rank."""
 
     # -- other rows -----------------------------------------------------------------------------------------------
 
     def check_row(self, row: StageRow) -> None:
-        """Refuse a row of ``zero/stage`` that the optimizer cannot be stepped under.
-
-        Raises:
-            ConfigError: why not.
-        """
+        """Raise ConfigError if the optimizer cannot be stepped under this row of `zero/stage`."""
         return
 
     def replanned(self) -> None:
-        """Follow other plans of buckets."""
+        """Drop what depends on the plans of the buckets, after the plans have changed."""
         self._around.pieces.clear()
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Make the state of a bucket anew, in its new home."""
+        """Load whole `states` for a bucket, after the bucket has got a new home."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        """Tensors of state, such that are not one for a whole parameter, that this rank holds for a bucket."""
+        """Yield this rank's state tensors of a bucket, except those kept once for a parameter (step counts)."""
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
-        """By slot, the state of a bucket that this rank saves, with a :class:`Leaf` for each tensor.
+        """Map slots to the state that this rank saves, with a :class:`Leaf` for each tensor.
 
-        What there is once for a parameter (a step count) is that of the rank of its first element.
-
-        Args:
-            once: state of empty parameters is that of the first rank; else of all ranks that know of it.
+        The rank with the first element of a parameter saves what is kept once for it (a step count). With `once` only
+        the first rank saves the state of empty parameters; else every rank that has it.
         """
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
-        """Slot, name, first element and values of a bucket's state that this rank saves. Its home may be closed."""
+        """Yield slot, name, first element and values of the state that this rank saves. The home may be closed."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Slot, leaf and whole values of a bucket's state, on the device, one after the other. Collective.
-
-        Args:
-            slots: the leaves of each slot that are wanted; the same on all ranks.
-        """
+        """Yield slot, leaf and whole values of the state in `slots`, which is the same on all ranks. Collective."""
 
     def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
-        """Refuse the state of a parameter that has other shapes than this optimizer keeps.
-
-        Args:
-            what: has it, in words.
-
-        Raises:
-            ConfigError: it has.
-        """
+        """Raise ConfigError, naming the source `what`, if a parameter's state has shapes that do not fit it."""
         return
 
     @abstractmethod
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Whether the optimizer has stepped any of the bucket's parameters: the same on all ranks."""
+        """Whether the optimizer has stepped any of the bucket's parameters. The same on all ranks."""
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all state. ``states``: for a parameter, its full tensors or plain values."""
+        """Replace all state by `states`: whole tensors and plain values for each parameter."""
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
+        """Yield the bytes of each state tensor that this rank has for a bucket, once steps were made."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Bytes that its state will take on ``tier`` on this rank, as far as that is known before the first step."""
+        """Bytes that state will take on `tier` on this rank, as far as known before the first step."""
 
     def states_per_element(self) -> int:
-        """Tensors of state as large as the masters that its class keeps, where that is known; else 0."""
+        """Number of state tensors as large as the masters, or 0 where the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Bytes of state of a bucket's tensors that are stepped whole: that there are, or will be under ``plan``."""
+        """Bytes of state of the bucket's tensors that are stepped whole, at present or under another `plan`."""
         return 0
 
     def step_peak(self) -> int:
-        """The most bytes that this rank holds beside its shards while they are stepped on the device."""
+        """Peak bytes that a step on the device takes beside this rank's shards."""
         return 0
 
 
 class ShardedOptimizer(Stepper):
-    """Steps slices.
-
-    Attributes:
-        runs: what stands in the param groups inside ``step``.
-    """
+    """Step slices of parameters, listed as runs in the param groups."""
 
     def __init__(
         self,
@@ -244,8 +205,7 @@ class ShardedOptimizer(Stepper):
         self._device_type = device_type
         self._known = is_known(optimizer)
         self._patch()
-        # State of earlier steps goes on. Other state is dropped: Adagrad makes its sums, which are as large as the
-        # parameters, when it is built.
+        # Keep the state of earlier steps only. Adagrad makes its sums, as large as the parameters, in its constructor.
         if stepped := {key: state for key, state in self._pop_states().items() if steps_in(state)}:
             self.load_param_states(stepped)
 
@@ -258,7 +218,7 @@ class ShardedOptimizer(Stepper):
 
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
         for run in self.runs.of(bucket):
-            # A list at once: a step may be under way in the worker, which adds entries.
+            # A list at once, because a step in the worker may add entries meanwhile.
             state = list(self.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
 
@@ -292,7 +252,7 @@ class ShardedOptimizer(Stepper):
                     if isinstance(value, Sliced) and value.numel:
                         own.setdefault(name, []).append((fragment.start, value))
             dtypes = {leaf.name: leaf.dtype for leaves in slots.values() for leaf in leaves}
-            for name in sorted(dtypes):  # also where this rank has nothing of it
+            for name in sorted(dtypes):  # also names of which this rank has nothing: all ranks must gather
                 parts = ((start, value.tensor) for start, value in own.get(name, ()))
                 full = bucket.gathered(parts, dtypes[name], "optimizer state")
                 for slot, leaves in slots.items():
@@ -344,13 +304,13 @@ class ShardedOptimizer(Stepper):
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
         jobs: list[StepJob] = []
-        fused = [group.get("fused") for group in self.optimizer.param_groups]  # which the eager step sets for itself
+        fused = [group.get("fused") for group in self.optimizer.param_groups]  # as set before the eager step
 
         def make_jobs() -> None:
             jobs.extend(self._job(bucket, used, fused) for bucket in lazy)
 
-        # ``no_grad`` after ``inference_mode(False)``, which switches grad mode on. State that is made in inference mode
-        # could not be changed outside of it later. Autocast would give some results of the step another dtype.
+        # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
+        # be changed outside of it, and autocast would change the dtype of some results.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -361,43 +321,35 @@ class ShardedOptimizer(Stepper):
             recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
             self._stepping.inner(make_jobs)
-        # Submitted after the eager step: the worker starts at once, and both write to ``optimizer.state``.
+        # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
             self._around.submit(jobs)
-        # Buckets of which this rank owns nothing have no job here. They are marked all the same, as on the other ranks.
+        # A bucket of which this rank owns nothing has no job, but is marked as asked for, as on the other ranks.
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.awaited_step.nothing_to_do()
         return changed
 
     def _is_lazy(self, bucket: Bucket) -> bool:
-        """Whether a bucket is stepped in the worker, on its own.
-
-        Unknown optimizers may count steps for a whole group, so they step whole groups, at once.
-        """
+        """Whether the worker steps the bucket. Unknown optimizers may count steps per group, and step eagerly."""
         return bucket.plan.steps_on_host and self._known
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Have masters and state in memory for an eager step; then bring the compute parameters up to date."""
+        """Hold masters and state in memory for an eager step, then update the compute parameters."""
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 stack.enter_context(opened(bucket.home, changed=True))
             yield
-            # Inside of the ``with``: new state has to move to its tier, and masters have to be readable, before the
-            # homes are closed.
+            # Before the homes close: new state must move to its tier, and masters must be readable.
             for bucket in buckets:
                 self.runs.adopt(bucket)
                 bucket.push()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make the step of one bucket, with hyperparameters and gradient as they are now.
-
-        Args:
-            fused: of each param group, where these are set for another step now.
-        """
-        # Now, because the caller goes on: a scheduler changes the learning rate, and ``zero_grad`` clears the gradient,
-        # before the worker comes to this bucket. And a shadow, as the worker sets param groups of its own.
+        """Make the step of one bucket, with the present hyperparameters and gradient and the given `fused` flags."""
+        # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
+        # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)
         for group, chosen in zip(shadow.param_groups, fused, strict=False):
             if "fused" in group:
@@ -406,7 +358,7 @@ class ShardedOptimizer(Stepper):
         step = type(shadow).step
 
         def run() -> None:
-            # Modes belong to a thread: those of the caller of ``step`` do not hold in the worker.
+            # Grad and inference modes belong to a thread, so the worker sets its own.
             in_worker = recording.span("step", bucket.label, on_host=True)
             with profiled("step", bucket.label), in_worker, torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
@@ -416,11 +368,7 @@ class ShardedOptimizer(Stepper):
         return StepJob(bucket, run)
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Bring the runs up to date with param groups and step counts.
-
-        Returns:
-            The buckets that this step changes, on any rank.
-        """
+        """Cut the runs for the present param groups and step counts. Return the buckets that change on any rank."""
         group_of = self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
@@ -438,10 +386,9 @@ class ShardedOptimizer(Stepper):
     def _runs_in_groups(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
-        """List, inside, the runs of ``buckets`` that got a gradient in the param groups of ``optimizer``.
+        """Put the runs of `buckets` that got a gradient into the param groups, for the body of the `with`.
 
-        Args:
-            claimed: the gradient of the one bucket, where it was claimed for a step of its own.
+        `claimed` is the gradient of the only bucket, if a job has claimed it.
         """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
@@ -461,7 +408,7 @@ class ShardedOptimizer(Stepper):
                 lists[index].append(run.tensor)
                 stepped.append(run)
         try:
-            # First: the groups are as the user has set them.
+            # Before the groups change, because these steps read the user's settings.
             self._step_in_pieces(optimizer, in_pieces, self._around.pieces if claimed is not None else PieceMemory())
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
@@ -470,13 +417,13 @@ class ShardedOptimizer(Stepper):
                     group["fused"] = True
             yield
         finally:
-            # Also after an exception: schedulers and the next ``zero_grad`` look for the user's own parameters here.
+            # Also after an exception: schedulers and `zero_grad` need the user's own parameters in the groups.
             for group, (params, fused) in zip(optimizer.param_groups, kept, strict=True):
                 group["params"] = params
                 if "fused" in group:
                     group["fused"] = fused
             for run in stepped:
-                run.tensor.grad = None  # a view: it would keep the bucket's gradient after it was cleared
+                run.tensor.grad = None  # this view would keep the memory of the bucket's gradient
 
     def _rounds(self, run: FlatRun) -> bool:
         return self._stochastic and run.tensor.dtype is torch.bfloat16
@@ -487,7 +434,7 @@ class ShardedOptimizer(Stepper):
         runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
         memory: PieceMemory,
     ) -> None:
-        """Step the runs whose arithmetic needs another dtype than they or their gradients have, or another factor."""
+        """Step runs in chunks: those whose arithmetic needs another dtype, or whose gradient needs a factor."""
         if not runs:
             return
         shadow = shadow_of(self.optimizer)

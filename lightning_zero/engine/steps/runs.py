@@ -1,6 +1,6 @@
-"""Runs: the flat slices of master_param that an optimizer steps, cut from a bucket's fragments, and their state.
+"""Runs: the flat slices of the masters that an optimizer steps, and their state.
 
-A run is of adjacent fragments of one param group with one step count. State follows the elements when cuts change.
+A run holds adjacent fragments of one param group with one step count. When cuts change, state follows its elements.
 """
 
 from __future__ import annotations
@@ -27,30 +27,26 @@ ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parame
 
 
 class FlatRun(NamedTuple):
-    """A run and the tensor that stands for it in the optimizer."""
-
     bucket: Bucket
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
-    base: Tensor  # the object that bucket.master was when the run was cut
+    base: Tensor  # bucket.master when the run was cut
 
 
 class Runs:
-    """The runs of one optimizer."""
-
     def __init__(
         self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
     ) -> None:
         """
         Args:
-            optimizer: holds the state, by the runs' tensors.
-            per_fragment: make every fragment a run of its own.
-            formats: of each state that rests in fewer bits than the master, how.
+            optimizer: Holds the state, keyed by the runs' tensors.
+            per_fragment: Make every fragment a run of its own.
+            formats: Storage formats of states that rest in fewer bits than the master, by name.
         """
         self.optimizer = optimizer
         self.formats = formats or {}
         self._per_fragment = per_fragment
-        self.rounded = False  # values of the last load
+        self.rounded = False  # whether the last load rounded values
         self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
         self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
 
@@ -58,18 +54,17 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Runs with their param groups; none where all of the bucket belongs to other ranks."""
+        """Runs with their param groups. Empty where this rank owns nothing of the bucket."""
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
-        """Those with runs on this rank, in the order in which they were first cut."""
         return [bucket for bucket, runs in self._runs.items() if runs]
 
     def step_count(self, run: FlatRun) -> int:
         return self._steps[run.bucket, run.run.fragments[0].index]
 
     def adopt(self, bucket: Bucket) -> None:
-        """Tell the bucket's home, which is open, which state tensors rest beside the master."""
+        """Tell the bucket's open home which state tensors rest beside the master."""
         states = [
             value
             for run in self.of(bucket)
@@ -79,7 +74,7 @@ class Runs:
         bucket.home.adopt(self, states)
 
     def drop(self, bucket: Bucket) -> None:
-        """Drop the runs of a bucket and their state: the optimizer has no parameter of the bucket any more."""
+        """Drop the runs and state of a bucket that has left the optimizer."""
         for _, run in self._runs.pop(bucket):
             self.optimizer.state.pop(run.tensor, None)
         with opened(bucket.home):
@@ -88,20 +83,18 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut the runs for a step of the slots in ``active``, and count it."""
         self.cut(bucket, groups, active)
         for slot in active:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
-        """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""
+        """Cut a bucket into runs by param group, step count and whether the fragments are in `active`."""
         present, wanted = self._runs.get(bucket, []), self._cuts(bucket, groups, active)
-        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether the cuts have changed.
-        # The next line finds masters that have become another tensor, which the runs would go on to miss.
+        # Runs are tuples of integers: `==` finds changed cuts. `base` finds a master that is another tensor.
         same_cuts = [(g, r.run) for g, r in present] == wanted
         if same_cuts and all(r.base is bucket.master for _, r in present):
             return
-        # Open, because state is copied from the old runs to the new ones: in files it has no memory otherwise.
+        # In files, state has memory to be copied from only while the home is open.
         with opened(bucket.home):
             runs: list[tuple[int, FlatRun]] = []
             for group, run in wanted:
@@ -126,7 +119,6 @@ class Runs:
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
-        """Give the new runs their parts of the old runs' state."""
         states = {id(r): self.optimizer.state.pop(r.tensor, {}) for _, r in old}
         for _, target in new:
             pieces = []
@@ -162,7 +154,6 @@ class Runs:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Whether the optimizer has stepped any of the bucket's parameters: the same on all ranks."""
         return any((bucket, info.slot) in self._steps for info in bucket.params)
 
     def forget(self, bucket: Bucket) -> None:
@@ -171,11 +162,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut the runs of a bucket anew, because this rank owns another range of it; step counts stay.
-
-        Args:
-            states: of all that have any, with full tensors.
-        """
+        """Cut a bucket's runs anew in its new owned range, and fill them from whole `states`. Step counts stay."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -185,7 +172,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
-        """This rank's state of a bucket's fragments: values with an element per element come as :class:`Sliced`."""
+        """Yield this rank's state of each fragment. Element-wise state comes as :class:`Sliced`."""
         for run in self.of(bucket):
             state = self.optimizer.state.get(run.tensor, {})
             for fragment in run.run.fragments if state else ():
@@ -206,10 +193,9 @@ class Runs:
         return Sliced(value, start, numel, form if form is not None and form.is_packed else None)
 
     def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
-        """The state of empty parameters, which lie in no run.
+        """Yield the state of empty parameters, which lie in no run.
 
-        A plain optimizer counts their steps and keeps empty tensors for them. So their state is made from that of
-        another parameter after as many steps.
+        A plain optimizer counts their steps and keeps empty tensors. So copy from a parameter with equally many steps.
         """
         for info in bucket.params:
             steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
@@ -219,7 +205,7 @@ class Runs:
                 yield Fragment(info.slot, 0, 0, 0, 0), empty
 
     def _state_after(self, steps: int) -> list[tuple[Tensor, str, Any]]:
-        """Tensor of a run with that many steps, name and value of each entry of its state."""
+        """Find a run with `steps` steps. Return run tensor, name and value for each entry of its state."""
         for runs in self._runs.values():
             for _, run in runs:
                 state = self.optimizer.state.get(run.tensor, {})
@@ -228,14 +214,14 @@ class Runs:
         return []
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
-        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values.
+        """Replace all state. For each parameter `states` has plain values and whole tensors (any shape of its numel).
 
-        Tensors that are there, for the same elements, get the new values: a second set would be in memory for a while.
+        Existing tensors for the same elements are reused, so that two sets are never in memory.
         """
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
-                bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
+                bucket.make_trainable()  # a fine-tuning callback thawed it before the save, and will again
         kept = [bucket for bucket in groups_of if bucket.trainable]
         for bucket in self.buckets():
             present = [(group, run.run) for group, run in self.grouped(bucket)]
@@ -270,7 +256,7 @@ class Runs:
         shape = run.bucket.params[run.run.fragments[0].index].shape
         for name, value in first.items():
             if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
-                # Fused kernels want the step count on the device; on the host it is there already.
+                # Fused kernels need the step count on the run's device.
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
             if (form := self.formats.get(name)) is not None:
@@ -285,7 +271,7 @@ class Runs:
         self.optimizer.state[run.tensor] = state
 
     def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: Any) -> Tensor:
-        """A state of a run, as ``form`` says: values that it can stand for are kept to the bit."""
+        """Store one state of a run in `form`. Values that the format can represent stay exact."""
         flat = form.zeros(run.tensor.numel(), run.tensor.device)
         if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
             flat = held.zero_()
@@ -301,7 +287,7 @@ class Runs:
 
 
 def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
-    """A copy of what is kept once for a run: beside the run where it was so before, else where it was."""
+    """Copy a value that is kept once for a run. It moves to `target`'s device if it was on `source`'s."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device
@@ -309,7 +295,7 @@ def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
 
 
 def _zeros(like: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
-    """Zeros for the elements of ``like``: in ``held``, if that is such a tensor."""
+    """Return a zero tensor of `like`'s size in `dtype`. Reuse `held` if shape, dtype and device match."""
     if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (like.shape, dtype, like.device):
         return held.zero_()
     return torch.zeros(like.numel(), dtype=dtype, device=like.device)
@@ -320,9 +306,6 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
 
 
 def steps_in(state: dict[str, Any]) -> int:
-    """The step count in a parameter's state. SGD keeps none: there it is 1 where there is state, and else 0.
-
-    Only equality matters: parameters with equal counts share a run.
-    """
+    """Read the step count from a parameter's state, to compare counts. SGD keeps none: 1 with state, else 0."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

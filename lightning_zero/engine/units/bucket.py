@@ -1,11 +1,11 @@
-"""A bucket: which parameters share one flat buffer, and where each of its roles rests.
+"""A bucket: parameters that share one flat buffer, and where each of the bucket's roles rests.
 
 ::
 
     full    compute_param  [numel]        memory while gathered; parameters are views of it
-    home    master_param   [owned numel]  and optimizer state: home.py
+    home    master_param   [owned numel]  with the optimizer state: home.py
     rest    compute_param  [owned numel]  between uses: param_store.py
-    grad    grad           [owned numel]  from a backward until it is cleared: grad_store.py
+    grad    grad           [owned numel]  from a backward until gradients are cleared: grad_store.py
 """
 
 from __future__ import annotations
@@ -38,12 +38,9 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
-    """The offloaded step of a bucket: asked for, and not waited for yet.
+    """Track the offloaded step of a bucket. Between `ask` and `wait` only the step may touch the bucket's masters.
 
-    Between ``ask`` and ``wait`` the masters of the bucket belong to the step.
-
-    Attributes:
-        event: on a GPU, recorded when the step was asked for: behind it nothing reads what the results overwrite.
+    On a GPU the step overwrites device memory only after `event`, which is recorded when the step is asked for.
     """
 
     def __init__(self) -> None:
@@ -51,31 +48,28 @@ class AwaitedStep:
         self._future: Future[None] | None = None
 
     def ask(self, event: Any) -> Future[None]:
-        """Ask for a step. Whoever runs it ends the future."""
+        """Ask for a step. Whoever runs the step completes the returned future."""
         self.event = event
         self._future = Future()
         return self._future
 
     def nothing_to_do(self) -> None:
-        """Ask for a step in which this rank has nothing to do."""
-        # Not left out: :attr:`is_asked` decides what is gathered ahead, and that must not differ between ranks.
+        # Asked all the same: `is_asked` decides which units are gathered ahead, and must be the same on all ranks.
         self.ask(None).set_result(None)
 
     @property
     def is_asked(self) -> bool:
-        """Whether a step was asked for that nobody has waited for; the same on all ranks."""
+        """Whether a step was asked for and not yet waited for. The same on all ranks."""
         return self._future is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
         return self._future is None or self._future.done()
 
     def wait(self) -> None:
-        """Wait for the step; its error is raised here."""
+        """Wait for the step, and raise its error if it failed."""
         if self._future is not None:
-            # A step that failed raises here and so stays: every later wait raises too. Otherwise a caller that has
-            # caught the error once would go on with masters that are half stepped.
+            # The future of a failed step stays, so that later waits raise too: masters are half stepped.
             if self._future.done():
                 self._future.result()
             else:
@@ -91,11 +85,8 @@ _AT_ONCE = contextlib.nullcontext()
 class Dtypes:
     """The dtype of each role of a bucket.
 
-    Attributes:
-        reduce: gradients are summed in it.
-        wire: they travel in it: ``reduce``, or that of ``compute`` where no bit is lost.
-        exchanged: they travel by an all-to-all, after which each rank adds, whatever ``wire`` is: the sum of the same
-            values is the same in both.
+    Gradients are summed in `reduce` and sent in `wire`: `reduce`, or `compute` where that loses no bit. With
+    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
     """
 
     compute: torch.dtype
@@ -116,17 +107,12 @@ class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
     Attributes:
-        plan: what rests where. It changes when a frozen bucket is made trainable, and when the module is restaged.
-        full: compute_param, [layout.numel] compute_dtype; has memory while gathered.
-        home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. A view of the
-            full buffer where ``plan`` says that both are one memory.
-        param_store: the compute parameters between uses.
-        grad_store: the reduced gradient.
-        node_shard: what is kept of gathered values for the node.
-        awaited_step: the offloaded step that was asked for.
-        reshards: see :attr:`BucketPlan.reshards`, of which this is a copy, like ``gathers_after_step``.
-        owned_range: elements of the bucket whose master_param and optim_state this rank holds.
-        gaps: element ranges of the bucket that belong to no parameter.
+        plan: Where each role rests. It changes when a frozen bucket becomes trainable and when the module is restaged.
+        full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
+        home: Masters of the owned range and their optimizer state. A view of `full` where `plan` says so.
+        node_shard: Slice of the gathered values that is kept for this node.
+        owned_range: Elements whose master_param and optimizer state this rank holds.
+        gaps: Element ranges that belong to no parameter.
     """
 
     home: Home
@@ -150,9 +136,9 @@ class Bucket:
         self._tiers = tiers
         self.awaited_step = AwaitedStep()
         self.shows_values = False  # parameters show their gathered values
-        self.is_plain = False  # inside gather(): parameters hold full masters
+        self.is_plain = False  # inside gather(): parameters hold whole masters
         self._values_here = True
-        self._pushed: Any = None  # the end of the way of what the last step has changed
+        self._pushed: Any = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
         self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
         self.gaps = self.layout.gaps()
@@ -162,7 +148,6 @@ class Bucket:
         self._make_views()
 
     def _follow(self, plan: BucketPlan) -> None:
-        """Keep the properties of ``plan`` that every pass asks for."""
         self.plan = plan
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self.trainable = plan.trainable
@@ -173,8 +158,7 @@ class Bucket:
             self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
 
     def _make_views(self) -> None:
-        # All views of the buffer are made here, while it has memory. They stay valid when the memory goes and comes
-        # back, because that happens under the same storage object (``flat_buffer.py``).
+        # Made while the buffer has memory. Views stay valid because the storage object stays (flat_buffer.py).
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
         for info in self.params:
@@ -182,7 +166,6 @@ class Bucket:
 
     @property
     def sends(self) -> Sends:
-        """What passes send of it."""
         gathered = self.dtypes.compute if self.reshards or self.gathers_after_step else None
         reduced = self.dtypes.reduce if self.trainable else None
         exchanged = self.dtypes.wire if self.trainable and self.dtypes.exchanged else None
@@ -199,13 +182,13 @@ class Bucket:
         return list(self.layout.cut(*self.owned_range))
 
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
-        """The part of ``full`` [layout.numel] that belongs to one parameter: a view of the parameter's shape."""
+        """View one parameter's part of `full` [layout.numel] in the parameter's shape."""
         start = self.layout.slots[info.slot].start
         return full.as_strided(info.shape, info.strides, full.storage_offset() + start)
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """This rank's shard inside the owned range. In sums over ranks, no other rank counts these elements."""
+        """This rank's shard as a slice of the owned range. Sums over ranks then count each element once."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -214,11 +197,11 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Reduced gradient [owned numel] in grad_dtype. The host waits for one that is on its way to host memory."""
+        """Reduced gradient [owned numel] in grad_dtype. The host waits for a copy to host memory that is under way."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """This rank's part of one parameter's reduced gradient, as a view; None where it has none."""
+        """View this rank's part of one parameter's reduced gradient. None where this rank has no part."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -227,27 +210,22 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """master_param [owned numel]; readable while the home is open (always, on the device and the host)."""
+        """master_param [owned numel]. Readable while the home is open; on the device and the host it always is."""
         return self.home.master
 
     def share(self, values: Tensor) -> None:
-        """Bring initial values of all ranks, ``values`` [owned numel] of this one, into the full buffer if they rest
-        there. On all ranks, blocking."""
+        """Copy first `values` [owned numel] into the full buffer, if it stays gathered, and all-gather. Collective."""
         if not self.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Take initial values: ``values`` [owned numel] in master_dtype, which nobody else has."""
+        """Set first `values` [owned numel] in master_dtype. The bucket may keep the tensor itself."""
         self._settle_in(values, taken=True)
 
     def _settle_in(self, values: Tensor, *, taken: bool = False) -> None:
-        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel].
-
-        Args:
-            taken: they may be the masters from now on.
-        """
+        """Make home and stores from `values` [owned numel]. With `taken` the home may use the memory of `values`."""
         self.comm.streams.change()
         self._make_home(values, taken=taken)
         self._make_grad_store()
@@ -257,7 +235,7 @@ class Bucket:
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
             home = make_home(plan.home_tier, self._tiers, self.label, values, dtype, taken=taken)
-            self.home = home  # a copy in it is complete
+            self.home = home  # set when the copy into the home is complete
         else:
             self.home = ResidentHome(self._own_part, is_exposed=True)
 
@@ -272,47 +250,43 @@ class Bucket:
         )
 
     def make_trainable(self) -> None:
-        """Give a frozen bucket the roles that it lacks."""
         before, self.plan = self.plan, replace(self.plan, trainable=True)
         if self.plan.rests_as(before):
             self._make_grad_store()
             return
-        # A copy: the old home's memory is given back before the new home is made, so that both are not held at a time.
+        # A clone: the old home's memory is freed before the new home takes memory.
         with opened(self.home) as master:
             values = master.clone()
         self.home.free()
         self._settle_in(values)
 
     def is_on(self, tier: Tier, tiers: Tiers) -> bool:
-        """Whether what it has on ``tier`` is there among ``tiers`` too."""
         return tier is Tier.device or getattr(self._tiers, tier.name) is getattr(tiers, tier.name)
 
     def rest_as(
         self, plan: BucketPlan, tiers: Tiers, values: Tensor, *, keeps_home: bool, grad: Tensor | None, keeps_grad: bool
     ) -> None:
-        """Rest as another ``plan`` of the same layout says. Sends no message: :meth:`show_at_rest` is to follow.
+        """Move the bucket to another `plan` of the same layout, without messages. :meth:`show_at_rest` must follow.
 
-        The home of before, which is open, is left to the caller, and so is the state of optimizers.
+        The caller frees the old home, which is open, and moves the optimizer state.
 
         Args:
-            tiers: those that ``plan`` asks for.
-            values: of the masters, in the range that is owned under ``plan``.
-            keeps_home: it is in its place already.
-            grad: the reduced gradient of that range, if there is one. [owned numel]
-            keeps_grad: it is in its place already.
+            values: Masters of the range that is owned under `plan`.
+            keeps_home, keeps_grad: The present home or gradient store fits `plan`.
+            grad: Reduced gradient [owned numel] of the new range, or None.
         """
         self._tiers = tiers
         if self.reshards and not plan.reshards:
             self.full.allocate()
         range_before = self.owned_range
         self._follow(plan)
-        if self.owned_range != range_before:  # one of the two plans does not reshard: the buffer has memory
+        if self.owned_range != range_before:  # the buffer has memory: one of the two plans does not reshard
             self._own_part = self.full.data[slice(*self.owned_range)]
         self.comm.streams.change()
         self._pushed = None
         if not keeps_home:
             self._make_home(values.to(self.comm.device) if plan.home_tier is Tier.device else values)
-        self.param_store.free()  # first: its place may be the new one's
+        self.param_store.free()  # first: the new store may take its place on the tier
         self._make_param_store(values)
         if not keeps_grad:
             before = self.grad_store
@@ -322,11 +296,9 @@ class Bucket:
             before.free()
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
-        """Show what rests after :meth:`rest_as`. On all ranks.
+        """Show the parameters after :meth:`rest_as` with the same `values`. Collective.
 
-        Args:
-            values: as there.
-            came_whole: the full buffer has held all compute parameters since before it.
+        With `came_whole` the full buffer has held all compute parameters since before `rest_as`.
         """
         if not self.reshards and not came_whole:
             self.share(values)
@@ -335,19 +307,19 @@ class Bucket:
             self.full.release()
 
     def push(self) -> None:
-        """Bring the compute parameters at rest up to date with the master, whose home is open."""
+        """Update the compute parameters at rest after a step. The home must be open."""
         self.param_store.update(self.master)
-        if not self.plan.steps_on_host:  # what a step on the host has sent has an event of its own
+        if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_pushed`
             self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
-        """Cast the master into ``target`` [owned numel] on the device, behind what may still read ``target``."""
+        """Cast the master into `target` [owned numel] on the device, after kernels that may still read `target`."""
         if not self.plan.steps_on_host:
             self.home.copy_to(target)
             return
-        # The step's thread comes here while the main thread queues the next forward. So it does not wait for what the
-        # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
-        # gathers of other buckets, which may be needed sooner, would queue behind it.
+        # The step's thread runs this while the main thread queues the next forward. So the copy waits only for the
+        # event of when the step was asked for, and uses its own stream: gathers of other buckets, which may be needed
+        # sooner, would queue behind it.
         streams = self.comm.streams
         with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
             self.home.copy_to(target)
@@ -356,14 +328,13 @@ class Bucket:
 
     @contextlib.contextmanager
     def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
-        """Around the queueing of a copy between the tiers, to ``target``. Off a device the host makes it, and waits."""
+        """Record a copy between tiers to `target`, and the host's wait for it where the device has no streams."""
         recording.moved(lane, target.nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
             yield
 
     def own_compute_params(self) -> Tensor:
-        """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
         with self._transfers(into_free_memory=False):
             self.param_store.read(own)
@@ -374,22 +345,17 @@ class Bucket:
 
     @contextlib.contextmanager
     def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
-        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent.
-
-        Args:
-            into_free_memory: of gathered parameters; else behind all that the current stream has queued.
-        """
+        """Run the body on the host-to-device stream, after the last step's copies. With `into_free_memory` the body
+        does not wait for the current stream."""
         streams = self.comm.streams
         with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._pushed)
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part; and in what
-        is kept for the node.
+        """Write a full value of one parameter to masters and node shard: each rank takes its own part.
 
-        Args:
-            before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
+        Where `value` equals `before`, the compute parameters of the owned range, masters keep their full precision.
         """
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.home, changed=True) as master:
@@ -405,9 +371,9 @@ class Bucket:
                 master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     def write(self, info: ParamInfo, value: Tensor) -> None:
-        """Set one parameter from a full value of its shape; every rank takes its own part."""
+        """Write one parameter from a full value of its shape. Each rank takes its own part."""
         self.write_master(info, value.detach())
-        if not self.reshards and not isinstance(value, StoredTensor):  # else by the push and the gather that follow
+        if not self.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
             assert info.gathered is not None
             info.gathered.copy_(value.detach().reshape(info.shape))
         values_changed([info])
@@ -416,29 +382,24 @@ class Bucket:
 
     @property
     def can_gather_together(self) -> bool:
-        """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
         return self.comm.streams.are_there and not self._is_elsewhere
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of the compute parameters. The full buffer has memory from here on.
-
-        Args:
-            of_node: of what the ranks of this node have kept.
-        """
+        """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective."""
         if self.comm.streams.are_there and (of_node or not self._is_elsewhere):
             return gather_together([self], of_node=of_node)
         if of_node:
             data, label = self.prepare_gather(of_node=True)
             return self.comm.all_gather(data, label, of_node=True)
-        # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
+        # Until the offloaded step ends, only its thread may touch the masters and the shard that is made from them.
         self.awaited_step.wait()
         with self.comm.streams.pool_of("gather"):
             self.full.allocate()
         if not self._is_elsewhere:
             self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
-        # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
-        # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
+        # Issued from the host-to-device stream, the gather waits for the copies of the last step and of `prepare`. From
+        # the compute stream it would send the shard before these copies have arrived.
         with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
             with self._moves("h2d", self._own_part):
                 self.param_store.prepare(self._own_part)
@@ -446,7 +407,7 @@ class Bucket:
             return self.comm.all_gather(self.full.data, self.label)
 
     def prepare_gather(self, *, of_node: bool = False) -> tuple[Tensor, str]:
-        """Take memory and fill this rank's slice, on the gather stream. Returns what is to be gathered."""
+        """Allocate the full buffer and fill this rank's slice, on the gather stream. Return the buffer and a label."""
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
@@ -456,23 +417,21 @@ class Bucket:
         return self.full.data, self.label
 
     def leave_memory(self) -> None:
-        """Leave the full buffer's memory to a gather that was given up before its end. Values are not shown."""
-        # No gather may be waited for instead: where ranks go on with other groups (``Communicator.resume``), one that
-        # only some ranks have issued never ends.
+        """Leave the full buffer's memory to a gather that was given up, and take new memory."""
+        # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
         assert self.reshards and not self.shows_values
         self.full.renew()
         self._make_views()
 
     def full_master(self) -> Tensor:
-        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective."""
+        """Gather the masters of the whole bucket into a new tensor [layout.numel] on the device. Blocks. Collective."""
         with opened(self.home) as master:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
-        """Gather values of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective.
+        """Gather values of the whole bucket into a new tensor [layout.numel] on the device. Blocks. Collective.
 
-        Args:
-            own: the parts that this rank has, each with its start in the owned range; what no rank has is zero.
+        Each part in `own` comes with its start in the owned range. Elements that no rank has are zero.
         """
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
@@ -483,10 +442,9 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at their gathered values or placeholders; inside ``gather`` they stay as they are."""
+        """Point the parameters at gathered values or placeholders, unless `gather()` shows whole masters now."""
         self.shows_values = gathered
-        # What users write inside ``gather`` is in the shown tensors alone until it ends. Other tensors now would lose
-        # it.
+        # Until the `gather()` block ends, what users have written is in the shown tensors only.
         if self.is_plain:
             return
         self._values_are(here=gathered)
@@ -496,27 +454,25 @@ class Bucket:
             set_values(info.param, value, info.classes.present if gathered else info.classes.absent, info.classes)
 
     def show_plain(self, values: Iterable[Tensor]) -> None:
-        """Have the parameters hold ``values``, one for each, as plain parameters, until ``hide_plain``."""
+        """Point the parameters at `values`, one for each, as plain parameters, until :meth:`hide_plain`."""
         self.is_plain = True
         self._values_are(here=True)
         for info, value in zip(self.params, values, strict=True):
             set_values(info.param, value, info.classes.plain, info.classes)
 
     def hide_plain(self, *, gathered: bool) -> None:
-        """Back to gathered values or placeholders."""
         self.is_plain = False
         self.show(gathered)
 
     def _values_are(self, *, here: bool) -> None:
-        """Set the parameters' versions for values that go or come back.
+        """Set the parameters' version counters when values come or go.
 
-        ``.data =`` does not change a version. A graph that has saved a parameter itself (not a view, which
-        ``saved_weights.py`` packs) would read the placeholder, and torch would not notice. So the version rises when
-        values go: torch then refuses the backward. It gets its old number back with the values, and the same graph is
-        valid again.
+        `.data =` does not change a version. A graph that saved a parameter itself (`saved_weights.py` packs only views)
+        would silently read the placeholder. So the version rises when values go, and torch refuses the backward. When
+        the values return, the version gets its old number and the graph is valid again.
         """
         if here is self._values_here:
-            return  # raised twice, the version would be another one than was saved, also after the values are back
+            return  # raising twice would leave another version than the graph has saved
         self._values_here = here
         params = tuple([info.param for info in self.params])
         if here:
@@ -526,17 +482,13 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
-    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message.
+    """Issue the gathers of several buckets as one message. Collective.
 
-    Either all are dropped after use, or none is.
-
-    Args:
-        of_node: of what the ranks of this node have kept.
+    All must allow it (:attr:`~Bucket.can_gather_together`), and all or none reshard. `of_node` gathers kept slices.
     """
     comm = buckets[0].comm
-    # Where memory comes and goes, nothing here waits for what compute has queued beyond the last use of the memory and
-    # the last change of the values: the message, and the casts before it, run beside what computes now. Values that
-    # stay are in use, until a step has replaced this rank's part of them.
+    # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
+    # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.
     waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
     with waits("gather"):
         prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]
@@ -544,14 +496,12 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
 
 
 class Place(NamedTuple):
-    """Where a parameter lives."""
-
     bucket: Bucket
     info: ParamInfo
 
     @property
     def slices(self) -> list[int]:
-        """How many elements of the parameter each rank's shard has, of the ranks that have any."""
+        """Number of the parameter's elements in each rank's shard, for ranks that have any."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

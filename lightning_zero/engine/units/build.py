@@ -1,8 +1,7 @@
-"""Builds units, from the description of a module, with buckets that hold rank 0's values.
+"""Build units, whose buckets hold rank 0's values, from the description of a module.
 
 Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
-get rank 0's values then, and again before steps, as under DDP: in between they may differ, because ranks compute with
-different batches.
+get rank 0's values at the start and before steps, as under DDP. In between ranks may differ.
 """
 
 from __future__ import annotations
@@ -34,13 +33,10 @@ def materialise(
     device: torch.device,
     sources: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied.
+    """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
 
-    Parameters that have a source stay on meta: nobody needs them whole. On an engine whose own device is meta
-    (simulated scale) nothing has values, and all stays as it is.
-
-    Args:
-        sources: first values by name.
+    Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. On an
+    engine whose own device is meta (simulated scale) nothing changes.
     """
     if device.type == "meta":
         return
@@ -48,7 +44,7 @@ def materialise(
     sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
     adapters: list[tuple[str, nn.Module]] = []
     own = list(_own_modules(module, unit, units))
-    # What was built elsewhere may be NaN on purpose.
+    # Only tensors that were on meta are checked: others may hold NaN on purpose.
     were_meta = {(name, key) for name, inner in own for key, tensor in _own_tensors(inner).items() if tensor.is_meta}
     for name, inner in own:
         if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in _adapter_params(inner)):
@@ -66,7 +62,7 @@ def materialise(
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give ``lacking`` tensors of ``inner`` memory, and the values that ``inner`` itself gives them."""
+    """Give `lacking` tensors of `inner` memory, and let `inner` initialise them."""
     reset = resetter(module, name, inner)
     if reset is None:
         key = next(iter(lacking))
@@ -78,7 +74,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
     for key, tensor in lacking.items():
         value = torch.empty_like(tensor, device=device)
         if value.is_floating_point():
-            value.fill_(torch.nan)  # to be found if nobody puts a value there
+            value.fill_(torch.nan)  # so that missing initialisation is found
         if isinstance(tensor, nn.Parameter):
             move_param(tensor, value)
         else:
@@ -99,26 +95,24 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give ``param`` the memory of ``value``, on another device. It stays the same object, and keeps its class,
-    attributes and hooks, and the weak references to it (``nn.LSTM`` holds some)."""
+    """Give `param` the memory of `value` on another device. Class, attributes, hooks and weak references stay."""
     if torch._has_compatible_shallow_copy_type(param, value):
         grad, param.grad = param.grad, None
         param.data = value
         param.grad = None if grad is None else grad.to(value.device)
         return
-    # From or to meta, where torch refuses that. ``torch.utils.swap_tensors`` would swap class and attributes too, and
-    # refuse weak references.
+    # torch refuses `.data =` from or to meta. `torch.utils.swap_tensors` swaps class and attributes too, and refuses
+    # the weak references that `nn.LSTM` holds.
     hooks, grad_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(param, nn.Parameter(value, requires_grad=param.requires_grad))
-    # The tables of hooks stay with the object, but autograd's references to them have gone with what was swapped.
-    # Setting None first makes torch put them there anew.
+    # The hook tables stay with the object; autograd's references to them do not. Setting None first restores them.
     for name, table in (("_backward_hooks", hooks), ("_post_accumulate_grad_hooks", grad_hooks)):
         setattr(param, name, None)
         setattr(param, name, table)
 
 
 def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that belong to ``unit`` and to no unit inside it."""
+    """Yield the modules of `unit` that are in no unit inside it."""
     for name, inner in module.named_modules():
         parts = name.split(".") if name else []
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
@@ -135,11 +129,7 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device, with rank 0's values; those that modules share stay shared.
-
-    Args:
-        dtype: of floating-point buffers; None: their own.
-    """
+    """Move all buffers to the engine's device with rank 0's values. `dtype` is for floating-point ones. Collective."""
     moved: dict[int, Any] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -159,7 +149,7 @@ def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype 
 
 
 class BufferSync:
-    """Finds out whether the buffers of a module have changed on any rank, and sends rank 0's if so."""
+    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._comm = comm
@@ -167,21 +157,18 @@ class BufferSync:
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
-        """All buffers with their versions. A write in place raises a version; an inference tensor has none."""
+        """List all buffers with their versions. A write in place raises the version; an inference tensor has none."""
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
     def sync(self, module: nn.Module) -> None:
-        """Send rank 0's buffers to all ranks, if they have changed on any rank. On all ranks.
-
-        Without buffers it costs nothing, with unchanged ones a small agreement.
-        """
+        """Send rank 0's buffers to all ranks if any rank's have changed, by a small agreement. Collective."""
         now = self._now(module)
         if not now or self._comm.world_size == 1:
             return
         same = len(now) == len(self._seen) and all(
             b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
         )
-        # Agreed on: a rank whose own buffers have changed must not broadcast alone, the others would not come.
+        # Agreed, because a rank that broadcast alone would wait for the others for ever.
         if self._comm.max_(torch.tensor([not same], dtype=torch.uint8)).item():
             for dtype in sorted({b.dtype for b, _ in now}, key=str):
                 self._send([b for b, _ in now if b.dtype == dtype])
@@ -189,9 +176,9 @@ class BufferSync:
 
     def _send(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        self._comm.broadcast(flat, among="reduce")  # not among the gathers that a step has left in flight
+        self._comm.broadcast(flat, among="reduce")  # not between gathers that a step left in flight
         if self._comm.rank == 0:
-            increment_version(buffers)  # a graph that has saved them is refused on all ranks, or on none
+            increment_version(buffers)  # as copies do elsewhere: all ranks refuse a graph that saved them
         else:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
@@ -207,28 +194,21 @@ def build_units(
     sources: Mapping[str, Tensor] | None = None,
     long_work: LongWork = SILENT,
 ) -> list[Unit]:
-    """Units of ``module`` with filled buckets, at rest; the root first.
+    """Build the units of `module` with filled buckets, at rest, the root first. Collective.
 
-    Args:
-        groups: what :func:`describe_units` said of the module.
-        rows: of each unit, the tiers on which its roles rest.
-        tiers: those that there are.
-        sources: first values by name, for parameters and buffers that have one there; of parameters each rank reads
-            its part.
-
-    Raises:
-        ConfigError: meta modules without ``reset_parameters`` and without sources; a disk that is full on any rank.
+    `rows` has the tiers of each unit, and `sources` first values by name, of which a rank reads its own parts. Raises
+    ConfigError for meta modules without `reset_parameters` and sources, and for a full disk on any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     some_meta = comm.max_(torch.tensor([any(t.is_meta for t in _tensors_of(module))], dtype=torch.uint8)).item()
-    in_order = [*list(enumerate(groups))[1:], (0, groups[0])]  # the root last: it owns what units share
+    in_order = [*list(enumerate(groups))[1:], (0, groups[0])]  # root last: it owns what units share
     for index, group in long_work.items(in_order, "sharding, in units"):
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
         unit = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers, sources or {}))
-        unit.reshard()  # at once: the device need not hold more than one unit beside what rests
+        unit.reshard()  # at once, so that the device holds only one whole unit at a time
         built[index] = unit
     _fill_buffers(module, sources or {})
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
@@ -261,8 +241,7 @@ def _build_buckets(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Put first values, unrounded, into the bucket of every rank: those of ``sources``, else rank 0's. On all ranks,
-    bucket by bucket in one order."""
+    """Fill the bucket with unrounded first values: from `sources`, or else rank 0's. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     found = {info.slot: sources[fqn] for info in bucket.params for fqn in info.fqns[::-1] if fqn in sources}
     if comm.device.type == "meta":
@@ -284,21 +263,20 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
         bucket.share(own)
     fill = functools.partial(bucket.fill, own)
     if bucket.plan.tiers.leaves_device:
-        # Room was asked for before, but others use host and disk too: where one rank finds none, all raise its error.
+        # Room was checked before, but others use host and disk too. If one rank finds no room, all raise its error.
         bucket.comm.together(f"room for {bucket.label}", fill)
     else:
         fill()
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
-        # After the move, which gives the parameter the counter of another tensor: with an older number here, the first
-        # look at versions would take the difference for a write by the user.
+        # After the move, which gives the parameter another version: an older one here would look like a user's write.
         info.version = info.param._version
     bucket.show(gathered=True)
 
 
 def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
-    """Fill the parts of ``own`` [owned numel] whose slots are in ``found``."""
+    """Fill the parts of `own` [owned numel] whose slots are in `found`."""
     for fragment in bucket.owned_fragments():
         if fragment.index in found:
             target = own[fragment.start : fragment.start + fragment.numel]

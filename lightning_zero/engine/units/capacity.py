@@ -1,8 +1,7 @@
-"""Makes the tiers of an engine, and checks that they can hold it before anything is moved there.
+"""Make the tiers of an engine, after a check that they have room.
 
-Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has. So
-the answer does not depend on which rank comes first, and every rank raises the same error. Where a sharded module is to
-rest elsewhere, only what comes in addition must find room: what is held gives way bucket by bucket.
+Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has, so
+all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -46,21 +45,17 @@ from lightning_zero.tiers.pinned import ReadAhead, Sender
 from lightning_zero.tiers.write_behind import WriteBehind
 
 IO_THREADS = 4  # a disk wants several requests in flight
-LANDING_THREADS = 4  # keep up with a link: each adds a few GB/s
+LANDING_THREADS = 4  # enough to keep up with a link: each adds a few GB/s
 _NONE = Tiers()
 
 
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Make all tiers that the configuration asks for, and choose each unit's row of them.
+    """Make the tiers that the configuration asks for, and choose each unit's row of tiers. Collective.
 
-    Args:
-        instances: numbers of the tiers of files that this process has already.
-        share: this rank's part of its machine.
-
-    Raises:
-        ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
+    `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier has no room for masters and
+    parameters, or the folder for files cannot be used.
     """
     offload = config.offload
     path = path_of(offload, comm, share)
@@ -85,7 +80,7 @@ def make_tiers(
 
 
 def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
-    """The folder for files on this rank, as the settings give it. On all ranks."""
+    """Return this rank's folder for files, or None. Collective."""
     given = offload.nvme_path
     return comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
 
@@ -98,11 +93,7 @@ def choose_rows(
     path: str | None,
     held: memory.Bytes | None = None,
 ) -> list[TierRow]:
-    """Each unit's row of tiers.
-
-    Args:
-        held: bytes that this rank holds, and that make room.
-    """
+    """Choose each unit's row of tiers. `held` are bytes that this rank holds now and will free. Collective."""
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
@@ -117,11 +108,7 @@ def with_ways(
     share: Share,
     before: Tiers = _NONE,
 ) -> Tiers:
-    """Tiers, with what is on the way to them and from them.
-
-    Args:
-        before: whose parts are used again.
-    """
+    """Make a :class:`Tiers` with the threads and buffers that move data. Reuse those of `before`."""
     landing = sender = read_ahead = write_behind = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
@@ -135,10 +122,7 @@ def with_ways(
 
 
 def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
-    """
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
+    """Make a file tier. Raises ConfigError if the folder cannot be used."""
     return NvmeTier(
         path,
         rank=rank,
@@ -151,14 +135,7 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Check that host memory and files will hold the state that an optimizer makes at its first step.
-
-    Args:
-        needed: bytes of it on a tier, of this rank.
-
-    Raises:
-        ConfigError: they will not.
-    """
+    """Raise ConfigError if host memory or files lack room for the state, `needed` bytes by tier. Collective."""
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
@@ -166,8 +143,6 @@ def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], 
 
 
 class _Kind(NamedTuple):
-    """The words for a resource that may run out."""
-
     what: str
     budget_key: str
     where: str
@@ -199,15 +174,10 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check that each rank keeps to its budget; without one, that each host has what its ranks need together. On all
-    ranks.
+    """Check each rank's need against its budget or, without one, the summed needs of each host. Collective.
 
-    Args:
-        needed: bytes that will rest there, beside ``held`` that do.
-        staging: bytes on the way, which no budget counts.
-
-    Raises:
-        ConfigError: with needed and available bytes, and what to change; the same on every rank.
+    `needed` bytes will rest beside `held`. `staging` bytes are transfer buffers, which the budget does not count.
+    Raises ConfigError, the same on all ranks.
     """
     available = available_host_memory() - staging if budget is None else None
     check_room(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
@@ -216,7 +186,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check that files find room, as :func:`check_host_memory` does for memory. ``held`` of what is there stays."""
+    """Check room in files as :func:`check_host_memory` does. `held` bytes in files stay; default: all. Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -224,7 +194,7 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """What tells a part of this host from those of all hosts, and what people call it."""
+    """Return a key for a part of this host (a disk, a GPU), unique over hosts, and its name for messages."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -239,11 +209,10 @@ def check_room(
     available: int | None,
     spare: int = 0,
 ) -> None:
-    """
-    Args:
-        place: of :func:`place_of`: ranks with the same share what is available there.
-        available: bytes that these ranks share; None: as many as are needed.
-        spare: bytes that this rank has taken from them before and holds nothing in now.
+    """Check needs on all ranks against budgets and free bytes. Collective.
+
+    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None is enough. `spare` bytes were
+    reserved by this rank earlier and can be reused.
     """
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
@@ -269,7 +238,7 @@ def check_room(
 def _at_start(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> memory.Bytes:
-    """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State is made later."""
+    """Bytes that one rank takes at the start: file ring, masters and parameters. Optimizer state is made later."""
     buckets = placed(groups, rows, config, world_size)
     return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
 
@@ -277,19 +246,13 @@ def _at_start(
 def placed(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> list[BucketPlan]:
-    """The plans of all buckets, in order.
-
-    Args:
-        rows: of each unit.
-        world_size: ranks that share shards.
-    """
     row, alone = STAGES[config.stage.name], config.comm.even_alone
     return [place(shape, row, rows[shape.unit], world_size, even_alone=alone) for shape in bucket_shapes(groups)]
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Byte budgets, equal on all ranks: where they are derived from free memory, they are the least of all ranks."""
-    # Equal, because units are split over tiers by them: ranks that split otherwise would issue other gathers.
+    """Byte budgets, the same on all ranks. Those derived from free memory are the minimum over ranks. Collective."""
+    # Equal, because budgets decide how units split over tiers. Ranks with other splits would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
     device, host, files = (memory.on_tier(held, tier) for tier in (Tier.device, Tier.host, Tier.nvme))
@@ -307,15 +270,9 @@ def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share
 def find_topology(
     groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str, waits: Waits
 ) -> Topology:
-    """Find out which ranks share shards. On all ranks.
+    """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
 
-    Args:
-        group: all ranks of the engine; None for one.
-        node: names the node of this rank.
-
-    Raises:
-        ConfigError: ``zero.comm.hybrid_shard=node`` or ``node_backward`` on nodes with different numbers of ranks; the
-            latter on one node, or on nodes of one rank; or ``grad_comm_dtype=bf16`` among too many ranks.
+    Raises ConfigError if nodes do not fit `zero.comm.hybrid_shard`, or ranks are too many for `grad_comm_dtype=bf16`.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
@@ -338,22 +295,19 @@ def find_topology(
 def _fits_half(
     groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
 ) -> bool:
-    """Whether the bytes that rest, with shards over ``shard_size`` ranks, take at most half of what is free."""
     if config.offload.name is Offload.auto:
-        return False  # its budgets would be used up by replicas
+        return False  # replicas would use up the budgets
     row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
     buckets = [place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
     return memory.fits_half(memory.planned_bytes(buckets), gpu, host, local_ranks)
 
 
 class Held(NamedTuple):
-    """What a bucket has at rest now, and the state that its optimizers will have made.
+    """What a bucket holds at rest.
 
     Attributes:
-        states: element-wise tensors of state for each parameter, that there are.
-        later: that there will be.
-        whole: bytes of the state of tensors that are stepped whole, that there are.
-        whole_later: ... that there will be under another plan.
+        states, later: Element-wise state tensors for each parameter, now and after the first step.
+        whole, whole_later: Bytes of state of tensors that are stepped whole, now and later under another plan.
     """
 
     plan: BucketPlan
@@ -372,17 +326,10 @@ def change_tiers(
     before: Tiers,
     buckets: Sequence[Held],
 ) -> tuple[Tiers, list[BucketPlan]]:
-    """Make the tiers for another configuration of a module that is sharded, and choose where each bucket rests.
+    """Make the tiers for another configuration of a sharded module, and plan each bucket. Collective.
 
-    Host memory and files that are there already are used again; their budgets are the caller's to set.
-
-    Args:
-        instances, share: see :func:`make_tiers`.
-        before: the tiers of now.
-        buckets: in the order of ``groups``.
-
-    Raises:
-        ConfigError: there is no room, or the folder for files cannot be used. Nothing has changed.
+    Host memory and files are reused; the caller sets their budgets. `buckets` are in the order of `groups`. Raises
+    ConfigError, before any change, if there is no room or the folder for files cannot be used.
     """
     offload, accelerator = config.offload, comm.streams.accelerator
     path = path_of(offload, comm, share)
@@ -395,11 +342,13 @@ def change_tiers(
     on_device = more[Tier.device]
     accelerator.release_cached()
     if free := accelerator.free_nbytes():
-        on_device += max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)  # on its way
+        on_device += max(
+            (2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0
+        )  # while they move
         gpu = f"GPU of rank {comm.rank}"
         check_room(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
         on_device = 0
-    # else it takes the memory of the host
+    # Without memory of its own (CPU), the device's needs count as host memory.
     staging = Role.staging, Tier.host
     on_way = wanted[staging] - held[staging]
     resting = memory.on_tier(held, Tier.host) - held[staging]
@@ -410,7 +359,7 @@ def change_tiers(
     nvme = None
     if Tier.nvme in used:
         other = not _serves(before.nvme, str(path), offload)
-        other = bool(comm.max_(torch.tensor([other], dtype=torch.uint8)))  # on all ranks or none: it takes messages
+        other = bool(comm.max_(torch.tensor([other], dtype=torch.uint8)))  # agreed: making files sends messages
         nvme = _files_for(comm, None if other else before.nvme, str(path), offload, instances, wanted, held)
     host = (before.host or HostTier(accelerator)) if Tier.host in used else None
     return with_ways(host, nvme, plans, comm, share, before), plans
@@ -446,7 +395,7 @@ def _files_for(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Bytes of one rank at rest, with so many tensors of state for each parameter, and so many bytes of other state."""
+    """Sum the bytes at rest on one rank, over (plan, number of element-wise state tensors, bytes of other state)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

@@ -1,7 +1,6 @@
-"""Describes units before anything is sharded: which unit owns which parameter, and which parameters share a bucket.
+"""Describe units before anything is sharded: which unit owns which parameter, and which parameters share a bucket.
 
-The description holds sizes and dtypes only; the memory plan reads it too. All ranks compare it, and the names of first
-values, before anything is sharded (:func:`agree_on_model`).
+A description holds sizes and dtypes only. The memory plan reads it, and all ranks compare theirs.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 from lightning_zero.ranks.waits import Waits
 
-# A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
+# A parameter of the root unit with at least this many bytes gets a bucket of its own: embedding and head are at
 # opposite ends of the model, and the head's gradient need not wait for the embedding's.
 ROOT_SPLIT_NBYTES = 1024 * 1024
 
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
-# Rows of zero/precision in which parameters are gathered and used in a lower dtype than masters have.
+# Rows of zero/precision whose parameters are gathered and used in a lower dtype than that of the masters.
 AUTOCAST_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
-# Those in which everything is of one dtype.
+# Rows of zero/precision with one dtype for everything.
 TRUE_DTYPES = {
     Precision.bf16_true: torch.bfloat16,
     Precision.fp16_true: torch.float16,
@@ -50,15 +49,12 @@ TRUE_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class BucketGroup:
-    """The parameters of one bucket: grouped by dtypes and by whether they are trainable, split by size."""
-
     params: list[ParamInfo]
     dtypes: Dtypes
     trainable: bool
     whole: bool  # stays replicated at every stage
 
     def shape(self, unit: int) -> BucketShape:
-        """What planning needs to know."""
         numels = tuple(info.numel for info in self.params)
         built = tuple(info.numel * info.dtype.itemsize for info in self.params)
         return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built)
@@ -66,14 +62,11 @@ class BucketGroup:
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
-    """The buckets of one unit, before anything is sharded."""
-
     name: str  # fqn of the module, "" for the root
     buckets: list[BucketGroup]
 
 
 def itemsizes(dtypes: Dtypes) -> Itemsizes:
-    """The dtypes of a bucket's roles, as planning takes them."""
     return Itemsizes(
         dtypes.compute.itemsize,
         dtypes.master.itemsize,
@@ -86,11 +79,10 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
-    """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
+    """Describe the units of `module` and their buckets, the root first. The module may be on meta.
 
-    Raises:
-        ConfigError: units that do not occur, parameters whose values lie in other tensors (DTensors, quantised
-            weights), or CUDA graphs over parameters that come and go.
+    Raises ConfigError for unknown units, lazy parameters, wrappers of other tensors (DTensors, quantised weights), and
+    CUDA graphs over parameters that are gathered and dropped.
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -108,7 +100,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "lightning_zero yet. Pass the plain module."
             )
         if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
-            # The engine sets ``.data``, which changes the wrapper alone: modules would compute with what is in it.
+            # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
             raise ConfigError(
                 f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
                 "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
@@ -122,20 +114,14 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
-    """
-    Raises:
-        ConfigError: parts of ``module`` are compiled with CUDA graphs, and parameters are to come and go.
-    """
+    """Raise ConfigError if CUDA graphs are compiled for parts of `module` whose parameters are gathered and dropped."""
     for name, inner in module.named_modules():
         for value in (*vars(inner).values(), inner.forward):
             refuse_cuda_graph(value, name or type(inner).__name__, config)
 
 
 def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
-    """
-    Raises:
-        ConfigError: ``function``, of ``name``, is compiled with CUDA graphs, and parameters are to come and go.
-    """
+    """Raise ConfigError if `function` is compiled with CUDA graphs and parameters are gathered and dropped."""
     row = STAGES[config.stage.name]
     if row.compute_param is not Placement.sharded:
         return
@@ -151,39 +137,35 @@ def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
 
 
 def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
-    """All buckets of a model, as planning takes them."""
     return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
 
 
 def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
-    """What the optimizer of each unit needs on one rank, for a split under budgets."""
     row = STAGES[config.stage.name]
     return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Find the modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
+    """Find modules whose class name matches a pattern. They keep fp32 under bf16."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Find the parameters that weights are computed from (spectral and weight norm, parametrizations).
+    """Find parameters from which weights are computed (spectral and weight norm, parametrizations).
 
-    They keep fp32: in lower precision the computation is inexact, and often impossible, because buffers that keep their
-    dtype take part in it.
+    They keep fp32: low precision is inexact here, and fails where buffers of another dtype take part.
     """
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
         for hook in inner._forward_pre_hooks.values():
-            if isinstance(hook, SpectralNorm | WeightNorm):  # of torch before parametrizations
+            if isinstance(hook, SpectralNorm | WeightNorm):  # torch's older, hook-based form
                 yield from (p for name, p in inner.named_parameters(recurse=False) if name.startswith(f"{hook.name}_"))
 
 
 def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Every parameter once, with all its names, in order of registration."""
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -199,8 +181,7 @@ def _group(
     config: ZeroConfig,
     precision: Precision,
 ) -> list[BucketGroup]:
-    # Which parameters share a bucket does not depend on the stage. Otherwise norms, which are sums over buckets, would
-    # add in another order at each stage, and stages would not agree to the bit.
+    # The same buckets at every stage, because norms add bucket by bucket. Otherwise stages would not agree to the bit.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
@@ -221,7 +202,7 @@ def _group(
 
 
 def stays_whole(param: nn.Parameter) -> bool:
-    """Whether ``param`` is whole on the device at every stage: it could not be shown as a placeholder."""
+    """Whether `param` stays whole on the device at every stage, because no NaN placeholder can stand for it."""
     return param.numel() <= 1 or not param.is_floating_point()
 
 
@@ -234,11 +215,9 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 
 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
-    """The row of ``zero/precision`` for one parameter."""
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
-    # ``Params4bit`` of bitsandbytes holds bytes, in any dtype (``quant_storage=torch.float16``), and says so by this
-    # attribute. Cast as numbers they would be others.
+    # bitsandbytes' `Params4bit` (which has this attribute) holds bytes in any dtype. A cast would change the bytes.
     holds_bytes = getattr(param, "quant_state", None) is not None
     if not own.is_floating_point or own.itemsize == 1 or holds_bytes:
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
@@ -254,11 +233,11 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """``dtypes`` with what gradients travel in under ``zero.comm.grad_comm_dtype``."""
+    """Set the dtype in which gradients are sent, by `zero.comm.grad_comm_dtype`."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
-    if config.vertical_chunks > 1:  # their sum is fp32
+    if config.vertical_chunks > 1:  # chunks are summed in fp32
         return dtypes
     wire = fp32 if config.comm.grad_comm_dtype is GradCommDtype.full else bf16
     return replace(dtypes, wire=wire, exchanged=True)
@@ -268,21 +247,14 @@ _Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None:
-    """Check that all ranks have the same parameters in the same order, and take rank 0's strides. On all ranks.
+    """Check that all ranks have equal parameters in the same order, and use rank 0's strides. Collective.
 
-    Parameters whose memory is ordered otherwise on some rank are laid out as on rank 0.
-
-    Args:
-        group: all ranks of the engine; None for one.
-
-    Raises:
-        ConfigError: with the first parameter that differs; on all ranks.
+    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
     """
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [_describe(unit, info) for unit in units for bucket in unit.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()
-    # Every rank sees all digests, so all of them come to the same conclusion: either all go into the second message or
-    # none does. A comparison with rank 0's digest alone would leave rank 0 out of it.
+    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
         return
     table: list[list[_Described]] = gather_objects(group, own, waits, "where the models of ranks differ")
@@ -298,12 +270,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None
 
 
 def agree_on_sources(names: Iterable[str], group: Any, waits: Waits) -> None:
-    """Check that all ranks have first values of the same tensors. A node's copy of a folder may lack a file, and its
-    ranks would wait for values that nobody sends. On all ranks.
-
-    Raises:
-        ConfigError: with the first name that some rank lacks; on all ranks.
-    """
+    """Raise ConfigError, on all ranks, if a rank lacks first values: a node's folder may lack a file. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()
     if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:

@@ -1,13 +1,13 @@
-"""Stores of a bucket's reduced gradient, from a backward until it is cleared: on the device, or in host memory.
+"""Stores of a bucket's reduced gradient, from a backward until it is cleared: on the device or in host memory.
 
 ::
 
-               add: the first of a step             add: further ones         scale_later (clipping)
-    OnDevice   kept                                 added                     the caller does it at once
-    OnHost     looked at, and copied to its place   brought in pieces, and    by the step, piece by piece, or
-               while the host goes on               added by a thread         when somebody looks
+               first add of a step              further adds              scale_later (clipping)
+    OnDevice   kept                             added                     the caller scales at once
+    OnHost     norms taken, copied to host      copied in pieces,         scaled in pieces by the step,
+               memory without a host wait       added by a thread         or at the next read
 
-Gradients are [owned numel] in grad_dtype. A store belongs to the main thread, but for what a step has claimed.
+Gradients are [owned numel] in grad_dtype. A store belongs to the main thread, except for what a step has claimed.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from lightning_zero.tiers.pinned import PinnedPair
 
 
 class Factor(NamedTuple):
-    """What gradients are to be multiplied by, on its way to the host."""
+    """Factor for gradients, on its way to the host."""
 
     value: Tensor  # 0-d, on the host
     event: Any
 
 
 class Arrived(NamedTuple):
-    """A gradient, and what it is to be multiplied by; None: nothing."""
+    """A gradient and the factor to multiply it by, or None."""
 
     grad: Tensor | None
     factor: Tensor | None
 
 
 class Claimed(NamedTuple):
-    """The gradient of a bucket as a step has found it. The step's thread asks for it, and changes nothing."""
+    """A bucket's gradient as an offloaded step claimed it. The step's thread reads and never changes it."""
 
     streams: Streams
     grad: Tensor | None
@@ -56,7 +56,6 @@ class Claimed(NamedTuple):
     factor: Factor | None
 
     def arrived(self) -> Arrived:
-        """Wait for it."""
         _wait(self.streams, self.arrival)
         if self.factor is None:
             return Arrived(self.grad, None)
@@ -65,45 +64,41 @@ class Claimed(NamedTuple):
 
 
 class GradStore(Protocol):
-    """The reduced gradient of a bucket."""
-
     @property
     def is_there(self) -> bool:
         """Whether there is a gradient, arrived or on its way."""
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient. The host waits for one that is on its way to host memory."""
+        """The gradient. The host waits for one on its way to host memory."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The memory that is taken for it now."""
+        """The memory that the gradient takes now."""
 
     def add(self, reduced: Tensor) -> None:
-        """Add what was reduced, in any dtype, on the device."""
+        """Add a reduced gradient in any dtype on the device."""
 
     def clear(self) -> None:
-        """There is no gradient any more."""
+        """Drop the gradient."""
 
     def free(self) -> None:
-        """Give back what it holds on a tier; it is not used any more."""
+        """Free the store's place on a tier. The store is not used after that."""
 
     def claim(self) -> Claimed:
-        """Take it as it is now, for an offloaded step: it may be cleared before the step begins."""
+        """Take the present gradient for an offloaded step, before which the gradient may be cleared."""
 
     def norm(self, norm_type: float) -> Tensor | None:
-        """Its norm, found on its way: 0-d, on the device. None: look at ``value``."""
+        """Norm that was taken on the way to the host: 0-d, on the device. None: compute it from `value`."""
 
     def all_finite(self) -> Tensor | None:
-        """Whether all of it is finite, found on its way: 0-d bool. None: look at ``value``."""
+        """Whether all elements are finite, as seen on the way to the host: 0-d bool. None: look at `value`."""
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Have all of it, if it is there, multiplied before it is used. False: the caller has to multiply ``value``."""
+        """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""
 
 
 class OnDevice:
-    """On the device, as long as there is one."""
-
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
         self.value: Tensor | None = None
@@ -118,8 +113,7 @@ class OnDevice:
 
     def add(self, reduced: Tensor) -> None:
         if self.value is None:
-            # A transport may return a view of what it has received from all ranks. Kept as the gradient, the view would
-            # hold the memory of the whole bucket where a shard is wanted.
+            # A transport may return a view of what it received, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
             is_it = reduced.dtype == self._dtype and own_memory
             self.value = reduced if is_it else reduced.to(self._dtype, copy=True)
@@ -147,18 +141,18 @@ class OnDevice:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was found on the way of a gradient that has not been changed since."""
+    """What was found out about a gradient on its way to the host. Valid while the gradient is unchanged."""
 
-    version: int = -1  # of its memory
+    version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)
     all_finite: Tensor | None = None
 
 
 class OnHost:
-    """In a place in host memory that it keeps: pinned for a GPU, and of its size to the byte.
+    """Store in host memory, pinned for a GPU, and of the gradient's size to the byte.
 
-    A first gradient is looked at on the device before it leaves, for what has been asked of gradients before (norms,
-    whether all is finite). On the host each of these would be a pass over memory after the backward is over.
+    Norms and the finite check that callers have asked for before are computed on the device before the copy. On the
+    host each would be a pass over memory after the backward.
     """
 
     def __init__(self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing) -> None:
@@ -167,7 +161,7 @@ class OnHost:
         self._tier, self._extent = tier, tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0]
         self.memory: Tensor = tier.resident(self._extent)
         self.is_there = False
-        self._arrival: Any = None  # an event or a future; None: it has arrived
+        self._arrival: Any = None  # event or future; None: arrived
         self._factor: Factor | None = None
         self._seen = _Seen()
 
@@ -191,31 +185,31 @@ class OnHost:
             self._bring(reduced)
         elif self._streams.are_there:
             if self._factor is not None:
-                _ = self.value  # scaled first
+                _ = self.value  # apply the factor first
             self._arrival, self._seen = self._landing.add(reduced, self.memory), _Seen()
         elif (value := self.value) is not None:
             with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
-                value.add_(reduced)  # added before it is rounded, as on the device
+                value.add_(reduced)  # add before rounding, as on the device
         self.is_there = True
 
     def _bring(self, reduced: Tensor) -> None:
-        """Copy a first gradient to its place. The host does not wait."""
+        """Copy the first gradient of a step to host memory. The host does not wait."""
         if not self._streams.are_there:
             with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
                 self.memory.copy_(reduced)
             return
-        # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
+        # Cast on the GPU first: a copy to the host that also casts would block the host.
         source = reduced.to(self._dtype)
         norms, all_finite = self._landing.look(source)
         with self._streams.on("d2h"), recording.span("d2h", self._extent.label):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()
         self._seen = _Seen(self.memory._version, norms, all_finite)
-        # Read by this stream, and memory of another one's pool, which does not wait for it.
+        # The copy's stream reads memory of another stream's pool, which would not wait for it.
         self._streams.hold((reduced, source), self._arrival)
 
     def clear(self) -> None:
-        # A copy on its way is not waited for: the next is queued behind it. A thread that still adds is.
+        # The next copy queues behind one under way. A thread that still adds must be waited for.
         if isinstance(self._arrival, Future):
             _wait(self._streams, self._arrival)
         self.is_there, self._arrival, self._factor = False, None, None
@@ -248,7 +242,7 @@ class OnHost:
 
 
 def _wait(streams: Streams, arrival: Any) -> None:
-    """Wait on the host for an event, or for a future and its error."""
+    """Wait on the host for an event or for a future, and raise the future's error."""
     if isinstance(arrival, Future):
         arrival.result()
     elif arrival is not None:
@@ -258,7 +252,6 @@ def _wait(streams: Streams, arrival: Any) -> None:
 def make_grad_store(
     plan: BucketPlan, label: str, numel: int, dtype: torch.dtype, tiers: Tiers, streams: Streams
 ) -> GradStore:
-    """The store that ``plan`` asks for."""
     if plan.trainable and plan.grads_on_host:
         assert tiers.host is not None and tiers.landing is not None
         assert plan.shards_master, "a norm that is found on the way is of elements that no other rank counts"
@@ -267,7 +260,7 @@ def make_grad_store(
 
 
 class Landing:
-    """Brings the gradients of one engine to the host, and adds those of micro-batches there in a thread.
+    """Bring the gradients of one engine to the host, and add those of further micro-batches in a thread.
 
     ::
 
@@ -275,18 +268,11 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    The buffers are all the host memory that it takes, whatever the sizes of buckets.
-
-    Attributes:
-        asked_norms: the types of norm that have been asked of gradients.
-        asked_finite: it has been asked whether gradients are finite.
+    `asked_norms` and `asked_finite` say what callers have asked of gradients.
     """
 
     def __init__(self, streams: Streams, threads: int) -> None:
-        """
-        Args:
-            threads: for torch's kernels, of the thread that adds.
-        """
+        """`threads` are those of torch's kernels in the thread that adds."""
         self.streams = streams
         self.asked_norms: set[float] = set()
         self.asked_finite = False
@@ -296,18 +282,19 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def look(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Find out what is asked of gradients about this one, on its device: norms, and whether all of it is finite."""
+        """Compute on the device what callers have asked of gradients: norms, and whether all elements are finite."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None
 
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
-        """Add ``reduced`` [n], on the device, to ``target`` [n] in pinned host memory, to which all earlier copies are
-        queued or over. Both are in use until the future is done."""
-        # Memory of the device is kept here and not by the thread alone: this thread must have heard of the end before
-        # it lets go. Of how much, is bounded: this thread waits.
+        """Add `reduced` [n], on the device, to pinned `target` [n]. Both are in use until the future is done.
+
+        Earlier copies to `target` must be queued or over.
+        """
+        # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
         while self._under_way and (len(self._under_way) >= HELD or self._under_way[0][0].done()):
-            self._under_way.popleft()[0].exception()  # an error is raised to whoever wants the gradient
+            self._under_way.popleft()[0].exception()  # a read of the gradient raises the error
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "lightning_zero-landing")
         future = self._pool.submit(self._add, reduced, target, self.streams.mark())
@@ -315,7 +302,7 @@ class Landing:
         return future
 
     def _add(self, reduced: Tensor, target: Tensor, event: Any) -> None:
-        set_own_threads(self._threads)  # a setting of each thread, as is the device
+        set_own_threads(self._threads)  # threads and device are settings of each thread
         accelerator = self.streams.accelerator
         accelerator.bind_thread()
         length = PAIR_NBYTES // reduced.element_size()
@@ -327,7 +314,7 @@ class Landing:
                 with self.streams.on("d2h", after=event):
                     buffer.copy_(piece, non_blocking=True)
                     arrived = self.streams.mark()
-                # This piece travels while the one before it is added; the next takes that one's buffer.
+                # Add the previous piece while this one is copied. The next piece reuses the previous one's buffer.
                 self._land(before)
                 before = arrived, buffer, target[low : low + length]
             self._land(before)
@@ -336,15 +323,13 @@ class Landing:
         if piece is not None:
             arrived, buffer, target = piece
             self.streams.accelerator.wait_on_host(arrived)
-            target.add_(buffer)  # added before it is rounded, as on the device
+            target.add_(buffer)  # add before rounding, as on the device
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is taken now."""
         return self._pair.nbytes
 
     def close(self) -> None:
-        """End the thread, after what it was given."""
         if self._pool is not None:
             self._pool.shutdown()
             self._under_way.clear()

@@ -1,11 +1,10 @@
-"""Where the master weights of a bucket rest, with their optimizer state.
+"""Where the masters of a bucket rest, with their optimizer state.
 
-A home owns tensors that stay the same objects for ever. So runs, optimizer state and views of these tensors need not
-know where the values rest. On the device and in host memory the tensors are always readable. In files the tensors have
-memory only while the home is open; otherwise the values lie in extents. ``open`` and ``close`` nest.
+A home's tensors stay the same objects for ever, so runs, state and views need not know where values rest. On the device
+and the host they are always readable. In files they have memory only while the home is open; `open` and `close` nest.
 
-A home belongs to the worker while a step of its bucket is under way, else to the main thread. The worker brings a home
-in files to rest after that step is over, so such a home lets in one thread at a time.
+A home belongs to the worker during a step of its bucket, else to the main thread. The worker brings a home in files to
+rest after the step, so a :class:`FileHome` locks its methods.
 """
 
 from __future__ import annotations
@@ -31,20 +30,18 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from lightning_zero.tiers.write_behind import WriteBehind
 
-if TYPE_CHECKING:  # which knows the tiers
+if TYPE_CHECKING:  # grad_store imports this module
     from lightning_zero.engine.units.grad_store import Landing
 
-CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
+CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of one engine that exist, beside the device; a bucket takes what its plan asks for.
+    """The tiers of one engine beside the device, with their helpers.
 
-    Attributes:
-        landing: of gradients that rest on the host.
-        sender: of masters in files, to a device that has streams.
-        read_ahead, write_behind: for parameters in files.
+    `landing` brings gradients to the host, `sender` sends masters in files to a device with streams, and `read_ahead`
+    and `write_behind` read and write parameters in files.
     """
 
     host: HostTier | None = None
@@ -55,22 +52,22 @@ class Tiers:
     write_behind: WriteBehind | None = None
 
     def close(self, *, but: Tiers | None = None) -> None:
-        """End them, except for parts of ``but``. May be called twice."""
+        """Close all parts that `but` does not share. May be called twice."""
         kept = () if but is None else but._parts()
         for part in self._parts():
             if part is not None and not any(part is other for other in kept):
                 part.close()
 
     def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
-        return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # in the order of who uses whom
+        return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # users before what they use
 
     @property
     def staging_nbytes(self) -> int:
-        """Host memory of what is on the way between tiers, beside the ring of the files."""
+        """Host memory of transfer buffers, without the ring of the files."""
         return sum(part.nbytes for part in (self.landing, self.sender, self.read_ahead) if part is not None)
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
-        """Bound the bytes that this rank may hold; None: by what is available."""
+        """Limit the bytes that this rank may hold. None: limited only by what is available."""
         if self.host is not None:
             self.host.budget = host
         if self.nvme is not None:
@@ -78,11 +75,9 @@ class Tiers:
 
 
 class Home:
-    """The place of a bucket's master_param and optimizer state.
+    """Masters [owned numel] and optimizer state of a bucket on a tier. `master` is readable while the home is open.
 
-    Attributes:
-        master: [owned numel]; readable while open.
-        changes: another object whenever the master may have got other values.
+    `changes` becomes another object whenever the masters may have changed.
     """
 
     def __init__(self, master: Tensor) -> None:
@@ -91,43 +86,42 @@ class Home:
         self._lent: list[Future[Any]] = []
 
     def begin_open(self) -> None:
-        """Start bringing the tensors into memory."""
+        """Start to bring the tensors into memory."""
 
     def open(self, *, to_write: bool = False) -> None:
-        """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
+        """Bring the tensors into memory until the matching `close`. With `to_write`, wait for all readers too."""
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the master, which is readable, into ``target`` [owned numel] of any dtype on the device."""
+        """Copy the readable master into `target` [owned numel] of any dtype on the device."""
         copy_cast(self.master, target)
 
     def read_until(self, event: Any) -> None:
-        """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
+        """Delay writes to the master until `event`, because a stream reads the master. None: no stream does."""
 
     def lend(self, reading: Future[Any]) -> None:
-        """Somebody reads the tensors, which are readable, until ``reading`` is done: they are not written to before."""
+        """Delay writes to the tensors until `reading` is done."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
-        """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
+        """End one `open`; the last `close` brings the tensors to rest. Pass `changed` after writes."""
 
     def settle(self) -> None:
         """Wait until the tensors of a closed home are at rest."""
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
+        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The home must be open.
 
-        They rest beside the master from now on, and replace those that ``owner`` had here. Several optimizers may step
-        one master.
+        Earlier states of `owner` are dropped. Several optimizers may step one master.
         """
 
     def free(self) -> None:
-        """Give the home's place back; the master is not readable any more."""
+        """Free the home's place. The master is not readable after that."""
 
 
 @contextlib.contextmanager
 def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open ``home``: the master is readable inside (and writable, with ``changed``), and at rest again afterwards."""
+    """Open `home`, yield the master, and bring the home to rest again. Pass `changed` to write."""
     home.open(to_write=changed)
     try:
         yield home.master
@@ -137,13 +131,10 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
 
 
 class ResidentHome(Home):
-    """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
+    """A home in device memory, always readable. Optimizer state lies beside its parameter."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
-        """
-        Args:
-            is_exposed: users' code may change the master itself, without ``open``.
-        """
+        """With `is_exposed`, users' code may change the master itself, without `open`."""
         super().__init__(master)
         self.is_exposed = is_exposed
 
@@ -153,26 +144,26 @@ class ResidentHome(Home):
             self._take_back()
 
     def _take_back(self) -> None:
-        wait(self._lent)  # an error is for whoever reads
+        wait(self._lent)  # the reader handles errors
         self._lent = []
 
 
 class HostHome(ResidentHome):
-    """Always readable, in slabs of the host tier. It holds copies, also where the device is the host."""
+    """A home in slabs of the host tier, always readable. It holds copies even where the device is the host."""
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
-        self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
+        self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # by owner, with extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
+        # Blocking, because later readers and writers of the masters do not wait for a copy under way.
         copy_cast(values, master, wait=True)
         super().__init__(master)
-        self._reads: Any = None  # the end of the last copy to the device
+        self._reads: Any = None  # event after the last copy to the device
 
     def open(self, *, to_write: bool = False) -> None:
         super().open(to_write=to_write)
-        # The slabs are pinned: a copy to the device may go on long after it was queued.
+        # Slabs are pinned: a queued copy to the device may still read them.
         if to_write and self._reads is not None:
             self._tier.accelerator.wait_on_host(self._reads)
             self._reads = None
@@ -181,7 +172,7 @@ class HostHome(ResidentHome):
         self._reads = event
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move new states into a slab. The optimizer keeps the same tensor objects, which get other memory."""
+        """Move new states into slabs. The optimizer keeps the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -196,8 +187,7 @@ class HostHome(ResidentHome):
         for state, extent in zip(new, extents, strict=True):
             place = self._tier.resident(extent)
             place.copy_(state.view(-1))
-            # ``.data =`` and not a new tensor: the optimizer's ``state`` holds this object, and would go on with its
-            # old memory. The object is kept here too, so that its id cannot come back as that of another tensor.
+            # `.data =`, because the optimizer's `state` holds this object. Kept here too, so that its id stays unique.
             state.data = place.view(state.shape)
             held.append((state, extent))
 
@@ -217,7 +207,7 @@ class Phase(Enum):
 LEGAL = {
     (Phase.RESTS, Phase.READING),
     (Phase.READING, Phase.OPEN),
-    (Phase.OPEN, Phase.WRITING),  # what has changed
+    (Phase.OPEN, Phase.WRITING),  # after changes
     (Phase.OPEN, Phase.RESTS),
     (Phase.WRITING, Phase.RESTS),
 }
@@ -227,8 +217,6 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _by_one_thread(method: _Method) -> _Method:
-    """Let one thread at a time into the methods of a home; the others wait for it."""
-
     @functools.wraps(method)
     def locked(self: FileHome, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -238,20 +226,19 @@ def _by_one_thread(method: _Method) -> _Method:
 
 
 class FileHome(Home):
-    """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
+    """A home in files. Tensors have memory from `begin_open` until the `settle` after `close`."""
 
     def __init__(self, tier: NvmeTier, label: str, master: Tensor, sender: Sender | None = None) -> None:
         self._tier, self._sender = tier, sender
         self._label = label
         super().__init__(master)
-        self._states: dict[int, list[Tensor]] = {}  # of each owner
+        self._states: dict[int, list[Tensor]] = {}  # by owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
         self._opens = 1
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
-        # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
         self._lock = threading.RLock()
         self._place([master])
         self.close(changed=True)
@@ -267,12 +254,12 @@ class FileHome(Home):
         if self._phase is Phase.RESTS:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            # From here on the tier's threads write to this memory, until the futures are done: see ``_wait``.
+            # The tier's threads write to this memory until the futures are done (`_wait`).
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
 
     def copy_to(self, target: Tensor) -> None:
-        if self._sender is None:  # memory that is not pinned has been read when its copy is queued
+        if self._sender is None:  # a copy from unpinned memory has read it when the call returns
             super().copy_to(target)
         else:
             self._sender.send(self.master, target)
@@ -284,7 +271,7 @@ class FileHome(Home):
     @_by_one_thread
     def open(self, *, to_write: bool = False) -> None:
         self._opens += 1
-        # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
+        # A write to the file still reads this memory, so it must end before anyone changes the tensors.
         self.settle()
         if to_write:
             self._take_back()
@@ -321,17 +308,17 @@ class FileHome(Home):
         with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
-        self._moving = []  # not where one has failed: then whoever waits next gets its error too
+        self._moving = []  # after an error they stay, so that the next wait raises too
 
     def _take_back(self) -> None:
         if self._lent:
             with recording.stands("disk", self._label, on_host=True):
-                wait(self._lent)  # an error is for whoever reads what they write
+                wait(self._lent)  # the reader handles errors
         self._lent = []
 
     def _rest(self) -> None:
         self._take_back()
-        # The storage objects stay: the runs' tensors and the optimizer's state are views of them.
+        # The storage objects stay, because runs and optimizer state are views of them.
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._enter(Phase.RESTS)
@@ -344,7 +331,7 @@ class FileHome(Home):
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Give each of ``tensors`` an extent; extents that the home has are used again where their size is right."""
+        """Give each tensor an extent, and reuse present extents of the right size."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -358,7 +345,7 @@ class FileHome(Home):
         wanted = [Wanted(self._label, self._tensors[i].numel(), self._tensors[i].dtype) for i in missing]
         for i, extent in zip(missing, self._tier.reserve(wanted), strict=True):
             self._extents[i] = extent
-        # An extent may hold another tensor's values now, or none: the next close must write all of them.
+        # A reused extent may hold another tensor's values, so the next close must write all.
         self._changed = True
 
     @_by_one_thread
@@ -368,11 +355,7 @@ class FileHome(Home):
 
 
 def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
-    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``.
-
-    Args:
-        taken: nobody else has ``values``, which may become the home.
-    """
+    """Make a home on `tier` for `values` [owned numel], in `dtype`. With `taken`, `values` may become the home."""
     if tier is Tier.host:
         assert tiers.host is not None
         return HostHome(tiers.host, label, values, dtype)
@@ -383,13 +366,9 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
-    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy.
+    """Copy `source` to `target` in pieces, because a cast between devices would need a whole second copy.
 
-    The host does not wait where its memory is pinned. A cast is made on the device: the host would be slower, and
-    would have to be waited for.
-
-    Args:
-        wait: the host goes on when the copy is over.
+    Casts run on the device. With `wait` the host waits for the end of a copy to host memory.
     """
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=not wait)
@@ -397,6 +376,6 @@ def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
     from_host = source.device.type == "cpu"
     for start in range(0, source.numel(), CAST_CHUNK):
         piece, place = source[start : start + CAST_CHUNK], target[start : start + CAST_CHUNK]
-        # Freed at once, and used again by the next piece: both are queued on the current stream, one behind the other.
+        # The allocator reuses the memory of a piece for the next one: both are queued on the current stream in order.
         moved = piece.to(target.device, non_blocking=True) if from_host else piece.to(target.dtype)
         place.copy_(moved)

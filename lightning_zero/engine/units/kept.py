@@ -1,4 +1,4 @@
-"""A part of what a home holds."""
+"""A slice of a flat tensor that a home holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from lightning_zero.planning.state_dtype import BLOCK
 
 
 class Sliced(NamedTuple):
-    """Adjacent elements of a flat tensor that a home holds: of a fragment, say. The tensor may rest in a file.
+    """Adjacent elements of a flat tensor in a home, such as those of a fragment. The tensor may rest in a file.
 
-    Attributes:
-        whole: the tensor; of packed state (``narrow.py``), a row for each block of elements.
-        packed: how the rows are packed.
+    With a `packed` format, `whole` has a row for each block of elements (optimizers/low_bits.py).
     """
 
     whole: Tensor
@@ -26,29 +24,27 @@ class Sliced(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The values [numel]; the home is open."""
+        """The values [numel]. The home must be open."""
         low, high = self.rows
         return self.of(self.whole[low:high])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
         return self.whole.dtype if self.packed is None else torch.bfloat16
 
     @property
     def rows(self) -> tuple[int, int]:
-        """What of the first dimension of ``whole`` holds the elements."""
+        """Range of the first dimension of `whole` that holds the elements."""
         if self.packed is None:
             return self.start, self.start + self.numel
         return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
 
     def of(self, rows: Tensor) -> Tensor:
-        """The values [numel] in a copy of these rows."""
+        """Unpack the values [numel] from a copy of `rows`."""
         if self.packed is None:
             return rows
         first = self.start % BLOCK
         return self.packed.values(rows)[first : first + self.numel]
 
     def part(self, start: int, numel: int) -> Sliced:
-        """Elements of it, from ``start`` on."""
         return self._replace(start=self.start + start, numel=numel)

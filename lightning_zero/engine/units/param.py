@@ -1,13 +1,15 @@
-"""What the engine knows of a parameter, and the classes that say what it means when users' code touches one.
+"""What the engine knows of a parameter, and the classes that decide what happens when users' code touches one.
 
-An ``nn.Parameter`` stays the same object for ever. Only its class changes::
+An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change:
+
+::
 
     nn.Parameter        plain: before sharding, inside gather(), after release()
-    PresentParameter    its values are here: torch works on it as on any parameter; ``.data`` is noticed
-    AbsentParameter     a placeholder is here: what would read or write values asks the owner first
+    PresentParameter    holds its values; works as any parameter, but accesses to ``.data`` reach the owner
+    AbsentParameter     holds a placeholder; operations that read or write values ask the owner first
 
-Its ``.data`` changes too; nothing is stored on the parameter. ``PresentParameter`` keeps torch's disabled
-``__torch_function__``, so that neither operators nor ``torch.compile`` treat it otherwise than a plain parameter.
+`PresentParameter` keeps torch's disabled `__torch_function__`, so operators and `torch.compile` treat it as a plain
+parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
-# Functions that ask for a parameter's metadata, or make a new tensor like it, and need no values.
+# Functions that read only metadata or make a new tensor like the parameter.
 _SIZES = {"size", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "__len__"}
 _KINDS = {"is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_coalesced", "is_inference"}
 _NAMES = {
@@ -56,13 +58,12 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """The one that answers for parameters: an engine."""
+    """An engine that answers for parameters."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
-        """Bring the values of absent parameters here, call ``run``, an operation on them, and return its result.
+        """Gather the values of absent `params`, and return the result of `run`, an operation on them.
 
-        Raises:
-            RuntimeError: that is not possible now; names the parameter and the right way.
+        Raises RuntimeError, with the parameter and the right way, if that is not possible now.
         """
         ...
 
@@ -71,16 +72,16 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """Take notice that ``param.data`` is read: whoever has it may write to the values unseen."""
+        """Note that users' code reads `param.data`, and may then write to the values unseen."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Take over the values of ``param.data = value``. Returns false where torch is to make the assignment."""
+        """Take over `param.data = value`. Return False where torch has to make the assignment."""
         ...
 
 
-# Parameter -> weak reference to its owner. Keys are weak too: an engine holds its parameters, and this table would keep
-# them, or the engine with all of them, for ever. By identity, because ``==`` of tensors compares elements.
+# Parameter -> weak reference to its owner. Keys are weak too: an engine holds its parameters, and would be kept alive.
+# Keys compare by identity, because `==` of tensors compares elements.
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -90,18 +91,13 @@ def find_owner(param: Tensor) -> Owner | None:
 
 
 class Classes(NamedTuple):
-    """The classes that one parameter goes through."""
-
     plain: type
     present: type
     absent: type
 
 
 class _Owned:
-    """The part that present and absent parameters have in common."""
-
-    # Nothing is added to the layout of the objects: Python changes the class of an object only to one with the same
-    # layout.
+    # Without slots of its own, because Python changes an object's class only to one with the same memory layout.
     __slots__ = ()
 
     @property
@@ -122,7 +118,7 @@ class _Owned:
 
 
 class _Absent:
-    """The part of absent parameters, whose values are elsewhere."""
+    """Base of absent parameters, which hold a placeholder."""
 
     __slots__ = ()
 
@@ -130,7 +126,7 @@ class _Absent:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Switched off inside, or the operation would come back here with the same parameter, for ever.
+        # Torch functions are disabled inside, or the operation would call this method again for ever.
         def run() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -154,7 +150,7 @@ class _Absent:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        """torch's own ``grad``, by a short way: ``__torch_function__`` takes ten times as long, at every step."""
+        """torch's own `grad` without `__torch_function__`, which takes ten times as long, at every step."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = _get_grad(self)
         return grad
@@ -177,24 +173,23 @@ class _Absent:
 
 
 def _without_values(param: nn.Parameter) -> Tensor:
-    """A meta tensor with the shape and strides of an absent parameter's values."""
     owner = find_owner(param)
     strides = param.data.stride() if owner is None else owner.strides(param)
     return torch.empty_strided(param.shape, strides, device="meta")
 
 
 _CLASSES: dict[type, Classes] = {}
-_PLAIN: dict[type, type] = {}  # of present and absent classes
+_PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """The classes of a parameter that is plain now. A class with a ``__torch_function__`` of its own stays."""
+    """Return the classes for a plain parameter. A class with its own `__torch_function__` never changes."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
             _CLASSES[plain] = Classes(plain, plain, plain)
         else:
-            # tensorboardX takes for a tensor what has "torch" in the name of its class.
+            # The class is named in `__qualname__` only: tensorboardX takes "torch" in a class name for a tensor.
             of = f"[{plain.__module__}.{plain.__qualname__}]"
             present = type("PresentParameter", (_Owned, plain), {"__qualname__": f"PresentParameter{of}"})
             absent = type("AbsentParameter", (_Absent, present), {"__qualname__": f"AbsentParameter{of}"})
@@ -204,7 +199,7 @@ def classes_of(param: nn.Parameter) -> Classes:
 
 
 def own(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Let ``owner``, which is held weakly, answer for ``params``."""
+    """Let `owner`, which is held weakly, answer for `params`."""
     for param in params:
         _OWNERS[param] = ref(owner)
 
@@ -215,14 +210,14 @@ def disown(params: Iterable[nn.Parameter]) -> None:
 
 
 def make_plain(params: Iterable[nn.Parameter]) -> None:
-    """Give parameters their own class back, whatever they hold."""
+    """Give parameters their own class back. Their `.data` stays."""
     for param in params:
         param.__class__ = _PLAIN.get(type(param), type(param))
 
 
 def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes) -> None:
-    """Show ``values`` under the class ``kind``, one of ``classes``."""
-    # Plain first: under the class of an absent parameter the assignment would ask the owner, who is calling this.
+    """Point `param` at `values`, and set its class to `kind`, one of `classes`."""
+    # The plain class first: an absent parameter would ask the owner, who is calling this.
     param.__class__ = classes.plain
     _set_data(param, values)
     if kind is not classes.plain:
@@ -234,7 +229,7 @@ def _is_passive(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", "") not in _ATTRIBUTES_OF_VALUES
     if name == "type":
-        return len(args) == 1 and not kwargs  # else it converts
+        return len(args) == 1 and not kwargs  # with arguments `type` converts
     return name in _PASSIVE or (name in _LIKE_OTHER and not isinstance(args[0], _Absent))
 
 
@@ -244,7 +239,6 @@ def _name_of(func: Any) -> str:
 
 
 def _absent_in(value: Any) -> Iterator[nn.Parameter]:
-    """Each absent parameter among the arguments of an operation, once."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -259,22 +253,22 @@ def _absent_in(value: Any) -> Iterator[nn.Parameter]:
             stack.extend(reversed(list(item.values())))
 
 
-READ_CHUNK = 1 << 20  # elements of a file in memory at a time
+READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 
 @dataclass(slots=True, eq=False)
 class ParamInfo:
-    """A parameter that the engine owns. Nothing is stored on the ``nn.Parameter`` itself."""
+    """A parameter that the engine owns. Nothing is stored on the `nn.Parameter` itself."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
     shape: torch.Size
-    strides: tuple[int, ...]  # the flat buffer keeps the order of memory: kernels round differently for another
+    strides: tuple[int, ...]  # the flat buffer keeps the memory order, because it changes how kernels round
     dtype: torch.dtype  # before sharding: what checkpoints hold
-    classes: Classes  # that the parameter goes through
+    classes: Classes
     slot: int = 0  # position in the bucket
     gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
-    version: int = 0  # writes of the user's up to this version of the parameter are in the masters
+    version: int = 0  # the masters have users' writes up to this version of the parameter
 
     @property
     def fqn(self) -> str:
@@ -285,11 +279,7 @@ class ParamInfo:
         return math.prod(self.shape)
 
     def check_shape(self, shape: torch.Size) -> None:
-        """Refuse ``param.data`` of another shape.
-
-        Raises:
-            RuntimeError: names the parameter and the right way.
-        """
+        """Raise RuntimeError for `param.data` of another shape."""
         if shape != self.shape:
             raise RuntimeError(
                 f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
@@ -297,16 +287,16 @@ class ParamInfo:
             )
 
     def flattened(self, value: Tensor) -> Tensor:
-        """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
+        """Flatten `value` [shape], of any strides, to the order of the flat buffer: [numel]."""
         return value.permute(self.order).reshape(-1)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions as they are flattened, the slowest first."""
+        """Dimensions in the order of memory, the slowest first."""
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy elements of :meth:`flattened`, from ``start`` on, to ``target`` [n]. Of a file no others are read."""
+        """Copy elements of :meth:`flattened` from `start` on to `target` [n]. Of a file, read only these."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return
@@ -316,10 +306,10 @@ class ParamInfo:
 
 
 def values_changed(infos: Iterable[ParamInfo]) -> None:
-    """Raise the versions of parameters that have got other values by another way than an operation on them.
+    """Raise the versions of parameters whose values were replaced without an operation on the parameter.
 
-    As after an operation in place, torch then refuses a backward that has saved the values of before. The versions that
-    are noted in ``infos`` rise too, so that :class:`~lightning_zero.engine.passes.access.Writes` sees no write.
+    As after an in-place operation, torch then refuses a backward that saved the old values. The versions in `infos`
+    rise too, so that `passes.access.Writes` sees no write.
     """
     infos = list(infos)
     increment_version([info.param for info in infos])
@@ -328,7 +318,7 @@ def values_changed(infos: Iterable[ParamInfo]) -> None:
 
 
 def strides_of(param: Tensor) -> tuple[int, ...]:
-    """Strides of ``param`` where its memory has neither gaps nor overlaps, else those of a contiguous tensor."""
+    """Return the strides of `param` if its memory has neither gaps nor overlaps, else contiguous strides."""
     expected = 1
     for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Stores of a bucket's compute parameters between uses: a class for each :class:`ParamsRest`, with one interface.
+"""Stores of a bucket's compute parameters between uses: one class for each :class:`ParamsRest`.
 
 ::
 
@@ -30,50 +30,47 @@ from lightning_zero.tiers.write_behind import WriteBehind
 
 
 class ParamStore:
-    """The compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype.
+    """Compute parameters of the range that a rank owns: tensors are [owned numel] in compute_dtype.
 
-    Attributes:
-        memory: what holds the parameters beside the full buffer and the home; None where there is none.
+    `memory` is device memory for the parameters beside full buffer and home, or None.
     """
 
     memory: Tensor | None = None
 
     def stage_ahead(self) -> None:
-        """Start reading from files, because the parameters will be asked for soon."""
+        """Start to read from files, before the parameters are needed."""
 
     def prepare(self, own: Tensor) -> None:
-        """Fill ``own``, this rank's slice of the full buffer, which a gather is about to send."""
+        """Fill `own`, this rank's slice of the full buffer, before a gather."""
         self.read(own)
 
     def read(self, target: Tensor) -> None:
-        """Copy the parameters, as they follow from the masters, into ``target``."""
+        """Copy the parameters, as cast from the masters, into `target`."""
         raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
-        """Follow the masters, which have changed; ``master`` is readable."""
+        """Take new values from `master` after a step. `master` is readable."""
 
     def settle(self) -> None:
-        """Wait until all parameters are in their place; the error of one that could not be brought there is raised."""
+        """Wait until all parameters are in their place, and raise the error of a failed write."""
 
     def free(self) -> None:
-        """Give back what it holds on a tier; it is not used any more."""
+        """Free the store's place on a tier. The store is not used after that."""
 
 
 class FullIsMaster(ParamStore):
-    """The full buffer is the memory of the masters."""
-
     def __init__(self, own: Tensor) -> None:
         self._own = own
 
     def prepare(self, own: Tensor) -> None:
-        """Nothing to do: the slice is the master."""
+        """Do nothing: the slice is the master."""
 
     def read(self, target: Tensor) -> None:
         target.copy_(self._own)
 
 
 class InHome(ParamStore):
-    """The parameters are cast from the masters when they are asked for; frozen ones are in the home themselves."""
+    """The parameters are cast from the masters for each use. Frozen parameters are in the home themselves."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -87,13 +84,13 @@ class InHome(ParamStore):
 
 
 class FullCopy(ParamStore):
-    """The full buffer is a copy of the masters. Users' code may have written to it since, so reads go to the home."""
+    """The full buffer is a copy of the masters. Users' code may write to the buffer, so reads use the home."""
 
     def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
         self._home, self._own, self._send = home, own, send
 
     def prepare(self, own: Tensor) -> None:
-        """Nothing to do: the slice has followed the master."""
+        """Do nothing: `update` has filled the slice."""
 
     def read(self, target: Tensor) -> None:
         with opened(self._home):
@@ -104,8 +101,6 @@ class FullCopy(ParamStore):
 
 
 class DeviceShard(ParamStore):
-    """A shard on the device, while the masters are elsewhere."""
-
     memory: Tensor
 
     def __init__(self, values: Tensor, send: Callable[[Tensor], None]) -> None:
@@ -119,8 +114,6 @@ class DeviceShard(ParamStore):
 
 
 class FileShard(ParamStore):
-    """A shard in a file, apart from the masters."""
-
     def __init__(
         self,
         tier: NvmeTier,
@@ -138,7 +131,7 @@ class FileShard(ParamStore):
         self._give_back: Callable[[Any], None] | None = None
         self._reading: Future[Any] | None = None
         self._writing = tier.stage_out(self._extent, values)
-        self._writing.result()  # memory of others, who go on with it
+        self._writing.result()  # the caller goes on to use the memory of `values`
 
     def stage_ahead(self) -> None:
         if self._reading is None:
@@ -154,10 +147,10 @@ class FileShard(ParamStore):
         self._drop()
 
     def update(self, master: Tensor) -> None:
-        self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
+        self._drop()  # values that were read ahead are stale now
         value = master.to("cpu", self._extent.dtype)
         self._writing = self._write_behind.put(self._extent, value)
-        if value is master:  # where nothing is to be converted; and the next step changes it
+        if value is master:  # not converted: the next step must wait for the write before it changes the master
             self._home.lend(self._writing)
 
     def settle(self) -> None:
@@ -168,9 +161,9 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """Forget what was read, because the file may change."""
+        """Drop values that were read ahead, because the file may change."""
         if self._reading is not None:
-            # Waits, and raises nothing. The tier's threads write to the staged memory until then.
+            # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()
         if self._give_back is not None:
             self._give_back(self._streams.mark())
@@ -187,12 +180,9 @@ def make_param_store(
     tiers: Tiers,
     streams: Streams,
 ) -> ParamStore:
-    """The store that ``plan`` asks for.
+    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype.
 
-    Args:
-        own: this rank's slice of the full buffer.
-        values: what the compute parameters are now, in any dtype. [owned numel]
-        send: copies the masters into compute parameters on the device, and casts them.
+    `own` is this rank's slice of the full buffer. `send` casts the masters into a tensor on the device.
     """
     match plan.params_rest:
         case ParamsRest.full_is_master:

@@ -1,8 +1,8 @@
-"""Vertical accumulation: all micro-batches of a step go through a unit before the next unit (``zero.vertical_chunks``).
+"""Runs vertical accumulation: all micro-batches of a step pass a unit before the next unit (``zero.vertical_chunks``).
 
 ::
 
-    chunked      the autograd function: chunks without a graph, and each computed again in the backward
-    trial        which tensors of a call are of its batch, found by trying
-    units        units whose forwards are divided so, and those that are not to be
+    chunked      the autograd function: runs chunks without a graph, and again in the backward
+    trial        finds by trying which tensors of a call are divided
+    units        runs forwards of units in chunks; finds units that must not be divided
 """

@@ -2,19 +2,11 @@
 
 ::
 
-    forward    for each chunk:   keep the random numbers' state; run; at the end put the results together
-    backward   for each chunk:   put that state back; run on detached inputs; its backward; gradients of the inputs
-                                 into their place
+    forward    for each chunk:   save the random state; run; at the end join the results
+    backward   for each chunk:   restore that state; run on detached inputs; run its backward
 
-Nothing but the inputs is kept from one to the other. A chunk's backward is one of its own, inside of the outer one, as
-that of torch's reentrant checkpoint is: so gradients of parameters come once for each chunk, by whatever way the
-function has reached them. Unlike with one such checkpoint for each chunk, the backward takes the chunks in the order of
-the forward, gradients of what all chunks are given are added in fp32, and weights that autocast cast in the forward,
-where no graph is made, are cast anew.
-
-A tensor whose first dimension is the batch may be divided; all else is given to each chunk as it is (masks
-``[1, ...]``, rotary caches, numbers). Which of them are divided, and which results are put one behind the other, a
-trial finds (``trial.py``).
+As in torch's reentrant checkpoint, each chunk has a backward inside the outer one. Unlike there, chunks go in the order
+of the forward, gradients of undivided inputs are added in fp32, and autocast casts weights again.
 """
 
 from __future__ import annotations
@@ -44,53 +36,50 @@ from lightning_zero.engine.torch_modes import function_modes, under_function_mod
 
 
 class CannotDivide(RuntimeError):
-    """A call cannot be divided; its text says why, and what helps."""
+    """Raised if a call cannot be divided. The message says why, and what helps."""
 
 
 class Changes(RuntimeError):
-    """A call changes what is not to change with each chunk; its text says what helps."""
+    """Raised if a call changes state that chunks must not change. The message says what helps."""
 
 
 class Division(NamedTuple):
-    """How calls are divided: which of the tensors that are given, and which results are put one behind the other."""
+    """States which input tensors are divided into chunks, and which results are concatenated."""
 
     divided: tuple[bool, ...]
     joined: tuple[bool, ...]
 
 
 def first_size(value: Any) -> int | None:
-    """Find the first dimension of the first tensor in ``value`` that has one."""
+    """Return the first dimension of the first tensor in ``value`` that is not 0-d."""
     return next((tensor.shape[0] for tensor in find_tensors(value) if tensor.ndim), None)
 
 
 class Inputs:
-    """The arguments of one call in chunks.
+    """Divides the arguments of one call into ``count`` chunks.
 
     Attributes:
-        tensors: those of the call, each once; until :meth:`let_go`.
-        candidates: numbers of those that have the batch as their first dimension.
-        divided: which tensors are divided: the candidates, until somebody knows better.
-        size: of the batch.
-        count: of chunks.
+        tensors: tensors of the call, each once; empty after :meth:`let_go`.
+        candidates: indices of tensors whose first dimension is the batch size.
+        divided: which tensors are divided. At first all candidates.
     """
 
     def __init__(self, args: Any, kwargs: Any, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
         form, self.tensors = take_tensors((args, kwargs))
-        self._form = copy_containers(form)  # a block may append to a list that it is given
+        self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
         self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 
     def let_go(self) -> list[Tensor]:
-        """Hold the tensors no longer, and give them away."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     @property
     def kind(self) -> Any:
-        """What is equal for calls that are divided alike."""
+        """Return a key that is equal for calls that are divided alike."""
         flags = [leaf for leaf in leaves(self._form) if isinstance(leaf, (type(None), bool, str, Enum))]
         kinds = [(len(shape), tensor.dtype) for shape, tensor in zip(self._shapes, self.tensors, strict=True)]
         return self.size, tuple(self.candidates), tuple(kinds), tuple(flags)
@@ -100,7 +89,7 @@ class Inputs:
         return self.size // self.count
 
     def why_not(self) -> str | None:
-        """Say why the call cannot be divided, if so."""
+        """Explain why the call cannot be divided. Returns None if it can."""
         if not any(self.divided):
             shapes = ", ".join(str(list(shape)) for shape in self._shapes) or "no tensor"
             return f"expected a tensor whose first dimension is the batch ({self.size or 'not known'}), got {shapes}"
@@ -116,17 +105,15 @@ class Inputs:
 
     @property
     def told(self) -> str:
-        """Which are divided, for a message."""
         found = ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
         return f"Of its inputs, {found} are divided along their first dimension"
 
     @property
     def holds_objects(self) -> bool:
-        """Whether an argument is an object that a call might change, such as a cache of keys and values."""
+        """Return whether an argument is an object that a call might change, such as a key-value cache."""
         return not all(callable(other) for other in self._others)
 
     def chunk(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-        """Give the tensors of one chunk: views."""
         return self.rows(tensors, index * self.chunk_size, self.chunk_size)
 
     def rows(self, tensors: Sequence[Tensor], low: int, count: int) -> list[Tensor]:
@@ -134,16 +121,12 @@ class Inputs:
         return [tensor.narrow(0, low, count) if divided else tensor for tensor, divided in pairs]
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Put ``tensors`` into arguments and those by name, in containers of their own."""
+        """Rebuild the positional and keyword arguments from ``tensors``, in new containers."""
         args, kwargs = copy_containers(put_tensors(self._form, tensors))
         return args, kwargs
 
     def call(self, function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
-        """Call ``function`` with a part of the tensors.
-
-        Raises:
-            CannotDivide: it changes what it is given.
-        """
+        """Call ``function`` with part of the tensors. Raises CannotDivide if it changes its arguments."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
         result = function(*args, **kwargs)
@@ -159,7 +142,7 @@ class Inputs:
         return result
 
     def _state_of_objects(self) -> list[Any]:
-        """What changes where a call changes an argument that is an object."""
+        """Return ids and versions of tensors inside objects, to detect changes."""
         return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
 
@@ -168,7 +151,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def same_form(one: Any, other: Any) -> bool:
-    """Whether two results have the same numbers, strings and objects, and tensors in the same places."""
+    """Return whether two results have equal non-tensors, and tensors in the same places."""
     first, second = leaves(one), leaves(other)
     if len(first) != len(second):
         return False
@@ -180,7 +163,7 @@ def same_form(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
-    """Say in exceptions from inside what was being run in chunks, and in a CannotDivide what helps."""
+    """Add to exceptions what was being run in chunks, and to a CannotDivide the way out (``help``)."""
     try:
         yield
     except CannotDivide as error:
@@ -194,7 +177,7 @@ _TRYING: ContextVar[bool] = ContextVar("a call is tried", default=False)
 
 
 def is_trying() -> bool:
-    """Whether what is computed now is of no use but to see what comes of it: who counts work leaves it out."""
+    """Return whether a trial is running. Counters of work skip its computation."""
     return _TRYING.get()
 
 
@@ -208,7 +191,7 @@ def trying() -> Iterator[None]:
 
 
 class RandomState:
-    """The state of the generators of the CPU and of the devices of ``tensors``, as it is now."""
+    """Saves the state of the random generators of the CPU and of the devices of ``tensors``."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._cpu = torch.get_rng_state()
@@ -220,19 +203,19 @@ class RandomState:
             set_device_states(self._devices, self._states, device_type=device_type)
 
     def same(self, other: RandomState) -> bool:
-        """Whether no numbers have been drawn between both."""
+        """Return whether no random numbers were drawn between the two states."""
         pairs = zip((self._cpu, *self._states), (other._cpu, *other._states), strict=True)
         return all(torch.equal(one, another) for one, another in pairs)
 
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
-        """Behind the ``with`` the generators go on as if nothing had been drawn inside."""
+        """Restore the generators after the ``with``, as if nothing had been drawn inside."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
 
 
 class Modes:
-    """Autocast as it is now, of the CPU and of ``device_type``, and the function modes."""
+    """Saves autocast's settings of the CPU and of ``device_type``, and the function modes."""
 
     def __init__(self, device_type: str) -> None:
         kinds = [kind for kind in dict.fromkeys(("cpu", device_type)) if torch.amp.is_autocast_available(kind)]
@@ -241,7 +224,7 @@ class Modes:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Without a cache of casts: a weight that was cast while no graph was made would have no gradient in one."""
+        """Apply the saved modes, without a cast cache: a weight cast without a graph would get no gradient."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._kinds:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
@@ -250,7 +233,6 @@ class Modes:
 
 
 def device_type_of(tensors: Sequence[Tensor]) -> str:
-    """The device that is not the host, where ``tensors`` lie on one."""
     return next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
 
 
@@ -258,15 +240,12 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Chunked:
-    """One call of ``function`` in chunks.
+    """Runs one call of ``function`` in chunks.
 
     Args:
-        title: of what is called, in messages.
-        in_chunk: entered around each call of ``function``; gradients are enabled in the second ones.
-        in_backward: entered around all of the backward.
-        joined: which results are put one behind the other. Default: those whose first dimension a chunk's samples
-            divide.
-        help: what a user can do where the call cannot be divided.
+        in_chunk: context of each call of ``function``. Gradients are enabled in the calls of the backward.
+        joined: which results are concatenated. Default: those whose first dimension is a multiple of the chunk size.
+        help: what a user can do if the call cannot be divided.
     """
 
     def __init__(
@@ -290,19 +269,14 @@ class Chunked:
         self._form: Any = None  # the first chunk's result, without tensors
 
     def __call__(self, *, trains: bool) -> Any:
-        """The result; where gradients are enabled with a backward that computes all chunks again.
-
-        Args:
-            trains: parameters require gradients: there is a backward, also where no input requires one.
-        """
+        """Run the call and return its result. ``trains``: parameters require gradients, so a backward may follow."""
         trigger = torch.zeros((), requires_grad=True) if trains else None
-        tensors = self._inputs.let_go()  # autograd keeps them, or copies on the host
+        tensors = self._inputs.let_go()  # autograd keeps the tensors, or their copies on the host
         found = _Function.apply(self, trigger, *tensors)  # type: ignore[no-untyped-call]
         form, self._form = self._form, None
         return put_tensors(form, found, tensors)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The first forward of all chunks."""
         inputs, parts = self._inputs, list[list[Tensor]]()
         with explained(inputs, self._title, self._help):
             for index in range(inputs.count):
@@ -323,7 +297,6 @@ class Chunked:
             return tuple(map(_together, zip(*parts, strict=True), self._joined or ()))
 
     def _decide(self, found: Sequence[Tensor]) -> None:
-        """Know which results are joined, after the first chunk."""
         if self._joined is None:
             self._joined = [tensor.ndim > 0 and tensor.shape[0] % self._inputs.chunk_size == 0 for tensor in found]
         if len(self._joined) != len(found):
@@ -332,12 +305,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Compute all chunks again, with their backwards; returns the gradients of the inputs.
-
-        Args:
-            grads: of the results.
-            needed: which inputs require a gradient.
-        """
+        """Run all chunks again with their backwards, for ``grads`` of the results. Returns gradients of the inputs."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self._title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
@@ -373,11 +341,7 @@ class Chunked:
             torch.autograd.backward(roots, of_roots)
 
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
-        """Put a chunk's gradient of an input into its place of the whole; what all chunks are given is summed in fp32.
-
-        Args:
-            whole: the input.
-        """
+        """Add a chunk's gradient of the input ``whole`` to ``total``: a slice, or an fp32 sum of undivided inputs."""
         if not self._inputs.divided[number]:
             return (
                 grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
@@ -391,10 +355,9 @@ class Chunked:
 
 
 def _together(parts: Sequence[Tensor], joined: bool) -> Tensor:
-    """Put together what the chunks give for one result.
+    """Combine the chunks' parts of one result: concatenate ``joined`` results, and average 0-d floats (a loss).
 
-    What is not joined and a floating-point number (a 0-d tensor: an auxiliary loss) becomes the mean, as ordinary
-    accumulation has it. What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
+    Other results (a bias ``[1, ...]``) must be equal in all chunks. Raises CannotDivide otherwise.
     """
     first = parts[0]
     if differing := [part for part in parts if part.shape != first.shape or part.dtype != first.dtype]:

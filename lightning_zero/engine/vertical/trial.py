@@ -1,12 +1,8 @@
-"""Finds by trying which tensors of a call are of its batch: a table may have as many rows, and sizes do not tell.
+"""Finds by trial which tensors of a call are divided into chunks. Sizes cannot tell: a table may be as long as a batch.
 
-A set of tensors may be divided if two parts, one behind the other, give what both give as one. Of the sets that may,
-the smallest is taken: what a call takes whole it is given whole, as it would be without chunks. So a table that has no
-effect yet (it begins with zeros, or behind a gate of zero) is not divided either.
-
-A tensor that leaves the call by another way than its results (a hook keeps it, an attribute, a list) is refused: the
-first forward of chunks makes no graph, so a loss that is computed from it (router logits that a hook collects) would
-have no gradient, and nothing would tell.
+A set of tensors may be divided if two consecutive parts give the results of both parts at once. The smallest such set
+is chosen, so a table that has no effect yet (all zeros) is not divided. A tensor that leaves the call other than by
+results (a hook or attribute keeps it) is refused: made without a graph, it would silently have no gradient.
 """
 
 from __future__ import annotations
@@ -39,11 +35,11 @@ from lightning_zero.engine.vertical.chunked import (
     trying,
 )
 
-_MOST = 8  # tensors as long as the batch: the sets of more are too many
+_MOST = 8  # candidate tensors; there are too many subsets of more
 
 
 class _Escapes(TorchFunctionMode):
-    """Inside of it, tensors that functions make are remembered, weakly."""
+    """Remembers, weakly, all tensors that functions make inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,11 +52,11 @@ class _Escapes(TorchFunctionMode):
         return result
 
     def kept(self, known: Iterable[Tensor]) -> Tensor | None:
-        """A tensor that is not ``known``, has a history, and lives on although its call is over."""
+        """Return a tensor with a history that is alive after its call and not ``known``, if any."""
         expected = {id(tensor) for tensor in known}
         if not self._alive(expected):
             return None
-        gc.collect()  # some may be in circles
+        gc.collect()  # frees reference cycles
         return next(iter(self._alive(expected)), None)
 
     def _alive(self, expected: set[int]) -> list[Tensor]:
@@ -68,11 +64,11 @@ class _Escapes(TorchFunctionMode):
         return [t for t in alive if t is not None and t.grad_fn is not None and id(t) not in expected]
 
 
-_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by arguments' names
+_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by argument name
 
 
 class _NothingDrawn(TorchDispatchMode):
-    """Inside, calls of any size draw the same numbers: 1/2, or 0 where they are whole; dropout drops nothing."""
+    """Makes random operations deterministic: draws 1/2 (0 for integers), and dropout drops nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -87,33 +83,26 @@ class _NothingDrawn(TorchDispatchMode):
 
 
 class _Unequal(Exception):
-    """Parts give something else than both as one; the text says what."""
+    """Raised if two parts, run one by one, give other results than both together; the message says which."""
 
 
 class Trial:
-    """One call of ``function``, of which nothing is kept.
-
-    Args:
-        in_chunk: entered around each call of ``function``.
-    """
+    """Runs one call of ``function`` on parts, and keeps no result. ``in_chunk``: context of each run."""
 
     def __init__(self, function: Callable[..., Any], inputs: Inputs, in_chunk: Context) -> None:
         self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
         self._device_type = device_type_of(inputs.tensors)
         self._modes = Modes(self._device_type)
-        self._alone = True  # one part is being run, which tells nothing of both
+        self._alone = True  # the first part is being run; its error is not about the division
         self._around: Context = contextlib.nullcontext
         self._watches = torch.is_grad_enabled()
 
     def division(self, first: Division | None) -> Division:
-        """How the call is to be divided.
-
-        Args:
-            first: how a call of the same kind was divided: tried first.
+        """Find how to divide the call. ``first``: the division of a call of the same kind, which is tried first.
 
         Raises:
-            CannotDivide: no set of tensors can be divided, or the call changes what it is given.
-            Exception: what a part alone raises.
+            CannotDivide: no set of tensors can be divided, or the call changes its arguments.
+            Exception: the first part alone raises it.
         """
         inputs = self._inputs
         if len(inputs.candidates) > _MOST:
@@ -125,14 +114,14 @@ class Trial:
             state = RandomState(inputs.tensors)
             with state.put_back(self._device_type):
                 tensors = [self._copy(number) for number in range(len(inputs.tensors))]
-                failed: Exception | None = None  # of the set of all, in the end, which comes last
+                failed: Exception | None = None  # the last set's error, which is that of all candidates
                 for divided in self._sets(first):
                     inputs.divided = divided
                     try:
                         return self._divided(tensors, state)
                     except (CannotDivide, Changes):
                         raise
-                    except Exception as error:  # what a call raises that is given too few rows is anything
+                    except Exception as error:  # given too few rows, a call may raise anything
                         failed = error
         assert failed is not None
         if self._alone and not isinstance(failed, _Unequal):
@@ -144,7 +133,7 @@ class Trial:
         ) from failed
 
     def _sets(self, first: Division | None) -> Iterator[tuple[bool, ...]]:
-        """The fewest tensors first, and large ones before small ones."""
+        """Yield sets of tensors to divide: fewest tensors first, large tensors before small ones."""
         if first is not None:
             yield first.divided
         found = sorted(self._inputs.candidates, key=lambda number: -self._inputs.tensors[number].numel())
@@ -153,7 +142,7 @@ class Trial:
                 yield tuple(number in chosen for number in range(len(self._inputs.tensors)))
 
     def _copy(self, number: int) -> Tensor:
-        """A tensor for the trial. One whose rows are all alike gets others, of which it can be seen where they go."""
+        """Return a tensor for the trial. Equal rows get random values, so that divided rows show in results."""
         tensor = self._inputs.tensors[number]
         if number not in self._inputs.candidates or not tensor.is_floating_point():
             return tensor
@@ -179,23 +168,23 @@ class Trial:
                 raise _Unequal("got results with other numbers, strings or objects, or other tensors among them")
         joined = tuple(map(_is_joined, one[1], other[1], both[1]))
         if one[1] and not any(joined) and all(map(torch.equal, one[1], other[1])):
-            raise _Unequal("got the same results for all samples")  # of these tensors, which it may not use at all
+            raise _Unequal("got the same results for all samples")  # the call may not use these tensors at all
         return Division(tuple(self._inputs.divided), joined)
 
     def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[Any, list[Tensor]]:
         inputs = self._inputs
-        given = [tensor.clone() for tensor in inputs.rows(tensors, low, rows)]  # they may be changed
+        given = [tensor.clone() for tensor in inputs.rows(tensors, low, rows)]  # the call may change them
         with self._modes.again(), self._in_chunk(), self._around():
             if self._watches and self._alone:
                 return self._watched(given)
             return take_tensors(inputs.call(self._function, given), given)
 
     def _watched(self, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The result, made with a graph that is dropped: what lives on then has left the call by another way."""
-        # Other hooks would keep the very tensors, and these would live on.
+        """Run the call with a graph, drop the graph, and refuse tensors that are still alive."""
+        # Detached: other hooks would keep the tensors themselves alive.
         saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with torch.enable_grad(), saves:
-            # Copies: a leaf would refuse to be changed in place, in words that do not help.
+            # Clones, because a leaf refuses in-place changes with a misleading message.
             inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
             with _Escapes() as made:
                 form, found = take_tensors(self._inputs.call(self._function, inside), inside)
@@ -209,11 +198,7 @@ class Trial:
 
 
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
-    """Whether a result of parts is put one behind the other; else it is that of each part, or a mean of numbers.
-
-    Raises:
-        _Unequal: neither is the result of both as one.
-    """
+    """Return whether a result is concatenated. Raises _Unequal if both parts together give another result."""
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")
     if not one.ndim and one.is_floating_point():
@@ -235,7 +220,7 @@ def _computes_roughly(tensor: Tensor) -> bool:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Equal but for rounding; a few elements may differ, as where two experts were nearly equal for a token."""
+    """Return whether tensors are equal up to rounding. A few elements may differ (a token sent to another expert)."""
     near, few = (0.03, 0.02) if _computes_roughly(other) else (1e-4, 1e-3)
     far = one != other
     if one.is_floating_point() or one.is_complex():

@@ -1,7 +1,7 @@
-"""Has the forwards of units run in chunks, but of those that are known to compute with several samples together.
+"""Runs forwards of units in chunks, except units that are known to couple samples.
 
-A unit is gathered for all chunks of its forward, and again for all of its backward. The gradients that the chunks'
-backwards bring are added in fp32, and go to the reducer once they are whole, as those of one backward.
+A unit is gathered once for all chunks of its forward, and once for its backward. Gradients of all chunks are summed in
+fp32 and reach the reducer as those of one backward.
 """
 
 from __future__ import annotations
@@ -45,17 +45,10 @@ _HELP = (
 class Vertical:
     """Runs units in chunks, for one engine.
 
-    Args:
-        count: ``zero.vertical_chunks``.
-        module: the root.
-        offload_inputs: inputs of units that wait for the backward wait on the host, in pinned memory with
-            ``pin_memory``.
-
     Attributes:
-        count: ``zero.vertical_chunks``.
-        batch: samples of the batch that the step was given, as far as known.
-        inside: how many chunks are being computed, inside of each other: units in them are not divided again.
-        divisions: of calls of units of a class: most blocks are alike.
+        batch: number of samples in the step's batch, if known.
+        inside: depth of nested chunks; units inside of chunks are not divided again.
+        divisions: divisions of calls by unit class, because most blocks are alike.
     """
 
     def __init__(
@@ -72,10 +65,10 @@ class Vertical:
 
     @contextlib.contextmanager
     def step(self, batch: Any, *, evaluation: bool) -> Iterator[None]:
-        """Around a step that is given ``batch``: units divide along its samples.
+        """Divide units along the samples of ``batch`` during a step.
 
         Raises:
-            ConfigError: a batch to train on that does not divide.
+            ConfigError: ``count`` does not divide a training batch.
         """
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
@@ -92,13 +85,12 @@ class Vertical:
             self.batch, self._step_has_told = before
 
     def _root_called(self, args: Any, kwargs: Any) -> None:
-        """The whole module is called: with the batch, where no step has told of it."""
+        """Take the batch size from the root's arguments if :meth:`step` does not know it."""
         if not self._step_has_told and not self.inside:
             self.batch = first_size((args, kwargs))
 
     @contextlib.contextmanager
     def in_chunk(self) -> Iterator[None]:
-        """Around what is computed of a chunk."""
         self.inside += 1
         try:
             yield
@@ -106,7 +98,7 @@ class Vertical:
             self.inside -= 1
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
-        """The result of ``call``, whose inputs wait for the backward where they are to wait."""
+        """Run ``call``, with its inputs offloaded to the host if so configured."""
         if not self._offload_inputs:
             return call(trains=trains)
         with save_on_cpu(pin_memory=self._pin_memory):
@@ -114,12 +106,10 @@ class Vertical:
 
 
 class UnitInChunks:
-    """Runs the forward of one unit in chunks."""
-
     def __init__(self, unit: Unit, module: nn.Module, vertical: Vertical, passes: Passes) -> None:
         self._unit, self._vertical = unit, vertical
         self._module, self._passes = ref(module), ref(passes)
-        self._divisions: dict[Any, Division | None] = {}  # of calls of a kind; None: evaluations run them whole
+        self._divisions: dict[Any, Division | None] = {}  # by kind of call; None: evaluations run it whole
         self._title = f"unit {unit.title}"
 
     def __call__(self, forward: UnitForward, args: Any, kwargs: Any) -> Any:
@@ -135,7 +125,7 @@ class UnitInChunks:
         needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
         if torch.is_grad_enabled() and needed:
             return self._in_chunks(forward, module, inputs, kind, trains)
-        # No backward follows, and whatever comes is welcome: a batch of another size, a cache of keys and values.
+        # No backward follows, so calls that cannot be divided (another batch size, a key-value cache) run whole.
         if inputs.why_not() is None and not inputs.holds_objects and self._divisions.get(kind, 1) is not None:
             try:
                 return self._in_chunks(forward, module, inputs, kind, [])
@@ -162,13 +152,13 @@ class UnitInChunks:
     def _divide(
         self, plain: Callable[..., Any], module: nn.Module, inputs: Inputs, kind: Any, in_chunk: Context
     ) -> tuple[bool, ...]:
-        """Have ``inputs`` divided as calls of their kind are, which a trial finds; which results are joined.
+        """Divide ``inputs`` as earlier calls of their kind, or by a trial. Returns which results are joined.
 
         Args:
-            plain: the forward, not compiled: what is tried once is not worth a graph.
+            plain: the uncompiled forward, because one trial is not worth a compilation.
 
         Raises:
-            CannotDivide: they cannot be.
+            CannotDivide: no division was found.
         """
         division = self._divisions.get(kind)
         if division is None:
@@ -208,28 +198,19 @@ class UnitInChunks:
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
-    """Names of the units that run on the whole batch: those of ``zero.unit.whole_batch``, and those around others.
-
-    Args:
-        names: of all units, the root (``""``) among them.
-    """
+    """Name the units that run on the whole batch: by ``zero.unit.whole_batch``, the root, and units around others."""
     wanted = set(config.unit.whole_batch)
     classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
     return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
 
 
 def units_around(names: Sequence[str]) -> set[str]:
-    """Names of the units that hold others. They see the whole batch, as the root does, and keep what they compute."""
+    """Name the units that hold other units. These run on the whole batch, as the root does."""
     return {name for name in names if any(name and other.startswith(f"{name}.") for other in names)}
 
 
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
-    """Check that the units of ``module`` can be run in chunks.
-
-    Raises:
-        ConfigError: a unit has a part that couples the samples of a batch; a class of ``zero.unit.whole_batch`` does
-            not occur in any unit; no unit is left.
-    """
+    """Raise ConfigError if a unit couples samples, no unit is left, or a class of ``whole_batch`` does not occur."""
     if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
@@ -258,7 +239,7 @@ def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -
 
 
 def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of the modules in ``unit`` that are known to couple samples, and how."""
+    """Yield names of modules in ``unit`` that are known to couple samples, and how they do."""
     for name, inner in unit.named_modules():
         if isinstance(inner, _BatchNorm) and (inner.training or not inner.track_running_stats):
             yield name, "normalizes over the samples of a batch"
@@ -274,12 +255,7 @@ def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def keeping_buffers(module: nn.Module, title: str) -> Iterator[None]:
-    """Refuse a forward of ``module`` inside that changes its buffers: running statistics would be of chunks, and move
-    on again as they are computed again.
-
-    Raises:
-        Changes: it does.
-    """
+    """Raise Changes if the forward inside changes buffers of ``module``: chunks would change statistics repeatedly."""
     before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
     yield
     now = dict(module.named_buffers()) if before else {}
