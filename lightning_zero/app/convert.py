@@ -59,11 +59,10 @@ def main(arguments: list[str]) -> int:
 def convert(
     source: str, target: str, to: str = "", dtype: str | None = None, shard_size: str = "", prefix: str | None = None
 ) -> None:
-    """Write the checkpoint ``source`` in another form to ``target``, at which there is nothing yet.
+    """Write the checkpoint ``source`` in another form to the new path ``target``.
 
-    Raises:
-        ConfigError: a setting that cannot work; ``source`` is no whole checkpoint, or would run code.
-        OSError: the system's, or a RuntimeError of another cause: with file and cause.
+    Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code;
+    OSError, or RuntimeError, with file and cause if reading or writing fails.
     """
     if to not in ("full", "sharded", "safetensors"):
         raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Give to=.")
@@ -77,7 +76,9 @@ def convert(
     checkpoint = read(source, None) if os.path.isdir(source) else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
-    for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
+    for top in {MODULE, "current_model_state", OPTIMIZERS} & set(
+        checkpoint
+    ):  # the second key: Lightning's weight averaging
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":
         _to_safetensors(checkpoint, Path(target), nbytes, prefix)
@@ -88,7 +89,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with tensors that are read, and cast to ``dtype``, when they are written; tied ones are one."""
+    """Replace tensors by StoredTensors, which read and cast when they are written. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:
@@ -102,7 +103,7 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by numbers of parameters, as torch's optimizers have it."""
+    """Key an optimizer's state by parameter numbers, as torch's optimizers do."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]

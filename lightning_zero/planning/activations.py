@@ -19,45 +19,30 @@ from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import Tier
 
-KEPT_BUFFERS = 2  # buffers of the largest bucket's size that the host keeps for later reductions
+KEPT_BUFFERS = 2  # buffers of the largest bucket's size that are kept for later reductions, on the host
 KEPT_BUFFERS_NBYTES = 64 << 20  # upper bound of those buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a pass in which one unit runs.
+    """A part of a pass in which one unit runs."""
 
-    Attributes:
-        unit: its number; 0: the root, or code between units.
-        backward: in the backward.
-        nbytes: the most bytes at any moment of it beside parameters, the batch, and gradients of parameters.
-        begun, done: numbers of the buckets of which the first gradient, or the last one, comes in it.
-    """
-
-    unit: int
-    backward: bool
-    nbytes: int
-    begun: frozenset[int] = frozenset()
-    done: frozenset[int] = frozenset()
+    unit: int  # 0: the root, or code between units
+    backward: bool  # whether it is in the backward
+    nbytes: int  # peak, without parameters, the batch and gradients of parameters
+    begun: frozenset[int] = frozenset()  # numbers of the buckets whose first gradient arrives in the stretch
+    done: frozenset[int] = frozenset()  # numbers of the buckets whose last gradient arrives in the stretch
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one micro-batch needs beside what the engine holds.
+    """The activation memory and compute of one micro-batch."""
 
-    Attributes:
-        stretches: of the forward, then of the backward, in order.
-        saved: bytes of what autograd keeps for the backward, parameters and buffers not counted.
-        batch: bytes of the batch.
-        flops: floating-point operations of matrix products, of the forward and the backward.
-        exchanged: bytes that a rank sends to those that share its sequence.
-    """
-
-    stretches: tuple[Stretch, ...]
-    saved: int
-    batch: int
-    flops: float
-    exchanged: int = 0
+    stretches: tuple[Stretch, ...]  # of the forward, then of the backward, in order
+    saved: int  # bytes that autograd saves for the backward, without parameters and buffers
+    batch: int  # bytes
+    flops: float  # of matrix products in forward and backward
+    exchanged: int = 0  # bytes that a rank sends to ranks of the same sequence
 
     def peak(self, *, backward: bool) -> int:
         return max((s.nbytes for s in self.stretches if s.backward is backward), default=0)
@@ -65,17 +50,13 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """Activations of two sizes of a micro-batch; those of any other follow, where bytes are affine in the size.
+    """Activations at two micro-batch sizes, interpolated for other sizes.
 
-    They are, unless samples are compared with each other (contrastive losses): what is decided by a size far from these
-    two has to be measured at it.
-
-    Attributes:
-        sizes: samples. Equal ones where the model refuses another size.
-        measure: gives those of yet another size, or None where the model refuses it. It takes as long as for these two.
+    Interpolation is exact if bytes are affine in the size. Losses that compare samples (contrastive ones) are not: use
+    ``measure``, which measures another size or returns None where the model refuses that size. It is slow.
     """
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]
     measure: Callable[[int], Activations | None] | None = field(default=None, compare=False, repr=False)
 
@@ -84,11 +65,7 @@ class ByBatchSize:
         return self.sizes[0] != self.sizes[1]
 
     def of(self, size: int) -> Activations:
-        """Interpolate the activations of ``size`` samples.
-
-        Raises:
-            ValueError: ``size`` was not measured and only one size is known.
-        """
+        """Interpolate the activations of ``size`` samples. Raises ValueError if only one other size is known."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:
             return small

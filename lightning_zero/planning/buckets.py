@@ -52,22 +52,15 @@ class ParamsRest(Enum):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes per element of each role. Compute and master have one dtype if their sizes are equal.
-
-    Attributes:
-        reduce: of a gradient while it is summed.
-        wire: of a gradient in a message; 0: the same as ``reduce``.
-        exchanged: gradients may be reduced by an all-to-all if the group is small enough.
-        state: dtype of resting optimizer state. It may take up to one byte more per element than its code.
-    """
+    """Bytes per element of each role. Compute and master have one dtype if their sizes are equal."""
 
     compute: int
     master: int
-    reduce: int
+    reduce: int  # of a gradient while it is summed
     grad: int
-    wire: int = 0
-    exchanged: bool = False
-    state: StateDtype = StateDtype.fp32
+    wire: int = 0  # of a gradient in a message; 0: the same as reduce
+    exchanged: bool = False  # gradients may be reduced by an all-to-all if the group is small enough
+    state: StateDtype = StateDtype.fp32  # of resting optimizer state, up to one byte more per element than its code
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +68,14 @@ class BucketShape:
     """A bucket of a model before sharding.
 
     Attributes:
-        unit: index of its unit; 0 is the root.
-        numels: elements of its parameters, in order.
-        whole: replicated and on the device at every stage.
-        built: bytes of each parameter in its original dtype; ``None``: the dtype of the masters.
+        built: bytes of each parameter in its original dtype; None: the dtype of the masters.
     """
 
-    unit: int
-    numels: tuple[int, ...]
+    unit: int  # index of its unit; 0 is the root
+    numels: tuple[int, ...]  # elements of its parameters, in order
     itemsizes: Itemsizes
     trainable: bool = True
-    whole: bool = False
+    whole: bool = False  # replicated and on the device at every stage
     built: tuple[int, ...] | None = None
 
     @property
@@ -99,11 +89,7 @@ class BucketShape:
 
 @dataclass(frozen=True)  # without slots, for cached_property
 class BucketPlan:
-    """A bucket with its layout over the ranks and the placement and tier of each role.
-
-    Attributes:
-        even_alone: run collectives on a single rank too.
-    """
+    """A bucket with its layout over the ranks and the placement and tier of each role."""
 
     unit: int
     layout: BucketLayout
@@ -111,7 +97,7 @@ class BucketPlan:
     tiers: TierRow
     itemsizes: Itemsizes
     trainable: bool = True
-    even_alone: bool = False
+    even_alone: bool = False  # run collectives on a single rank too
 
     @property
     def _divided(self) -> bool:

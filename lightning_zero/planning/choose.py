@@ -28,16 +28,11 @@ Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A row, and why it was chosen.
-
-    Attributes:
-        reason: a sentence.
-        samples: the largest micro-batch of a rank that fits; ``None``: not known.
-    """
+    """A row, and why it was chosen."""
 
     row: Row
-    reason: str
-    samples: int | None
+    reason: str  # a sentence
+    samples: int | None  # the largest micro-batch of a rank that fits; None: not known
 
     @property
     def rows(self) -> str:

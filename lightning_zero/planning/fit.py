@@ -30,25 +30,14 @@ MOST_DOUBLINGS = 10  # of the number of hosts, when searching for one that fits
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine to train on. All hosts are alike.
+    """The machine to train on. All hosts are alike. Raises ConfigError if ``hybrid_shard`` cannot divide the ranks."""
 
-    Attributes:
-        gpus: GPUs of a host, or processes where there are none.
-        gpu_memory, host_memory, nvme: bytes of one GPU, one host, one host's disk.
-        nodes: hosts.
-        shared: there are no GPUs, so device memory is host memory.
-        hybrid_shard: ``zero.comm.hybrid_shard``.
-
-    Raises:
-        ConfigError: ``hybrid_shard`` cannot divide the ranks.
-    """
-
-    gpus: int
-    gpu_memory: int
-    host_memory: int
-    nvme: int
-    nodes: int = 1
-    shared: bool = False
+    gpus: int  # of a host; without GPUs, processes
+    gpu_memory: int  # bytes of one GPU
+    host_memory: int  # bytes of one host
+    nvme: int  # bytes of one host's disk
+    nodes: int = 1  # hosts
+    shared: bool = False  # there are no GPUs, so device memory is host memory
     hybrid_shard: HybridShard = HybridShard.auto
 
     def __post_init__(self) -> None:
@@ -65,24 +54,18 @@ class Model:
     """What planning needs to know of a model.
 
     Attributes:
-        names: units, the root first.
-        states: element-wise state tensors of each parameter, or the state of every tensor where some are stepped whole.
-        activations: of micro-batches; ``None``: not counted.
-        samples: size of a micro-batch; default: the smaller measured size.
-        recomputes: ``activations`` include activation checkpointing.
-        in_parts: number of parts in which a batch passes through a unit; ``activations`` include this.
-        gather_after_fit: whether the module is gathered after a run. ``True``: it must fit. ``None``: if it fits.
+        states: element-wise state tensors of each parameter, or the state of every tensor.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
     limits: Limits
     states: int | TensorStates = ADAM_STATES
-    activations: ByBatchSize | None = None
-    samples: int | None = None
-    recomputes: bool = False
-    in_parts: int = 1
-    gather_after_fit: bool | None = None
+    activations: ByBatchSize | None = None  # of micro-batches; None: not counted
+    samples: int | None = None  # size of a micro-batch; default: the smaller measured size
+    recomputes: bool = False  # activations include activation checkpointing
+    in_parts: int = 1  # number of parts in which a batch passes through a unit; activations include this
+    gather_after_fit: bool | None = None  # gather the module after a run. True: it must fit. None: if it fits
 
     @property
     def copy_nbytes(self) -> int:
@@ -113,30 +96,22 @@ class Row:
     """The plan of one stage and one row of ``zero/offload`` on a machine.
 
     Attributes:
-        rest: bytes of one rank at rest while gradients wait.
-        peaks: bytes of one rank at the peak of each phase.
-        per_rank, per_host: peak bytes on each tier over all moments, of a rank and of a host's ranks.
-        together: peak bytes of device and host memory over all moments, of a host's ranks.
-        refused: why the budgets of ``auto`` cannot hold the model.
-        sent: bytes that a rank sends in a step.
-        time: expected time of a step; ``None``: no rates were given.
-        after_run: bytes of one rank after a run with the module gathered; empty: the module stays sharded.
-        is_whole: the module is gathered after a run, because it must be or it fits.
+        after_run: bytes of one rank after a run with the module gathered; empty: it stays sharded.
     """
 
     stage: Stage
     offload: Offload
-    rest: Bytes
-    peaks: dict[Phase, Bytes]
-    per_rank: dict[Tier, int]
-    per_host: dict[Tier, int]
-    together: int
+    rest: Bytes  # bytes of one rank at rest while gradients wait
+    peaks: dict[Phase, Bytes]  # bytes of one rank at the peak of each phase
+    per_rank: dict[Tier, int]  # peak bytes on each tier over all moments
+    per_host: dict[Tier, int]  # the same for all ranks of a host
+    together: int  # peak bytes of device and host memory over all moments, of a host's ranks
     shortages: tuple[Shortage, ...]
-    refused: str = ""
-    sent: Sent | None = None
-    time: StepTime | None = None
+    refused: str = ""  # why the budgets of auto cannot hold the model
+    sent: Sent | None = None  # bytes that a rank sends in a step
+    time: StepTime | None = None  # expected time of a step; None: no rates were given
     after_run: Bytes = field(default_factory=Counter)
-    is_whole: bool = False
+    is_whole: bool = False  # the module is gathered after a run, because it must be or it fits
 
     @property
     def moments(self) -> list[Bytes]:
@@ -223,7 +198,7 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run with the module gathered (empty: it stays sharded), and the bytes a host lacks."""
+    """Return a rank's bytes after a run with the module gathered (empty: it stays sharded), and what a host lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts

@@ -147,7 +147,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join neighbouring fragments of a shard with equal keys into runs. A fragment whose key is ``None`` is left out."""
+    """Join neighbouring fragments of a shard with equal keys into runs. Fragments with key ``None`` are left out."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -64,15 +64,10 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank where some optimizer steps whole tensors. It depends on which rank owns each tensor.
+    """Optimizer state of one rank where some optimizer steps whole tensors; it depends on which rank owns each tensor."""
 
-    Attributes:
-        tensors: bytes of each tensor of state, by bucket.
-        step: bytes beside the shards during the step: see :func:`~lightning_zero.planning.owners.step_peak`.
-    """
-
-    tensors: tuple[tuple[int, ...], ...]
-    step: int = 0
+    tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
+    step: int = 0  # bytes beside the shards during the step, from owners.step_peak
 
 
 States = int | StateOfRank  # an int counts the element-wise state tensors of each parameter
@@ -99,12 +94,9 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of one rank at rest, by role and tier. Rank 0 has the most element-wise state: padding is at the
-    end.
+    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
 
-    Args:
-        state_tensors: element-wise state tensors of each parameter, or the state of ``rank``.
-        moment: decides which gradients exist.
+    ``state_tensors``: element-wise state tensors of each parameter, or the state of ``rank``.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
@@ -152,27 +144,20 @@ def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Mome
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings that bound temporary memory.
-
-    Attributes:
-        micro_batches: backwards per step.
-        has_link: the device is not the host, so transfers use pinned buffers.
-        node_ranks: ranks of a node that together keep each unit until the end of the backward; 0: none do.
-    """
+    """The settings that bound temporary memory."""
 
     prefetch_bytes: int
     keep_gathered_bytes: int
     reduce_bucket_bytes: int
-    micro_batches: int = 1
-    has_link: bool = True
-    node_ranks: int = 0
+    micro_batches: int = 1  # backwards per step
+    has_link: bool = True  # the device is not the host, so transfers use pinned buffers
+    node_ranks: int = 0  # ranks of a node that together keep each unit until the end of the backward; 0: none do
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """Compute the peak bytes of gathered units in the forward and in the backward, for units called in order.
+    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
 
-    Args:
-        nbytes: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
+    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
     """
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
@@ -181,9 +166,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, is backward, gathered bytes) at each use of a unit, in order. ``nbytes``: as for
-    :func:`gathered_peaks`.
-    """
+    """Yield (unit, is backward, gathered bytes) at each use of a unit. ``nbytes``: see :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -254,10 +237,9 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
 
-    They are the gradients of the unit whose backward runs, and of the reductions in flight. On a device, gradients keep
-    the form autograd made until their bucket is complete. Gradients that wait replicated for more micro-batches are
-    reduced in place if the wire dtype allows. With several micro-batches, a reduced shard exists beside the resting
-    gradient. On a device, an all-to-all receives parts of other ranks, for one reduction at a time.
+    They belong to the unit whose backward runs, and to reductions in flight. On a device, gradients keep the form
+    autograd made until their bucket is complete. Gradients that wait replicated are reduced in place if the wire dtype
+    allows. With several micro-batches, a reduced shard exists beside the resting gradient.
     """
     trainable = [b for b in buckets if b.trainable]
     more = limits.micro_batches > 1
@@ -332,9 +314,7 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Whether ranks that each hold ``rest`` use at most half of the GPU and of the host. ``gpu=0``: the device is the
-    host.
-    """
+    """Whether ranks that hold ``rest`` use at most half of GPU and host. ``gpu=0``: the device is the host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2

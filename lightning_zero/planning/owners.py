@@ -61,14 +61,11 @@ def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> li
 def choose_owners(
     costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
 ) -> list[int]:
-    """Choose the owner of each tensor: the largest tensor first, to the rank with the least work (LPT; Graham 1969,
-    within 4/3 of the optimum).
+    """Choose the owner of each tensor: the largest first, to the rank with the least work (LPT; Graham 1969: within 4/3
+    of the optimum).
 
     Ties go to the rank with the least work in the tensor's window, because ranks wait for each other at each window.
-
-    Args:
-        costs: of each tensor.
-        kept: owners that already hold state and stay; ``None``: to be chosen.
+    ``kept``: owners that already hold state and stay; ``None``: to be chosen.
     """
     owners: list[int] = [0] * len(costs)
     window_of = {place: number for number, window in enumerate(windows) for place in window}
@@ -96,55 +93,34 @@ def choose_owners(
 
 
 class Traveller(NamedTuple):
-    """A tensor whose shards are sent to its owner in a window.
+    """A tensor whose shards are sent to its owner in a window."""
 
-    Attributes:
-        bucket: index of its layout.
-        itemsize: bytes per element of the master.
-        grad_itemsize: bytes per element of the gradient; 0: no gradient.
-    """
-
-    bucket: int
+    bucket: int  # index of its layout
     slot: int
     owner: int
-    itemsize: int
-    grad_itemsize: int
+    itemsize: int  # bytes per element of the master
+    grad_itemsize: int  # bytes per element of the gradient; 0: no gradient
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor, in one rank's shard and in a message.
+    """Adjacent elements of a tensor, in one rank's shard and in a message."""
 
-    Attributes:
-        traveller: index in the window.
-        offset: first element, from the tensor's start.
-        start: first element, from the shard's start.
-        value: first byte of the masters in the message to the owner.
-        grad: first byte of the gradient in that message.
-        back: first byte in the message from the owner.
-    """
-
-    traveller: int
-    offset: int
+    traveller: int  # index in the window
+    offset: int  # first element, from the tensor's start
     numel: int
-    start: int
-    value: int
-    grad: int
-    back: int
+    start: int  # first element, from the shard's start
+    value: int  # first byte of the masters in the message to the owner
+    grad: int  # first byte of the gradient in that message
+    back: int  # first byte in the message from the owner
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of one rank in one window, in bytes by rank.
+    """The messages of one rank in one window, in bytes by rank."""
 
-    Attributes:
-        own: pieces of this rank's shard in the message to their owners.
-        owned: pieces of tensors that this rank owns, in the message that it receives.
-        kept: pieces of this rank's shard of tensors that it owns; they are not sent.
-    """
-
-    own: tuple[Piece, ...]
-    owned: tuple[Piece, ...]
-    kept: tuple[Piece, ...]
+    own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
+    owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
+    kept: tuple[Piece, ...]  # pieces of this rank's shard of tensors that it owns; they are not sent
     own_sizes: tuple[int, ...]
     owned_sizes: tuple[int, ...]
     own_back: tuple[int, ...]
@@ -176,8 +152,7 @@ def _lay_out(
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
     """Lay out one message. Return its pieces and its bytes by rank, to the owners and back.
 
-    Args:
-        pairs: (peer, rank that holds the shard, owner) of each part, in rank order.
+    ``pairs``: (peer, rank that holds the shard, owner) of each part, in rank order.
     """
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
@@ -209,11 +184,8 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
         window 1    there | -> tensors | step ........ | back ... | -> shards
         window 2                       | there ....... | -> tensors | step ...
 
-    That is at most two and a half windows of masters and gradients.
-
-    Args:
-        routes: of each window.
-        values, grads: bytes of masters and gradients of the tensors that the rank owns, by window.
+    That is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
+    gradients of the tensors that the rank owns, by window.
     """
     return peak_of_windows(
         [
@@ -224,20 +196,13 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
 
 
 class WindowBytes(NamedTuple):
-    """Bytes of one window on one rank.
+    """Bytes of one window on one rank."""
 
-    Attributes:
-        there, back: messages to the owners and from the owners, sent and received.
-        arriving: what this rank receives for the tensors that it owns.
-        tensors: masters and gradients of the tensors that this rank owns.
-        values: the masters alone.
-    """
-
-    there: int
-    arriving: int
-    back: int
-    tensors: int
-    values: int
+    there: int  # messages to the owners, sent and received
+    arriving: int  # received for the tensors that this rank owns
+    back: int  # messages from the owners, sent and received
+    tensors: int  # masters and gradients of the tensors that this rank owns
+    values: int  # the masters alone
 
 
 def peak_of_windows(windows: Sequence[WindowBytes]) -> int:

@@ -21,16 +21,11 @@ class Entry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The gathers of one kind of pass.
-
-    Attributes:
-        cyclic: the pass may repeat the entries any number of times (generation).
-        one_path: all ranks demanded the same units in the same order while the pass was recorded.
-    """
+    """The gathers of one kind of pass."""
 
     entries: tuple[Entry, ...]
-    cyclic: bool = False
-    one_path: bool = False
+    cyclic: bool = False  # the pass may repeat the entries any number of times (generation)
+    one_path: bool = False  # all ranks demanded the same units in the same order while the pass was recorded
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:

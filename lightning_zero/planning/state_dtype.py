@@ -47,7 +47,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Bytes of buffers to step up to ``numel`` elements in pieces. On the host the buffers are kept for the next step."""
+    """Bytes of buffers to step up to ``numel`` elements in pieces. On the host the buffers are kept."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

@@ -30,8 +30,7 @@ CPU_RATES = Rates(
     disk_write=1e9,
     network=2e9,
 )
-"""Assumed for a process on a few cores if no rates are given. Like :data:`GPU_RATES`, only good enough to order rows.
-"""
+"""Assumed for a process on a few cores if no rates are given. Like :data:`GPU_RATES`, good enough to order rows."""
 GPU_RATES = Rates(
     compute=300e12,
     device_memory=2.5e12,
@@ -47,17 +46,12 @@ GPU_RATES = Rates(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank sends in one optimizer step.
-
-    Attributes:
-        in_node: of gathers that stay within a node, beside the others.
-        exchanged: among ranks that share a sequence.
-    """
+    """Bytes that one rank sends in one optimizer step."""
 
     gathers: float
     reductions: float
-    in_node: float = 0.0
-    exchanged: float = 0.0
+    in_node: float = 0.0  # of gathers within a node, not counted in gathers
+    exchanged: float = 0.0  # to ranks that share a sequence
 
     @property
     def nbytes(self) -> float:
@@ -68,9 +62,8 @@ class Sent:
 def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
     """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
 
-    Args:
-        replicas: number of shard groups, whose reduced shards are summed too.
-        exchanged: bytes of one micro-batch to ranks that share a sequence.
+    ``replicas``: shard groups, whose reduced shards are summed too. ``exchanged``: bytes of a micro-batch to ranks of
+    the same sequence.
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
@@ -107,16 +100,10 @@ def _in_node(bucket: BucketPlan, limits: Limits) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Expected seconds of one optimizer step.
-
-    Attributes:
-        seconds: of the step.
-        resources: seconds that each resource works.
-        binding: the resource that works the longest.
-    """
+    """Expected seconds of one optimizer step."""
 
     seconds: float
-    resources: dict[str, float]
+    resources: dict[str, float]  # busy seconds of each resource
 
     @property
     def binding(self) -> str:
@@ -137,8 +124,7 @@ def expected(
 
     Args:
         flops: of forward and backward of one micro-batch, with recomputation.
-        exchanged: see :func:`sent_by`.
-        on_cpu: the same cores do all work.
+        on_cpu: the same cores do all work, so that nothing overlaps.
     """
     micro_batches = limits.micro_batches
     work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)

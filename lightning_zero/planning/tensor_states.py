@@ -1,4 +1,4 @@
-"""Plan each rank's optimizer state where optimizers step whole tensors. Owners are chosen as in a run (``owners.py``)."""
+"""Plan each rank's optimizer state where optimizers step whole tensors. Owners are chosen as in ``owners.py``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ from lightning_zero.planning.placement import Tier
 
 
 class TensorState(NamedTuple):
-    """The state of one parameter.
+    """The state of one parameter."""
 
-    Attributes:
-        optimizer: number of the optimizer that steps it whole; -1: none.
-        work: cost of its step: see :func:`~lightning_zero.planning.owners.matrix_work`.
-        nbytes: of each state tensor, if it is stepped whole.
-        slices: number of element-wise state tensors, if it is stepped in slices.
-    """
-
-    optimizer: int = -1
-    work: int = 0
-    nbytes: tuple[int, ...] = ()
-    slices: int = 0
+    optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
+    work: int = 0  # cost of its step: see :func:`~lightning_zero.planning.owners.matrix_work`
+    nbytes: tuple[int, ...] = ()  # of each state tensor, if it is stepped whole
+    slices: int = 0  # number of element-wise state tensors, if it is stepped in slices
 
 
 class _Tensor(NamedTuple):
@@ -37,15 +30,10 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorStates:
-    """The state of all parameters of a model.
+    """The state of all parameters of a model."""
 
-    Attributes:
-        tensors: by bucket and parameter.
-        window_nbytes: bytes of gradients sent per window.
-    """
-
-    tensors: tuple[tuple[TensorState, ...], ...]
-    window_nbytes: int
+    tensors: tuple[tuple[TensorState, ...], ...]  # by bucket and parameter
+    window_nbytes: int  # bytes of gradients sent per window
     _owners: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property

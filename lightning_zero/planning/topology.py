@@ -24,11 +24,10 @@ class Topology(NamedTuple):
     """How the ranks are divided into groups.
 
     Attributes:
-        shard_groups: ranks that share shards, in shard order.
         node_groups: ranks that together keep units for the backward; empty: units are not kept.
     """
 
-    shard_groups: tuple[tuple[int, ...], ...]
+    shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()
 
     @property

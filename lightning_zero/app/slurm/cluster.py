@@ -1,4 +1,4 @@
-"""Group ``cluster``: what a run asks a cluster for. One place for ``submit``, for sweeps and for the job itself."""
+"""The group ``cluster``: what a run requests from a cluster. Used by ``submit``, by sweeps and inside the job."""
 
 from __future__ import annotations
 
@@ -156,7 +156,6 @@ class ClusterConfig:
 
     @property
     def tasks(self) -> int:
-        """Processes of a node."""
         return self.tasks_per_node or self.gpus_per_node
 
     @property
@@ -169,7 +168,7 @@ class ClusterConfig:
 
 
 def slurm_options(cluster: ClusterConfig, *, chdir: str | None = None, output: str | None = None) -> dict[str, Any]:
-    """Options of sbatch by their long names, but for ``cluster.sbatch``; those without a value have True."""
+    """Return sbatch options by long names, without ``cluster.sbatch``. Options without a value map to True."""
     wanted = {
         "job-name": cluster.job_name,
         "nodes": cluster.nodes,
@@ -199,11 +198,9 @@ def _at_least(key: str, value: int, least: int) -> None:
 
 
 def seconds_of(time: str) -> int:
-    """``24:00:00`` or ``2-12:30`` in seconds.
+    """Convert ``24:00:00`` or ``2-12:30`` to seconds, or raise ConfigError.
 
-    Raises:
-        ConfigError: it is neither. A plain number is refused because YAML reads 24:00:00 as 86400, which SLURM takes
-            for minutes.
+    A plain number is refused, because YAML reads 24:00:00 as 86400, which SLURM would take for minutes.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:
