@@ -138,7 +138,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """Return the command that continues this run, whose command line was ``arguments``, from the checkpoint ``path``."""
+    """Return the command that continues the run of command line ``arguments`` from the checkpoint ``path``."""
     quoted = path if re.fullmatch(r"[\w./:+-]+", path) else "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()

@@ -130,7 +130,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Compare the memory plan with the machine and return a line about it. Raises ConfigError if the plan does not fit."""
+    """Compare the memory plan with the machine and describe it in a line. Raises ConfigError if it does not fit."""
     model = describe(config, train.explicit_keys()).model
     machine = machine_of(config.cluster, asked, config.zero.comm.hybrid_shard)
     settings = config.zero.offload

@@ -193,7 +193,7 @@ def check_checkpoint(path: str | None) -> None:
 
 
 def check_task(config: TrainConfig) -> None:
-    """Raise ConfigError if untrained values would be evaluated, or a sweep needs a metric that the task does not give."""
+    """Raise ConfigError if untrained values would be evaluated, or the task does not give a sweep's metric."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "

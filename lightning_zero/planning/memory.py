@@ -64,7 +64,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank where some optimizer steps whole tensors; it depends on which rank owns each tensor."""
+    """Optimizer state of one rank where some optimizer steps whole tensors; it depends on the owners of tensors."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes beside the shards during the step, from owners.step_peak
