@@ -47,8 +47,8 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Check the rows whose names contain ``text``, and exit with 1 at the first failure. ``folder``: for offload to
-    files; default: the system's temporary folder.
+    """Check the rows whose names contain ``text``; exit with 1 at a failure. ``folder``: for files, default
+    temporary.
     """
     import torch.multiprocessing as processes
 

@@ -76,9 +76,7 @@ def convert(
     checkpoint = read(source, None) if os.path.isdir(source) else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
-    for top in {MODULE, "current_model_state", OPTIMIZERS} & set(
-        checkpoint
-    ):  # the second key: Lightning's weight averaging
+    for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":
         _to_safetensors(checkpoint, Path(target), nbytes, prefix)

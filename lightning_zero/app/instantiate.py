@@ -1,6 +1,4 @@
-"""Instantiate objects from Hydra groups. A wrong key raises a ConfigError that names the key; exceptions of the user's
-own classes pass with their traceback.
-"""
+"""Instantiate objects from Hydra groups. A wrong key raises a ConfigError; errors of users' classes pass."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def is_first() -> bool:
 
 
 def locate(key: str, path: Any) -> Any:
-    """Import the object with a dotted path. Raises ConfigError if it does not exist; an import error inside the module
-    passes.
-    """
+    """Import the object with a dotted path. Raises ConfigError if it does not exist."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(f"{key}: expected the dotted path of a class, got {path!r}. Change {key}.")
     try:
@@ -41,8 +37,8 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Names of the arguments that a class or function takes; ``None``: any. ``**kwargs`` of ``__init__`` count as those
-    of the next class of the MRO.
+    """Names of the arguments of a class (with those of its bases if it takes ``**kwargs``) or function; ``None``:
+    any.
     """
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:

@@ -32,7 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set ``trainer.num_nodes``, ``devices`` and ``accelerator`` from the cluster. Raises ConfigError if a given value
+    """Set the Trainer's nodes, devices and accelerator from the cluster. Raises ConfigError if a given value
     differs.
     """
     cluster, trainer = config.cluster, config.trainer
@@ -96,9 +96,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Load exactly this checkpoint, or none. On SLURM, Lightning would otherwise search the run folder and find one of
-    an earlier job.
-    """
+    """Load exactly this checkpoint, or none. Lightning on SLURM would otherwise find one of an earlier job."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:

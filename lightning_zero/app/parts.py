@@ -40,10 +40,9 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Create the function that makes an optimizer from param groups.
+    """Create the function that makes an optimizer from param groups, and try it on one parameter.
 
-    It is tried on one parameter (a matrix if the optimizer takes nothing else, like Muon). Raises ConfigError if the
-    optimizer refuses its settings or does not work under ``zero.optimizer``.
+    Raises ConfigError if the optimizer refuses its settings or does not work under ``zero.optimizer``.
     """
     import torch
 
@@ -74,7 +73,7 @@ def build_optimizer(config: TrainConfig) -> Any:
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
     """Build the LightningModule of the group ``model``, with the optimizer if it takes one.
 
-    Arguments of the default model that the user's own class does not take are dropped, unless they were given by name.
+    Defaults for our own model that a user's class does not take are dropped; arguments from the command line are not.
     """
     from lightning_zero.models.gpt import LitGPT
 
@@ -128,11 +127,7 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
-    """Check our own data against the ranks of the run.
-
-    Raises ConfigError if there is less than a batch for each rank, or if ``zero.sequence_parallel`` does not divide the
-    ranks or the sequence length.
-    """
+    """Raise ConfigError if our data has less than a batch per rank, or ``zero.sequence_parallel`` does not divide."""
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData
 

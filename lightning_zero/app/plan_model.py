@@ -122,8 +122,8 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """Build the module with real tensors but parameters on meta, for code that needs values (``torch.linspace(0, 0.1,
-    depth)[0].item()``). ``error``: of the attempt on meta.
+    """Build the module with real tensors but parameters on meta, for code that needs values. ``error``: without
+    them.
     """
     from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 
@@ -139,9 +139,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """Return the state of every tensor if the optimizer steps whole tensors and can be tried; else a number of state
-    tensors.
-    """
+    """Return the state of every tensor if the optimizer steps whole tensors; else the number of state tensors."""
     from lightning_zero.models.language_model import decay_groups
     from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 

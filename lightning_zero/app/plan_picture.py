@@ -46,9 +46,7 @@ def check_picture(path: str) -> None:
 def draw(
     path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
 ) -> list[str]:
-    """Write the picture, in both formats if ``path`` has no suffix, and return the files. Existing files are
-    overwritten.
-    """
+    """Write the picture (both formats if ``path`` has no suffix) over existing files, and return the files."""
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
@@ -101,12 +99,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
         widths = [share.get(role, 0) for share in shares]
         ax.barh(range(len(shares)), widths, left=left, color=colour, height=0.72, linewidth=0)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    box = {
-        "facecolor": ground,
-        "alpha": 0.9,
-        "pad": 0.6,
-        "linewidth": 0,
-    }  # a background, because the number may lie on a bar or line
+    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # the number may lie on a bar or line
     for place, total in enumerate(totals):
         beyond = total > end * 0.87  # no room for the number behind the bar
         x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")

@@ -90,9 +90,7 @@ def _times(row: Row) -> list[str]:
 
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
-    """Build a table of bytes and one of seconds. If ``width`` is too small, split the first: what fits, and what rests
-    where.
-    """
+    """Build tables of bytes and seconds. If ``width`` is too small, split the first: what fits, what rests where."""
     rest, peaks, times = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
     wide = _table(rows, config, None, [rest, peaks])
     if Console(width=sys.maxsize).measure(wide).maximum <= width:

@@ -1,6 +1,4 @@
-"""The typed schema of the Hydra groups. Every Hydra app imports it through the Hydra plugin, so it must not import
-torch.
-"""
+"""The typed schema of the Hydra groups. Imports no torch, because the plugin loads it into every Hydra app."""
 
 from __future__ import annotations
 
@@ -122,10 +120,8 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Name the run folder. All processes of a run, and a restarted job, get the same name.
-
-    Processes that srun, torchrun or mpirun start compute the name on their own, so the job's name is used if there is
-    one.
+    """Name the run folder: the same for all processes of a run, which may compute it on their own, and after a
+    restart.
     """
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
@@ -138,9 +134,8 @@ def trainer_precision(row: Any) -> str | None:
 def register_schema() -> None:
     """Register the schema and the resolvers with Hydra. May be called again.
 
-    ``lightning_zero_train`` is the schema of ``train.yaml``. Other apps add ``zero: schema`` to their defaults list to
-    type the group ``zero``, and pass ``precision: ${lightning_zero_precision:${zero.precision.name}}`` to their
-    Trainer.
+    Other apps add ``zero: schema`` to their defaults list to type the group ``zero``, and pass ``precision:
+    ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")

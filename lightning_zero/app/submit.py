@@ -103,9 +103,8 @@ def _silent() -> Iterator[None]:
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
-    """Describe a node of the cluster for the memory plan. Memory that is not described counts as plenty.
-
-    Raises ConfigError if the described machine has less than ``cluster`` requests.
+    """Describe a node of the cluster; unknown memory counts as plenty. Raises ConfigError if ``cluster`` asks for
+    more.
     """
     for key, of_cluster in (("gpus", cluster.gpus_per_node), ("nodes", cluster.nodes)):
         there = getattr(asked, key)

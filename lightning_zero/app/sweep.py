@@ -52,9 +52,7 @@ def _is_installed(plugin: str) -> bool:
 
 
 def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
-    """Return the arguments of one job without its folder. Options of the sweep itself are removed from
-    ``hydra_overrides``.
-    """
+    """Return the arguments of one job without its folder and without options of the sweep itself."""
     kept = [o for o in hydra_overrides if not re.match(OF_THE_SWEEP, o.lstrip("+~"))]
     return [*overrides, *kept, "hydra.mode=RUN"]
 
@@ -67,9 +65,7 @@ def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Submit a job to SLURM. The returned process ends with the job, with its exit code. Raises ConfigError without
-    sbatch.
-    """
+    """Submit a job. The returned process ends with it, with its exit code. Raises ConfigError without sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)

@@ -76,9 +76,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``). Creates
-    ``folder``.
-    """
+    """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("batch")
@@ -112,7 +110,7 @@ class WritePredictions(BasePredictionWriter):
 
 
 class LastValidation(Callback):
-    """Keep the metrics of the last validation of a fit, so that it need not be repeated if no step followed.
+    """Keep the metrics of the last validation of a fit, so that it is not repeated if no step followed.
 
     ``wanted``: a metric that the first validation (or sanity check) must log; otherwise all ranks raise ConfigError.
     """
@@ -143,10 +141,7 @@ class LastValidation(Callback):
 
 
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
-    """
-    Raises:
-        ConfigError: a sweep looks at a metric of a name that was not logged.
-    """
+    """Raise ConfigError if the metric that a sweep optimizes was not logged."""
     if wanted is not None and wanted not in found:
         close = nearest(wanted, found)
         raise ConfigError(
@@ -196,10 +191,6 @@ def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str])
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """The value that a sweep looks at.
-
-    Raises:
-        ConfigError: no metric of this name was logged.
-    """
+    """Return the metric that a sweep optimizes. Raises ConfigError if it was not logged."""
     check_metric(config.optimized_metric, metrics)
     return None if config.optimized_metric is None else metrics[config.optimized_metric]

@@ -71,9 +71,7 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
-    """Resolve ``trainer.devices=auto`` to a launcher's processes on this node, or two on CPUs (Lightning would use
-    one).
-    """
+    """Resolve ``trainer.devices=auto`` to a launcher's processes on this node, or two on CPUs."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")
@@ -101,8 +99,8 @@ def explicit_keys() -> set[str]:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Build the Trainer with the strategy of the group ``zero``. Raises ConfigError if Lightning refuses a setting, or
-    a callback or logger refuses its own.
+    """Build the Trainer with ZeroStrategy. Raises ConfigError if Lightning, a callback or a logger refuses a
+    setting.
     """
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
@@ -119,9 +117,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():
-        values["num_sanity_val_steps"] = (
-            values.get("num_sanity_val_steps") or 1
-        )  # the sanity check shows which metrics exist
+        values["num_sanity_val_steps"] = values.get("num_sanity_val_steps") or 1  # it shows which metrics exist
     check_srun()
     callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
     callbacks.append(LastValidation(config.optimized_metric))
@@ -155,10 +151,8 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(config: TrainConfig, trainer: Trainer) -> None:
-    """Check the model against the settings.
-
-    Raises ConfigError if ``zero.init_from`` is not a model folder, a class of units is missing, or the host has no room
-    to gather the module after the run.
+    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the host has no room for the whole
+    module.
     """
     from lightning.pytorch.utilities.seed import isolate_rng
 

@@ -124,9 +124,7 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the member of ``zero/<group>`` called ``name``. Raises ConfigError, with the valid names, if there is
-    none.
-    """
+    """Return the member of ``zero/<group>`` called ``name``. Raises ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name

@@ -25,10 +25,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Check every field's type. Names become enum members, paths text, and tuples lists.
-
-    ``key``: of the dataclass, such as ``zero.comm``. Raises ConfigError with the expected type, the value and the key.
-    """
+    """Check the types of the settings of ``key`` (``zero.comm``) and convert other spellings. Raises ConfigError."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():

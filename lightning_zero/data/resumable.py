@@ -49,10 +49,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A loader whose position Lightning saves in checkpoints, as items of the epoch over all ranks.
-
-    ``trainer`` knows the ranks and how many batches were trained on; prefetched batches do not count.
-    """
+    """A loader that saves its position, as trained items of the epoch over all ranks, in Lightning's checkpoints."""
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer

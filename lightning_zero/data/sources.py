@@ -36,10 +36,7 @@ def check_path(path: str | None) -> None:
 
 
 def find_sources(path: str | None) -> list[Source]:
-    """List the files of ``data.path``, sorted. ``None``: the standard library of this interpreter.
-
-    Raises ConfigError if there is no readable file.
-    """
+    """List the files of ``data.path``, sorted; ``None``: the standard library. Raises ConfigError if there is none."""
     if path is None:
         return _stat(_standard_library())
     check_path(path)

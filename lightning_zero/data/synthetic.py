@@ -16,8 +16,8 @@ BRANCHES = 4  # tokens that may follow a token
 
 
 class Walks(Dataset[Tensor]):
-    """Random walks ``[block_size + 1] int64`` on a graph where each token has :data:`BRANCHES` followers, so the best
-    loss is log2(4) = 2 bits per token. An item depends on the seed and its number alone.
+    """Random walks ``[block_size + 1] int64``: each token has :data:`BRANCHES` followers, so the best loss is 2
+    bits.
     """
 
     def __init__(self, n_items: int, first: int, block_size: int, vocab_size: int, seed: int) -> None:

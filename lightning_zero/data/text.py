@@ -187,10 +187,7 @@ def check_whole_number(key: str, value: object, least: int) -> None:
 
 
 def _cache_folder(cache_dir: str | None) -> Path:
-    """Create the cache folder now, so that an unwritable one is refused before any process starts.
-
-    If no folder is given and the user's cache folder cannot be written (a read-only image), use a temporary one.
-    """
+    """Create the cache folder before processes start. The default is temporary if the user's cannot be written."""
     if cache_dir:
         return _made(Path(os.path.expanduser(cache_dir)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

@@ -68,8 +68,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 class GPT(nn.Module):
     """Decoder-only transformer: ``tokens [batch, length] int64 -> logits [batch, length, vocab_size]``.
 
-    ``position``: a ``learned`` embedding, as in GPT-2, or ``rotary``, which has no parameters and learns sooner. Raises
-    ConfigError, with the key of the Hydra group ``model``, for impossible sizes.
+    ``position``: ``learned`` embedding as in GPT-2, or ``rotary``. Raises ConfigError for impossible sizes.
     """
 
     def __init__(

@@ -107,9 +107,8 @@ class LanguageModel(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
-        """Continue ``tokens [batch, length]`` and return ``[batch, length + max_new_tokens]``. Collective.
-
-        The seed makes the text deterministic, so that all ranks of a sharded model make the same calls.
+        """Continue ``tokens [batch, length]`` to ``[batch, length + max_new_tokens]``, deterministic by seed.
+        Collective.
         """
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
         for _ in range(max_new_tokens):

@@ -164,12 +164,7 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Track the bytes of gradients along a backward.
-
-    Attributes:
-        reducing: bytes on the device that are not reduced yet.
-        landed: reduced bytes at rest on the device.
-    """
+    """Track the bytes of gradients along a backward, in ``reducing`` until they are reduced and then in ``landed``."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits

@@ -65,10 +65,8 @@ class Itemsizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """A bucket of a model before sharding.
-
-    Attributes:
-        built: bytes of each parameter in its original dtype; None: the dtype of the masters.
+    """A bucket of a model before sharding. ``built``: bytes of each parameter in its original dtype, if not the
+    masters'.
     """
 
     unit: int  # index of its unit; 0 is the root
@@ -121,10 +119,7 @@ class BucketPlan:
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Whether compute parameters stay gathered on every rank and are refreshed after a step.
-
-        (On one rank with an offloaded step, the refresh waits for the step and gathers nothing.)
-        """
+        """Whether compute parameters stay gathered and are refreshed after a step; on one rank this only waits."""
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property

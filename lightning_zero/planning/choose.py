@@ -62,8 +62,7 @@ def plan_rows(model: Model, machine: Machine, candidates: Candidates, rates: Rat
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
-    """Choose the fastest row that fits. Ties go to the row that sends least, then nearest to the device, then lowest
-    stage.
+    """Choose the fastest row that fits; of equal ones, that which sends least, is nearest to the device, and lowest.
 
     ``keys``: the settings that the error names. Raises ConfigError if no row fits.
     """
@@ -84,11 +83,10 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """Return the most samples, up to ``MOST_SAMPLES``, of one rank's micro-batch with which ``row`` fits; ``None``:
-    unknown.
+    """Return the largest micro-batch of one rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
 
-    The result is a multiple of ``model.in_parts``. If sizes can be measured, the result was measured, because a model's
-    bytes may grow faster than its batch.
+    The result is a multiple of ``model.in_parts``. It was measured if possible, because bytes may grow faster than
+    sizes.
     """
     known = model.activations
     if known is None or not known.scales:

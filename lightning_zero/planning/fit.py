@@ -51,10 +51,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What planning needs to know of a model.
-
-    Attributes:
-        states: element-wise state tensors of each parameter, or the state of every tensor.
+    """What planning needs to know of a model. ``states``: element-wise state tensors of each parameter, or all
+    states.
     """
 
     names: tuple[str, ...]  # units, the root first
@@ -93,10 +91,8 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plan of one stage and one row of ``zero/offload`` on a machine.
-
-    Attributes:
-        after_run: bytes of one rank after a run with the module gathered; empty: it stays sharded.
+    """The plan of a stage and a row of ``zero/offload``. ``after_run``: one rank's bytes then; empty: it stays
+    sharded.
     """
 
     stage: Stage
@@ -153,12 +149,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """Plan one stage and offload row, and check whether it fits.
-
-    Args:
-        settings: budgets for ``auto``.
-        rates: of the machine; without them no time is estimated.
-    """
+    """Plan one stage and offload row. ``settings``: budgets for ``auto``. Without ``rates`` no time is estimated."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:

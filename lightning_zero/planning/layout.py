@@ -51,9 +51,7 @@ class Fragment:
     stop: int  # end inside the shard, with the gap behind the parameter as far as it lies in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """Intersect with a range of the shard. Return the first element in the parameter, and the range in the
-        fragment.
-        """
+        """Intersect with a range of the shard: first element of the parameter, and range in the fragment."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -105,10 +103,8 @@ class BucketLayout:
 
 
 def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) -> BucketLayout:
-    """Lay out non-empty parameters of ``numels`` elements in order, for ``world_size`` equal shards.
-
-    Args:
-        align: elements; each parameter starts at a multiple; from :data:`PARAM_ALIGN` to :data:`SHARD_ALIGN`.
+    """Lay out non-empty parameters in order, each at a multiple of ``align`` elements, for ``world_size`` equal
+    shards.
     """
     slots: list[Slot] = []
     position = 0
@@ -121,9 +117,9 @@ def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) ->
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group items so that each group holds at most ``limit`` bytes. A larger item stands alone.
+    """Group items in order so that each group holds at most ``limit`` bytes. A larger item stands alone.
 
-    Each item goes to the first group with room, so that small items (biases) share a group. Order is kept.
+    Each item goes to the first group with room, so that small items (biases) share one.
     """
     groups: list[list[int]] = []
     room: list[int] = []

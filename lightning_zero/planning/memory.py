@@ -94,10 +94,7 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
-
-    ``state_tensors``: element-wise state tensors of each parameter, or the state of ``rank``.
-    """
+    """Sum the bytes of a rank at rest. ``state_tensors``: element-wise ones of each parameter, or the rank's state."""
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
     for number, bucket in enumerate(buckets):
@@ -155,10 +152,7 @@ class Limits:
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
-
-    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
-    """
+    """Compute the peak bytes of gathered units in forward and backward. ``nbytes``: of each unit, the root first."""
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)

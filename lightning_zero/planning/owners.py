@@ -36,12 +36,7 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensor indices into windows: whole units in order up to ``limit`` bytes; a larger unit is split.
-
-    Args:
-        nbytes: of each tensor.
-        units: unit of each tensor, in order.
-    """
+    """Group tensors in order into windows: whole units up to ``limit`` bytes; a larger unit is split."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)
@@ -61,8 +56,8 @@ def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> li
 def choose_owners(
     costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
 ) -> list[int]:
-    """Choose the owner of each tensor: the largest first, to the rank with the least work (LPT; Graham 1969: within 4/3
-    of the optimum).
+    """Choose each tensor's owner: the largest first, to the least loaded rank (LPT; Graham 1969: within 4/3 of the
+    optimum).
 
     Ties go to the rank with the least work in the tensor's window, because ranks wait for each other at each window.
     ``kept``: owners that already hold state and stay; ``None``: to be chosen.
@@ -150,9 +145,8 @@ def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], ran
 def _lay_out(
     window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out one message. Return its pieces and its bytes by rank, to the owners and back.
-
-    ``pairs``: (peer, rank that holds the shard, owner) of each part, in rank order.
+    """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner) in rank order. Return pieces and
+    sizes.
     """
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks

@@ -1,6 +1,4 @@
-"""Define each stage as a row of placements, and each offload choice as a row of tiers. Only this file knows stages by
-name.
-"""
+"""Define stages as rows of placements, and offload choices as rows of tiers. Only this file knows stages by name."""
 
 from __future__ import annotations
 
@@ -72,11 +70,7 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count the collectives of one bucket in an optimizer step of ``micro_batches`` backwards.
-
-    Args:
-        stays_gathered: the unit stays gathered between forward and backward (the root, the last block).
-    """
+    """Count the collectives of a bucket in one optimizer step. ``stays_gathered``: between forward and backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -109,9 +103,7 @@ class Budgets(NamedTuple):
 
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
-    """Compute a rank's default budgets: half of its device (for activations and gathered units), nine tenths of its
-    share of the host, and ``nvme``. ``device=0``: the device is the host.
-    """
+    """Return a rank's default budgets: half of its device, 0.9 of its share of the host, and ``nvme``."""
     return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 

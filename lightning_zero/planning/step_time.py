@@ -60,11 +60,7 @@ class Sent:
 
 
 def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
-    """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
-
-    ``replicas``: shard groups, whose reduced shards are summed too. ``exchanged``: bytes of a micro-batch to ranks of
-    the same sequence.
-    """
+    """Compute what a rank sends in a step. ``replicas``: shard groups. ``exchanged``: bytes of a micro-batch."""
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
     gathers = reductions = in_node = 0.0
@@ -120,12 +116,7 @@ def expected(
     exchanged: int = 0,
     on_cpu: bool = False,
 ) -> StepTime:
-    """Estimate the time of a step that waits for nothing but its resources.
-
-    Args:
-        flops: of forward and backward of one micro-batch, with recomputation.
-        on_cpu: the same cores do all work, so that nothing overlaps.
-    """
+    """Estimate the time of a step. ``flops``: of forward and backward of one micro-batch, with recomputation."""
     micro_batches = limits.micro_batches
     work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
     work.network = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged).nbytes

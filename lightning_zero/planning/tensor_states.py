@@ -96,9 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Estimate a window's bytes on one rank, as if ranks held equal parts of each tensor. ``own``: the rank owns the
-    tensor.
-    """
+    """Estimate a window's bytes on one rank that owns the tensors ``own``, as if shards were equal."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

@@ -21,11 +21,7 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """How the ranks are divided into groups.
-
-    Attributes:
-        node_groups: ranks that together keep units for the backward; empty: units are not kept.
-    """
+    """The groups of ranks. ``node_groups`` keep units for the backward; empty: units are not kept."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()
@@ -64,10 +60,7 @@ def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
 
 
 def within_nodes(names: Sequence[str]) -> Topology:
-    """Share shards among all ranks, and keep units for the backward within nodes; see :func:`by_node`.
-
-    Raises ConfigError if nodes differ in ranks, there is one node, or nodes have one rank.
-    """
+    """Shard over all ranks, and keep units for the backward within nodes. Raises ConfigError if that has no effect."""
     nodes = by_node(names, "node_backward").shard_groups
     check_nodes(len(nodes), len(nodes[0]))
     return Topology(flat(len(names)).shard_groups, nodes)

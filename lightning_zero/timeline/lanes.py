@@ -57,9 +57,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 
 
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
-    """Choose the ranks to show: all if ``most`` bars suffice; else rank 0 and, in turns, the ranks whose compute waits
-    least (the others wait for these) and most.
-    """
+    """Choose ranks with ``most`` bars together: rank 0, then in turns those whose compute waits least and most."""
 
     def bars(lanes: RankLanes) -> int:
         return sum(len(row) for rows in lanes.rows.values() for row in rows)

@@ -40,9 +40,8 @@ def check_timeline(config: DebugConfig) -> None:
 
 
 class Timeline:
-    """The timeline of one engine. Does nothing without ``zero.debug.timeline``.
-
-    ``settle``: finishes offloaded steps and refreshes. Collective.
+    """The timeline of one engine; idle without ``zero.debug.timeline``. ``settle`` finishes offloaded steps
+    (collective).
     """
 
     def __init__(self, config: DebugConfig, comm: Communicator, settle: Callable[[], None]) -> None:

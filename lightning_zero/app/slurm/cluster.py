@@ -198,9 +198,8 @@ def _at_least(key: str, value: int, least: int) -> None:
 
 
 def seconds_of(time: str) -> int:
-    """Convert ``24:00:00`` or ``2-12:30`` to seconds, or raise ConfigError.
-
-    A plain number is refused, because YAML reads 24:00:00 as 86400, which SLURM would take for minutes.
+    """Convert ``24:00:00`` or ``2-12:30`` to seconds. Raises ConfigError, also for a number: YAML reads 24:00:00 as
+    86400.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:

@@ -90,17 +90,14 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
 
 
 def _verdict_lines(run_dir: str | None) -> list[str]:
-    here = (
-        "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"
-    )  # absolute, because the run may change directory
+    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
     verdict = f'export {VERDICT_VARIABLE}="{here}$run_dir/verdict"'
     return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', verdict]
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Write the lines after srun that requeue the job at the time limit and after a failure.
-
-    The exit code of srun cannot tell a killed task from an exception, because srun kills the other tasks too.
+    """Requeue the job at the time limit and after a failure. srun's exit code cannot tell a killed task from an
+    error.
     """
     lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
