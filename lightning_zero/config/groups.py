@@ -28,9 +28,9 @@ class StageConfig:
     """Group ``zero/stage``: which roles are sharded over the ranks.
 
     Attributes:
-        name: ``zero0`` replicates everything (as DDP does); ``zero1`` shards optimizer state and master
-            weights; ``zero2`` gradients too; ``zero3`` parameters too. ``auto`` is for the strategy: it takes the
-            fastest row that fits, of this group and, under ``zero/offload=auto``, of that one too.
+        name: ``zero0`` replicates everything (like DDP); ``zero1`` shards optimizer state and master weights; ``zero2``
+            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest row that fits, of this
+            group and, under ``zero/offload=auto``, of that one.
     """
 
     name: Stage = Stage.zero3
@@ -191,7 +191,7 @@ def without_effect(row: Offload) -> list[str]:
 
 @dataclass(kw_only=True, slots=True)
 class UnitConfig:
-    """Which modules are units, which are gathered and dropped together.
+    """Which modules are units. A unit is gathered and dropped as a whole.
 
     Attributes:
         classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else

@@ -57,7 +57,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Replace stage ``auto`` by any stage, because the buckets are the same at all."""
+    """Replace stage ``auto`` by any stage, because the buckets are the same at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 

@@ -65,16 +65,14 @@ class Itemsizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """A bucket of a model before sharding. ``built``: bytes of each parameter in its original dtype, if not the
-    masters'.
-    """
+    """A bucket of a model before sharding."""
 
     unit: int  # index of its unit; 0 is the root
     numels: tuple[int, ...]  # elements of its parameters, in order
     itemsizes: Itemsizes
     trainable: bool = True
     whole: bool = False  # replicated and on the device at every stage
-    built: tuple[int, ...] | None = None
+    built: tuple[int, ...] | None = None  # bytes of each parameter in its original dtype; None: as masters
 
     @property
     def numel(self) -> int:

@@ -1,5 +1,4 @@
-"""Choose the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. The choice is
-deterministic.
+"""Choose the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Deterministic.
 
 :data:`KEPT_FREE` is left for what plans do not count: a GPU's context, the allocator's rounding, the system.
 """
@@ -83,10 +82,9 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """Return the largest micro-batch of one rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
+    """Return the largest micro-batch of a rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
 
-    The result is a multiple of ``model.in_parts``. It was measured if possible, because bytes may grow faster than
-    sizes.
+    It is a multiple of ``model.in_parts``, and was measured if possible, because bytes may grow faster than samples.
     """
     known = model.activations
     if known is None or not known.scales:

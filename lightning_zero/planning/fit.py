@@ -51,14 +51,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What planning needs to know of a model. ``states``: element-wise state tensors of each parameter, or all
-    states.
-    """
+    """What planning needs to know of a model."""
 
     names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
     limits: Limits
-    states: int | TensorStates = ADAM_STATES
+    states: int | TensorStates = ADAM_STATES  # element-wise state tensors per parameter, or those of all tensors
     activations: ByBatchSize | None = None  # of micro-batches; None: not counted
     samples: int | None = None  # size of a micro-batch; default: the smaller measured size
     recomputes: bool = False  # activations include activation checkpointing
@@ -91,9 +89,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plan of a stage and a row of ``zero/offload``. ``after_run``: one rank's bytes then; empty: it stays
-    sharded.
-    """
+    """The plan of one stage and one row of ``zero/offload`` on a machine."""
 
     stage: Stage
     offload: Offload
@@ -106,7 +102,7 @@ class Row:
     refused: str = ""  # why the budgets of auto cannot hold the model
     sent: Sent | None = None  # bytes that a rank sends in a step
     time: StepTime | None = None  # expected time of a step; None: no rates were given
-    after_run: Bytes = field(default_factory=Counter)
+    after_run: Bytes = field(default_factory=Counter)  # of one rank, module gathered; empty: it stays sharded
     is_whole: bool = False  # the module is gathered after a run, because it must be or it fits
 
     @property

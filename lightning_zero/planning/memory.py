@@ -94,7 +94,9 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of a rank at rest. ``state_tensors``: element-wise ones of each parameter, or the rank's state."""
+    """Sum the bytes of a rank at rest. ``state_tensors``: element-wise state tensors per parameter, or all of the
+    rank's.
+    """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
     for number, bucket in enumerate(buckets):

@@ -17,7 +17,7 @@ class TensorState(NamedTuple):
     """The state of one parameter."""
 
     optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
-    work: int = 0  # cost of its step: see :func:`~lightning_zero.planning.owners.matrix_work`
+    work: int = 0  # cost of its step, by owners.matrix_work
     nbytes: tuple[int, ...] = ()  # of each state tensor, if it is stepped whole
     slices: int = 0  # number of element-wise state tensors, if it is stepped in slices
 

@@ -21,10 +21,10 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks. ``node_groups`` keep units for the backward; empty: units are not kept."""
+    """The groups of ranks that share shards, and those that keep units for the backward."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
-    node_groups: tuple[tuple[int, ...], ...] = ()
+    node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
 
     @property
     def shard_size(self) -> int:
