@@ -2,11 +2,11 @@
 
 ::
 
-    train      the main job                        tasks      fit, validate, test, predict
-    parts      optimizer, model and data of a run  schema     types of the Hydra groups
-    instantiate  objects from groups               overrides  explains mistakes on the command line
-    plan       the memory plan of a run            plan_model its model; plan_tables, plan_picture: its output
-    submit     a run as a SLURM job                jobs       a run inside a cluster's job
-    slurm      scripts and settings for SLURM      sweep      sweeps and their table
-    convert    checkpoints in another form         env        reports the machine; check: tries every stage
+    train        the main job                        tasks      fit, validate, test, predict
+    parts        optimizer, model and data of a run  schema     types of the Hydra groups
+    instantiate  objects from groups                 overrides  explains mistakes on the command line
+    plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output
+    submit       a run as a SLURM job                jobs       a run inside a cluster's job
+    slurm        scripts and settings for SLURM      sweep      sweeps and their table
+    convert      checkpoints in another form         env, check  reports and tests the machine
 """

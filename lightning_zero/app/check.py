@@ -47,9 +47,7 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Check the rows whose names contain ``text``; exit with 1 at a failure. ``folder``: for files, default
-    temporary.
-    """
+    """Check rows whose names contain ``text``; exit with 1 at the first failure. ``folder``: where files go."""
     import torch.multiprocessing as processes
 
     from lightning_zero.device.cuda import gpu_count

@@ -1,12 +1,12 @@
-"""Writes a checkpoint of ours, or of Lightning's strategies, in another form; one tensor at a time is in memory.
+"""Convert a checkpoint of this package, or of Lightning's strategies, with one tensor in memory at a time.
 
 usage: python -m lightning_zero.checkpoint convert IN OUT to=... [dtype=...] [shard_size=...] [prefix=...]
   to=full          one file, as Lightning saves it under DDP
   to=sharded       a folder in the format of torch.distributed.checkpoint
   to=safetensors   a folder that Hugging Face's from_pretrained loads
-  dtype=bf16       of weights in floating point (fp32, bf16, fp16, fp64); default: as they are
-  shard_size=5GB   of a safetensors file, at most
-  prefix=model.    of names, which safetensors files lose; default: that of the model of transformers, if there was one
+  dtype=bf16       of floating-point weights (fp32, bf16, fp16, fp64); default: unchanged
+  shard_size=5GB   most bytes of a safetensors file
+  prefix=model.    removed from names in safetensors files; default: the prefix of the transformers model, if any
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS,
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2

@@ -1,6 +1,6 @@
-"""``python -m lightning_zero.env``: what a bug report needs of a machine, as text or JSON; ``--check`` tries it.
+"""Report what a bug report needs to know of this machine, as text or JSON; ``--check`` tests the machine.
 
-Environment variables are shown by prefixes that hold no secrets, without those whose names sound like a secret.
+Environment variables are shown only if their prefix is harmless and their name does not sound like a secret.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Names of the arguments of a class (with those of its bases if it takes ``**kwargs``) or function; ``None``:
-    any.
-    """
+    """Names of a function's or class's arguments (also its bases', if it takes ``**kwargs``); ``None``: any."""
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:
         if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):
@@ -54,7 +52,7 @@ def accepted_arguments(target: Any) -> set[str] | None:
         if of is target and (_is_library(of) or not inspect.isclass(of)):
             return None  # its **kwargs go to another library, such as wandb.init
         if _is_library(of):
-            return names or None  # **kwargs of a library's base class are not meant for users
+            return names or None  # a library's **kwargs are not passed to users' arguments
     return names
 
 

@@ -32,9 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator from the cluster. Raises ConfigError if a given value
-    differs.
-    """
+    """Set the Trainer's nodes, devices and accelerator from the cluster. Raises ConfigError if they contradict."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return

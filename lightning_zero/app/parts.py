@@ -127,7 +127,7 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
-    """Raise ConfigError if our data has less than a batch per rank, or ``zero.sequence_parallel`` does not divide."""
+    """Raise ConfigError if our data lacks a batch per rank or cannot be divided by ``zero.sequence_parallel``."""
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData
 

@@ -122,8 +122,8 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """Build the module with real tensors but parameters on meta, for code that needs values. ``error``: without
-    them.
+    """Build the module with real tensors but parameters on meta, if pure meta raised ``error``: the code needs
+    values.
     """
     from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 

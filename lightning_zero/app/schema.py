@@ -120,9 +120,7 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Name the run folder: the same for all processes of a run, which may compute it on their own, and after a
-    restart.
-    """
+    """Name the run folder: the same on all processes, which may each compute the name, and after a restart."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 

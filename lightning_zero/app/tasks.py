@@ -55,7 +55,7 @@ def _fit(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the metrics of a validation after the last step, and validate again if there was none. Collective."""
+    """Return the metrics of a validation after the last step, which runs now if it has not yet. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     found: dict[str, float] | None = last.at_the_end(trainer)
     if found is None:
@@ -152,7 +152,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
 
 
 class LogSettings(Callback):
-    """Gives all settings of a run to its loggers, beside what Lightning gives them of model and data."""
+    """Pass the settings of a run to its loggers, which get those of model and data from Lightning."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = plain(settings)
@@ -163,7 +163,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """A configuration as loggers take it: rows by their names."""
+    """Convert a configuration for loggers: enum members become their names."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str]) -> None:
-    """The last lines of a run and :data:`RESULTS`, by rank 0."""
+    """Print the last lines of a run and write :data:`RESULTS`, on rank 0."""
     folder = Path(config.run_dir)
     print(f"logs: {os.path.relpath(folder)}")
     for name, value in metrics.items():

@@ -99,9 +99,7 @@ def explicit_keys() -> set[str]:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Build the Trainer with ZeroStrategy. Raises ConfigError if Lightning, a callback or a logger refuses a
-    setting.
-    """
+    """Build the Trainer with ZeroStrategy. Raises ConfigError if one of its parts refuses a setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -151,9 +149,7 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(config: TrainConfig, trainer: Trainer) -> None:
-    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the host has no room for the whole
-    module.
-    """
+    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the whole module will not fit."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
     from lightning_zero.engine.whole.shown import check_room_here

@@ -148,7 +148,7 @@ class ZeroConfig:
 
 
 def check_accumulation(config: ZeroConfig) -> None:
-    """Raise ConfigError if gradients that add up on each rank before they are reduced would not be fp32."""
+    """Raise ConfigError for bf16 messages at stages 0 and 1 if gradients accumulate in fp32 before they are sent."""
     precision = config.precision
     adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
     if (

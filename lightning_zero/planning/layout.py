@@ -103,9 +103,7 @@ class BucketLayout:
 
 
 def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) -> BucketLayout:
-    """Lay out non-empty parameters in order, each at a multiple of ``align`` elements, for ``world_size`` equal
-    shards.
-    """
+    """Lay out non-empty parameters in order, at multiples of ``align`` elements, in ``world_size`` equal shards."""
     slots: list[Slot] = []
     position = 0
     for index, numel in enumerate(numels):

@@ -56,11 +56,10 @@ def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> li
 def choose_owners(
     costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
 ) -> list[int]:
-    """Choose each tensor's owner: the largest first, to the least loaded rank (LPT; Graham 1969: within 4/3 of the
-    optimum).
+    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
 
-    Ties go to the rank with the least work in the tensor's window, because ranks wait for each other at each window.
-    ``kept``: owners that already hold state and stay; ``None``: to be chosen.
+    The result is within 4/3 of the optimum. Ties go to the rank with the least work in the tensor's window, because
+    ranks wait for each other at each window. ``kept``: owners that hold state and stay; ``None``: to be chosen.
     """
     owners: list[int] = [0] * len(costs)
     window_of = {place: number for number, window in enumerate(windows) for place in window}
@@ -145,9 +144,7 @@ def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], ran
 def _lay_out(
     window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner) in rank order. Return pieces and
-    sizes.
-    """
+    """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner). Return pieces and byte counts."""
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0

@@ -103,13 +103,12 @@ class Budgets(NamedTuple):
 
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
-    """Return a rank's default budgets: half of its device, 0.9 of its share of the host, and ``nvme``."""
+    """Return a rank's default budgets. Half of the device is left for activations and gathered units."""
     return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's optimizer: the first units on the device, the next on the host, the rest in
-    files.
+    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files.
 
     The next forward needs the first units first, so they rest nearest. Gradients rest on the device beside a resident
     optimizer, else on the host. As many units as fit stay on the device; of the rest, the host takes as many as leave

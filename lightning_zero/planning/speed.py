@@ -27,24 +27,16 @@ FORWARD = 1 / 3  # share of the compute of a step; a backward takes twice the ti
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does per second for one rank.
+    """What a machine does per second for one rank."""
 
-    Attributes:
-        compute: FLOPs that a model reaches.
-        device_memory, host_memory: bytes read and written.
-        to_device, to_host: bytes over the link in each direction.
-        disk_read, disk_write: bytes; the disk does one at a time.
-        network: bytes sent, while as many are received.
-    """
-
-    compute: float
-    device_memory: float
-    host_memory: float
-    to_device: float
-    to_host: float
-    disk_read: float
-    disk_write: float
-    network: float = math.inf
+    compute: float  # FLOPs that a model reaches
+    device_memory: float  # bytes read and written
+    host_memory: float  # bytes read and written by all cores
+    to_device: float  # bytes
+    to_host: float  # bytes, at the same time
+    disk_read: float  # bytes; the disk does not write at the same time
+    disk_write: float  # bytes
+    network: float = math.inf  # bytes sent, while as many are received
 
 
 @dataclass

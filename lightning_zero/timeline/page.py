@@ -56,13 +56,9 @@ all.forEach(s => { s.onscroll = () => all.forEach(o => {
 def page_html(
     title: str, note: str, ranks: Sequence[RankLanes], shown: Sequence[RankLanes], window: tuple[float, float]
 ) -> str:
-    """Return the page.
+    """Return the page, with a table of all ``ranks`` and lanes of those ``shown``.
 
-    Args:
-        note: a sentence below the title.
-        ranks: in the table.
-        shown: ranks whose lanes are drawn.
-        window: moments at the left and right end.
+    ``note``: a sentence below the title. ``window``: moments at the left and right end.
     """
     used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(
