@@ -61,8 +61,8 @@ def convert(
 ) -> None:
     """Write the checkpoint ``source`` in another form to the new path ``target``.
 
-    Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code;
-    OSError, or RuntimeError, with file and cause if reading or writing fails.
+    Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
+    OSError or RuntimeError, with file and cause, if reading or writing fails.
     """
     if to not in ("full", "sharded", "safetensors"):
         raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Give to=.")

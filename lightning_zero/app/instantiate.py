@@ -52,7 +52,8 @@ def accepted_arguments(target: Any) -> set[str] | None:
         if of is target and (_is_library(of) or not inspect.isclass(of)):
             return None  # its **kwargs go to another library, such as wandb.init
         if _is_library(of):
-            return names or None  # a library's **kwargs are not passed to users' arguments
+            # That a library's base class takes **kwargs does not mean that its subclass takes any argument.
+            return names or None
     return names
 
 

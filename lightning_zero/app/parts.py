@@ -40,9 +40,10 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Create the function that makes an optimizer from param groups, and try it on one parameter.
+    """Create the function that makes an optimizer from param groups.
 
-    Raises ConfigError if the optimizer refuses its settings or does not work under ``zero.optimizer``.
+    It is tried on one parameter, or on a matrix if the optimizer takes nothing else (Muon). Raises ConfigError if the
+    optimizer refuses its settings or does not work under ``zero.optimizer``.
     """
     import torch
 
@@ -127,7 +128,11 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
-    """Raise ConfigError if our data lacks a batch per rank or cannot be divided by ``zero.sequence_parallel``."""
+    """Check our own data against the ranks of the run.
+
+    Raises ConfigError if there is less than a batch per rank, or if ``zero.sequence_parallel`` does not divide the
+    ranks or the sequence length.
+    """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData
 

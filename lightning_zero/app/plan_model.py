@@ -122,8 +122,9 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """Build the module with real tensors but parameters on meta, if pure meta raised ``error``: the code needs
-    values.
+    """Build the module with real tensors but parameters on meta, after the attempt on pure meta raised ``error``.
+
+    Some code needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
     from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 

@@ -103,8 +103,9 @@ def _silent() -> Iterator[None]:
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
-    """Describe a node of the cluster; unknown memory counts as plenty. Raises ConfigError if ``cluster`` asks for
-    more.
+    """Describe a node of the cluster for the memory plan. Memory that is not described counts as plenty.
+
+    Raises ConfigError if the described machine has less than ``cluster`` requests.
     """
     for key, of_cluster in (("gpus", cluster.gpus_per_node), ("nodes", cluster.nodes)):
         there = getattr(asked, key)

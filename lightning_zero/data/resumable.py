@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ShuffledFrom(DistributedSampler[Any]):
-    """A :class:`DistributedSampler` whose first pass skips the first items of its epoch.
+    """A :class:`DistributedSampler` whose first pass skips the first ``start`` items of its epoch.
 
     ``len`` is that of a whole epoch, because Lightning counts the skipped batches as done.
 

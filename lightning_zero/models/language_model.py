@@ -21,16 +21,16 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class LanguageModel(LightningModule):
-    """Next-token training of a ``forward`` that maps tokens ``[batch, length] int64`` to logits ``[batch, length,
-    vocab_size]``.
+    """Next-token training of a ``forward`` that maps tokens to logits.
 
-    A batch is a tensor of tokens ``[batch, length + 1]``. Bits per byte are bits per token divided by the data's
-    ``bytes_per_token`` (default 1), so that models with different tokens can be compared.
+    Tokens are ``[batch, length] int64``, logits ``[batch, length, vocab_size]``, and a batch of data is ``[batch,
+    length + 1]``. Bits per byte are bits per token divided by the data's ``bytes_per_token`` (default 1), so that
+    models with different tokens can be compared.
 
     Args:
         optimizer: makes the optimizer from the param groups of :func:`decay_groups`, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``. Default: AdamW at 3e-3.
-        warmup_steps: steps of linear warmup, before a cosine decay.
+        warmup_steps: steps of warmup, before a cosine decay.
         min_lr_ratio: share of the learning rate at the end of training.
 
     Attributes:
@@ -107,8 +107,9 @@ class LanguageModel(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
-        """Continue ``tokens [batch, length]`` to ``[batch, length + max_new_tokens]``, deterministic by seed.
-        Collective.
+        """Continue ``tokens [batch, length]`` and return ``[batch, length + max_new_tokens]``. Collective.
+
+        The seed makes the text deterministic, so that all ranks of a sharded model make the same calls.
         """
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
         for _ in range(max_new_tokens):

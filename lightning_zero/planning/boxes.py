@@ -1,5 +1,4 @@
-"""Describe ranges of a flattened tensor as boxes in the tensor's coordinates, as PyTorch's checkpoint format needs
-them.
+"""Describe a range of a flattened tensor as boxes in the tensor's coordinates, as PyTorch's checkpoints need.
 
 A range of a row-major matrix is the end of a row, whole rows, and the beginning of a row::
 

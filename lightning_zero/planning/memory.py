@@ -94,8 +94,11 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of a rank at rest. ``state_tensors``: element-wise state tensors per parameter, or all of the
-    rank's.
+    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
+
+    Args:
+        state_tensors: element-wise state tensors of each parameter, or the state of ``rank``.
+        moment: decides which gradients exist.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
@@ -154,7 +157,10 @@ class Limits:
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """Compute the peak bytes of gathered units in forward and backward. ``nbytes``: of each unit, the root first."""
+    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
+
+    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
+    """
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)

@@ -35,7 +35,10 @@ def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
-    """Return the size of the pieces of a run, and the number of threads. ``threads=None``: on a device."""
+    """Return the elements of each piece of a run of ``numel``, and how many threads step pieces.
+
+    ``threads``: of the host; ``None``: on a device.
+    """
     if threads is None:
         return DEVICE_CHUNK, 1
     most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads // BLOCK * BLOCK))

@@ -60,7 +60,12 @@ class Sent:
 
 
 def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
-    """Compute what a rank sends in a step. ``replicas``: shard groups. ``exchanged``: bytes of a micro-batch."""
+    """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
+
+    Args:
+        replicas: shard groups, whose reduced shards are summed too.
+        exchanged: bytes of one micro-batch to ranks that share a sequence.
+    """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
     gathers = reductions = in_node = 0.0
@@ -116,7 +121,12 @@ def expected(
     exchanged: int = 0,
     on_cpu: bool = False,
 ) -> StepTime:
-    """Estimate the time of a step. ``flops``: of forward and backward of one micro-batch, with recomputation."""
+    """Estimate the time of a step that waits for nothing but its resources.
+
+    Args:
+        flops: of forward and backward of one micro-batch, with recomputation.
+        on_cpu: the same cores do all work, so that nothing overlaps.
+    """
     micro_batches = limits.micro_batches
     work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
     work.network = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged).nbytes

@@ -47,7 +47,12 @@ def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
 
 
 def after_run(rest: Bytes, nbytes: int, on_the_way: int, ranks: int) -> Bytes:
-    """Compute one rank's bytes after a run. ``nbytes``: of the copy, which the ``ranks`` of a host share."""
+    """Compute the bytes of one rank after a run, with its share of the copy.
+
+    Args:
+        nbytes: of the copy, shared equally by the ``ranks`` of a host.
+        on_the_way: bytes of one rank from :func:`on_the_way_nbytes`.
+    """
     held = Counter(rest)
     held[Role.whole_copy, Tier.host] = -(-nbytes // ranks)
     held[Role.gathered, Tier.device] += on_the_way

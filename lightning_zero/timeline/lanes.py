@@ -57,7 +57,10 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 
 
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
-    """Choose ranks with ``most`` bars together: rank 0, then in turns those whose compute waits least and most."""
+    """Choose the ranks to show: all if they have at most ``most`` bars together, else as many as fit.
+
+    Rank 0 is first; then, in turns, the ranks whose compute waits least (others wait for them) and most.
+    """
 
     def bars(lanes: RankLanes) -> int:
         return sum(len(row) for rows in lanes.rows.values() for row in rows)

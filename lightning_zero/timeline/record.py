@@ -40,7 +40,7 @@ def check_timeline(config: DebugConfig) -> None:
 
 
 class Timeline:
-    """The timeline of one engine, if ``zero.debug.timeline`` is set. ``settle``: finish offloaded steps. Collective."""
+    """The timeline of one engine, if set in ``zero.debug``. ``settle`` (collective) finishes offloaded steps."""
 
     def __init__(self, config: DebugConfig, comm: Communicator, settle: Callable[[], None]) -> None:
         self._config, self._comm, self._settle = config, comm, settle

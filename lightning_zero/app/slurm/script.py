@@ -96,9 +96,7 @@ def _verdict_lines(run_dir: str | None) -> list[str]:
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Requeue the job at the time limit and after a failure. srun's exit code cannot tell a killed task from an
-    error.
-    """
+    """Requeue the job at the time limit and after a failure: srun's exit code does not tell why a task ended."""
     lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']
