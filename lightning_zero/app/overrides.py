@@ -136,7 +136,7 @@ def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:
         beside = conf.inside(path)
-        if part not in beside and part in conf.groups.get(path, ()):  # a file can be added to the defaults
+        if part not in beside and part in conf.groups.get(path, ()):  # choosing this file adds the setting
             return f"Did you mean {path}={part} {given}?"
         if part not in beside and (elsewhere := conf.named(parts[-1])):
             path = elsewhere
