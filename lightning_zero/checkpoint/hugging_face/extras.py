@@ -1,4 +1,4 @@
-"""What is in a folder of Hugging Face besides tensors."""
+"""What a Hugging Face folder holds besides tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Of tokenizers and processors, which belong to a model and are no part of it here.
+# Files of tokenizers and processors, which belong to a model but are not part of the module.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,12 +25,12 @@ COMPANIONS = (
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model``, and copy what belongs to it.
+    """Write the configuration of ``model`` and copy its companion files.
 
     Args:
-        model: of transformers or PEFT; None: there is none.
+        model: of transformers or PEFT, or None.
         dtype: of the floating-point tensors.
-        source: the folder that the model came from, if it is known.
+        source: the folder that the model came from, if known.
     """
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
