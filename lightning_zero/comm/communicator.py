@@ -73,9 +73,9 @@ class Communicator(SmallMessages):
         even_alone: bool = False,
     ) -> None:
         """Args:
-        topology: default: one node, shards divided among all ranks.
-        waits: of this rank, if they exist already.
-        even_alone: send messages even in a group of one rank.
+            topology: default: one node, shards divided among all ranks.
+            waits: of this rank, if they exist already.
+            even_alone: send messages even in a group of one rank.
         """
         super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()

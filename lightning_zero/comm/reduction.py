@@ -37,10 +37,10 @@ class Pending:
         keep: Tensor | None = None,
     ):
         """Args:
-        kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
-        finish: called once, after the works and the event; returns the result.
-        event: the end of what is queued on a stream.
-        keep: memory that another stream reads until the event.
+            kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
+            finish: called once, after the works and the event; returns the result.
+            event: the end of what is queued on a stream.
+            keep: memory that another stream reads until the event.
         """
         self._comm, self.label = comm, label
         self._kind = kind
@@ -105,7 +105,7 @@ class Reduction:
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
         """Args:
-        later: each is called with the result of the operation before it, and issues the next one.
+            later: each is called with the result of the operation before it, and issues the next one.
         """
         self._now = first
         self._later = list(later)

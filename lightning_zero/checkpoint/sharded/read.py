@@ -121,8 +121,8 @@ class ShardedFolder:
         return flat
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill ``target`` with a box of what was written at ``place``. All between its first and last element is read,
-        into ``target`` itself where the two lie in memory alike."""
+        """Fill ``target`` with a box of the tensor written at ``place``. Reads all bytes from its first to its last
+        element, directly into ``target`` if both have the same memory layout."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))
