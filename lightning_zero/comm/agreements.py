@@ -32,7 +32,7 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
     ``device``: where this rank trains. All ranks train on the same type of device."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
-    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
+    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
         waits.watch(number, hears_ends=backend != "nccl")
     return waits
@@ -50,7 +50,7 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
     """Like :func:`gather_objects`, on a given host-side group. Collective."""
-    if dist.get_backend(group) == "fake":  # a simulated world has no other ranks
+    if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
         own = _row((what, value, None))
@@ -85,15 +85,13 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` have arrived, as long as any of them is working. Does not wait for devices.
-    Collective."""
+    """Wait until all ranks of ``group`` arrive, while any of them is working. Ignores devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Return the message that holds ``value`` and the message sizes of all ranks. All raise if one rank cannot send.
-    Collective."""
+    """Return the message with ``value`` and all ranks' message sizes. All raise if one cannot send. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -121,8 +119,8 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather ``row``, ``[bytes] uint8`` on the host, on rank 0 as ``[ranks, bytes]``. Other ranks get None. All rows
-    have the same length. Blocks. Collective."""
+    """Gather ``row``, ``[bytes] uint8`` on the host and equally long on all ranks, on rank 0: ``[ranks, bytes]``; None
+    elsewhere. Blocks. Collective."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
@@ -133,8 +131,8 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather an object from each rank of ``group`` on rank 0, in rank order. Other ranks get None. Blocks as long as
-    any rank is working. Collective."""
+    """Gather an object per rank on rank 0, in rank order; None elsewhere. Blocks while any rank is working.
+    Collective."""
     own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own
@@ -155,11 +153,10 @@ def together(
 ) -> T:
     """Run ``act`` on all ranks. If it fails on one rank, all ranks raise and none waits. Collective.
 
-    Raises Exception: what ``act`` raised on this rank. Else the ConfigError of the first rank that failed, or a
-    FailedElsewhereError that names this rank.
+    A rank raises the error of its own ``act``. Else it raises the first failed rank's ConfigError, or a
+    FailedElsewhereError.
 
     Args:
-        what: the purpose, in words.
         act: must send no message; else the other ranks would wait for a rank on which it failed.
         undo: called with the result of ``act`` where it succeeded, if it failed on another rank.
         patient: ``act`` may take longer than ``stall_timeout_s``.
@@ -173,7 +170,7 @@ def together(
         raise
     try:
         answers = gather_objects(group, None, waits, what, patient=patient)
-    except BaseException:  # the other ranks are gone or make another call
+    except BaseException:
         undo(result)
         raise
     for rank, found in enumerate(answers):

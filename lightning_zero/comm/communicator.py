@@ -1,20 +1,18 @@
 """Collectives on whole buckets, their order and their counts.
 
-The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (both of them, so that all
-stages add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` turns each into
-messages.
+The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (both, so that all stages
+add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends them as messages.
 
-Topology. Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case
-another message sums a reduced shard over the nodes. Agreements always go over all ranks.
+Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
+message sums a reduced shard over the nodes. Agreements always go over all ranks.
 
-Groups. All ranks must issue the operations of one group in the same order. Gathers and reductions interleave freely, so
-each kind has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the
-first half complete. That moment differs between ranks, so this half has a third group. Small host-side agreements use
-gloo.
+All ranks must issue the operations of one group in the same order, and gathers and reductions interleave, so each kind
+has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first half
+complete, at a moment that differs between ranks. So this half has a third group.
 
-CUDA. Each kind runs on its own stream (``streams.py``). Calls take ``async_op=False``, so NCCL uses that stream and its
-priority; with ``async_op=True`` NCCL would use another stream with the priority of compute. The host never waits. An
-operation waits for what its issuing stream has queued."""
+On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
+another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
+queued."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ class Sends(NamedTuple):
 
 
 class Communicator(SmallMessages):
-    """Collectives of one engine over one group of ranks. ``counts``: logical operations by kind and bucket:
-    ``counts["all_gather", label]``."""
+    """Collectives of one engine over one group. ``counts``: logical operations by kind and bucket."""
 
     def __init__(
         self,
@@ -73,9 +70,9 @@ class Communicator(SmallMessages):
         even_alone: bool = False,
     ) -> None:
         """Args:
-            topology: default: one node, shards divided among all ranks.
-            waits: of this rank, if they exist already.
-            even_alone: send messages even in a group of one rank.
+        topology: default: one node, shards divided among all ranks.
+        waits: of this rank, if they exist already.
+        even_alone: send messages even in a group of one rank.
         """
         super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -89,8 +86,8 @@ class Communicator(SmallMessages):
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
         """Send once what passes will send of each unit, and drop the results. Collective.
 
-        NCCL connects ranks at the first message of each group and algorithm, and the host waits for the other ranks. In
-        the middle of a pass they might be waiting for another message of this rank."""
+        NCCL connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a
+        pass the other ranks might be waiting for another message of this rank."""
         self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
         if self._groups is None or not self.queues:
             return
@@ -120,22 +117,20 @@ class Communicator(SmallMessages):
 
     @property
     def exchanges(self) -> bool:
-        """Whether the transport can reduce by an all-to-all, whose parts may be narrower than their sum."""
+        """Whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     # -- logical operations -------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
-        """Fill ``full`` [shard_size * n] with every rank's slice, in place. The slice of this rank is filled already.
-        Collective.
+        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's is filled already. Collective.
 
-        ``of_node``: gather the slices of this node's ranks instead, [node_size * n]. All nodes do so."""
+        ``of_node``: gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
-        """Start several :meth:`all_gather` at once, each with its label. They are one message where the device has
-        streams. Collective."""
+        """Start several :meth:`all_gather` at once: one message where the device has streams. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
@@ -150,23 +145,17 @@ class Communicator(SmallMessages):
     def reduce_scatter(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` [shard_size * n] over all ranks and return this rank's slice [n]. Overwrites ``full``.
-        Collective.
+        """Sum ``full`` [shard_size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
 
-        Args:
-            factor: multiplies the sum.
-            total_dtype: dtype of the sum. If given, an all-to-all (:attr:`exchanges`) sends narrower parts and adds
-                them in this dtype, in an order that does not depend on the dtype of the parts. Default: the dtype of
-                ``full``.
-        """
+        Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
+        in this dtype, in an order that does not depend on the dtype of the parts."""
         self._count("reduce_scatter", label, full, total_dtype)
         return Reduction(self._reduce(full, label, factor, total_dtype), *self._over_replicas(label))
 
     def all_reduce(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` over all ranks, into ``full`` or a new tensor in ``total_dtype``. See :meth:`reduce_scatter`.
-        Collective."""
+        """Sum ``full`` over ranks, in place or in ``total_dtype``; see :meth:`reduce_scatter`. Collective."""
         self._count("all_reduce", label, full, total_dtype)
         first = self._reduce(full, label, factor, total_dtype, whole=True)
         if self._groups is None or self.queues:
@@ -179,23 +168,18 @@ class Communicator(SmallMessages):
         return Reduction(first, *self._over_replicas(label), gather)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Put ``shard`` at this rank's place in ``full``, or in a tensor like ``full`` if the dtypes differ, and return
-        that."""
+        """Put ``shard`` at this rank's place in ``full``, or in a copy of its dtype, and return the whole."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
-        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else the sum was written there
+        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:
             own.copy_(shard)
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards and receive theirs. Ordered with reductions.
-        Collective.
+        """Send parts of ``data`` [bytes] to the ranks that share shards and receive theirs. Collective.
 
-        Args:
-            sizes: bytes for each rank; they lie in ``data`` in rank order.
-            out_sizes: bytes from each rank, in rank order; each equals what that rank passes in ``sizes`` for this one.
-        """
+        ``sizes`` and ``out_sizes``: bytes to and from each rank, in rank order. Ordered with reductions."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -211,13 +195,12 @@ class Communicator(SmallMessages):
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
         A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
-        same place may have issued different later halves, and the next message would be matched with an older one.
-
-        Abandoned messages are not waited for. On groups that are replaced they may never end. On groups that stay, each
-        is matched with its counterpart and ends late, in its own memory. ``what``: the purpose, in words."""
+        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
+        messages are not waited for: on replaced groups they may never end; on others they end late, in their own
+        memory."""
         if (before := self._groups) is not None:
             self.meet(None, what)
-            # Give the groups back first. The pool gives out no groups whose counts differ between ranks.
+            # First, because the pool gives out no groups whose counts differ between ranks.
             before.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
             if self._groups is not before:
@@ -233,11 +216,10 @@ class Communicator(SmallMessages):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
-        """Issue a gather of ``full`` on the group named ``group``."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
-        # Count this gather apart from its all-reduce, because ranks issue it at different moments. See :meth:`resume`.
+        # Counted apart from its all-reduce, because ranks issue it at different moments; see :meth:`resume`.
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
@@ -246,7 +228,6 @@ class Communicator(SmallMessages):
             return self._pending(kind, label, sent.works, sent.finish, stream, span)
 
     def _members(self, group: str) -> Members:
-        """Return the ranks that take part in messages of the group named ``group``."""
         assert self._groups is not None
         if group == "node_gather":
             return Members(self.node_rank, self.node_size, self._groups.node_gather)
@@ -255,15 +236,10 @@ class Communicator(SmallMessages):
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Pending:
-        """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow.
+        """Issue the sum over the ranks that share shards and, on a stream, the messages that follow it.
 
-        A stream needs no wait in between, so all messages are issued in the order of reductions, which is equal on all
-        ranks.
-
-        Args:
-            factor: multiplies the sum.
-            whole: on a stream, all ranks get the sums of all slices in ``full``.
-        """
+        On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
+        ``whole``, all ranks then get the sums of all slices in ``full``."""
         if self._groups is None:
             return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor), kind="reduce")
         with self.streams.on("reduce") as stream:
@@ -276,11 +252,10 @@ class Communicator(SmallMessages):
                 )
             if factor != 1.0:
                 total = _multiplied(total, factor)
-            # Without streams the next messages need a complete first sum, which the host finds in ``land``. Issued now
-            # they would make the host wait.
+            # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
             finish = (lambda: self._rest_in_stream(total(), full, label, whole)) if self.queues else total
-            # The reduce stream reads ``full``, whose memory belongs to the pool of the compute stream. If it were freed
-            # now, compute would overwrite it. :meth:`Pending.wait` frees it after the event.
+            # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
+            # :meth:`Pending.wait` frees it.
             return self._pending("reduce", label, works, finish, stream, span, keep=full)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
@@ -290,8 +265,7 @@ class Communicator(SmallMessages):
             self._issue_sum(shard, async_op=False)
         if not whole:
             return shard
-        # Use the group of the reductions: each reduction issues all of its messages together, so one order holds for
-        # all.
+        # On the reductions' group: each reduction issues all of its messages together, in one order on all ranks.
         if self._groups.reduce is not None:
             full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
@@ -314,7 +288,6 @@ class Communicator(SmallMessages):
         return Pending(self, label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
 
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
-        """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
         self._groups.issued["replicate"] += 1
         replicas = self.world_size // self.shard_size
@@ -332,14 +305,14 @@ class Communicator(SmallMessages):
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as the current stream.
-        ``span``: the recording of these messages, or None."""
+        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as the current
+        stream."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
             return Pending(self, label, works, finish, kind=kind, keep=keep)
         self._wait_in_stream(works)
-        # Mark last: whoever waits for the event must also wait for what ``finish`` has queued.
+        # Last: whoever waits for the event must also wait for what ``finish`` has queued.
         result = finish()
         if span is not None:
             span.end()
@@ -359,7 +332,7 @@ class Communicator(SmallMessages):
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
-            # Bytes that one rank receives, by whatever messages: every slice but its own, once for each half.
+            # Bytes that one rank receives: every slice but its own, once for each half.
             others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
                 recording.moved("reduce", others * full.itemsize)
@@ -377,7 +350,7 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     def over(_: Any) -> None:
         nonlocal left
-        left -= 1  # safe under the GIL, although several threads of the backend may call this
+        left -= 1
         if left == 0:
             span.end()
 

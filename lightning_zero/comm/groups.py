@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
-# Least timeout of messages on a device. One rank may work alone while the others, which wait patiently, have queued
-# messages that it has not. The timeout is finite, because nothing else ends a device that hangs.
+# Of messages on a device: long, because other ranks may queue messages while one works alone; finite, because nothing
+# else ends a device that hangs.
 DEVICE_TIMEOUT_S = 3600.0
 
 OPERATIONS = (
@@ -35,14 +35,8 @@ OPERATIONS = (
 
 
 class GroupKind(NamedTuple):
-    """What decides whether a set of groups can be reused.
-
-    Attributes:
-        backend: serves the engine's device.
-        in_streams: messages are queued on streams of the device and the host does not wait.
-        even_alone: make groups of one rank too.
-        stall_timeout_s: how long ranks wait for each other.
-    """
+    """What decides whether groups can be reused. ``in_streams``: messages are queued on streams and the host does not
+    wait. ``even_alone``: make groups of one rank too."""
 
     topology: Topology
     backend: str
@@ -53,26 +47,22 @@ class GroupKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator. Groups that would have one rank are None, unless ``even_alone``.
-
-    Attributes:
-        issued: operations that this rank has issued, for each of :data:`OPERATIONS`.
-        user: returns the communicator, or None when it is gone.
-    """
+    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``. ``issued``: counts of
+    :data:`OPERATIONS` on this rank. ``user``: returns the communicator, or None when it is gone."""
 
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
-    replicate: Any  # ranks with the same shards on other nodes
-    node_gather: Any  # ranks of this node, for what units keep until the backward
+    replicate: Any
+    node_gather: Any
     control: Any  # host-side, all ranks
     issued: Counter[str] = field(default_factory=Counter)
     user: Callable[[], object | None] = lambda: None
 
     @property
     def all_issued(self) -> list[int]:
-        """Counts of each of :data:`OPERATIONS`. Each kind uses one group in one order. So if all counts are equal
-        between ranks, every message has its counterparts; equal sums would not be enough."""
+        """Counts of each of :data:`OPERATIONS`. Each kind uses one group in one order, so where all counts agree
+        between ranks, every message has its counterparts. Equal sums would not be enough."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -99,27 +89,25 @@ class Groups:
 
 
 def backend_for(group: Any, device: torch.device) -> str:
-    """Return the backend for tensors of ``device``. A group may have one for each type (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend for tensors of ``device``; a group may have several (``cpu:gloo,cuda:nccl``)."""
     served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return served.get(device.type, str(dist.get_backend(group)))
 
 
 def host_backend(parent: Any) -> str:
-    """Return the backend of agreements: gloo, which every build has.
-
-    A simulated world (torch's fake process group) is one process, so gloo has nobody to connect to."""
+    """Return the backend of agreements: gloo, which every build has, except in a simulated world (torch's fake
+    group)."""
     backend = dist.get_backend(parent)
     return backend if backend == "fake" else "gloo"
 
 
 def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: float = 0.0) -> Any:
     name = f"lightning_zero: {name}"
-    # Synchronize among the members only. Otherwise all ranks of the default group would have to call this, also those
-    # outside a module's process group.
+    # Synchronize among members only; otherwise all ranks of the default group would have to call this.
     with _made_when_used():
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, backend=backend)
-    # A gloo operation fails for good when its group's timeout passes, but a patient wait must be able to go on. So the
-    # timeout is out of reach, and every wait has its own bound (``ranks/waits.py``).
+    # gloo's operations fail for good at their group's timeout, but patient waits must go on. So the timeout is out of
+    # reach, and every wait has its own bound (``ranks/waits.py``).
     if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
     elif backend == "nccl":
@@ -130,10 +118,8 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _made_when_used() -> Iterator[None]:
-    """Let NCCL make the communicators of a new group at first use.
-
-    If the default group is bound to a device, NCCL would make them at once by a split of the default group, in which
-    all its ranks must take part. Ranks outside the new group do not come."""
+    """Let NCCL make the communicators of a new group at first use. If the default group is bound to a device, NCCL
+    would make them at once by a split that needs all ranks of the default group."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -149,16 +135,13 @@ class _Parent(NamedTuple):
 
 
 class GroupPool:
-    """Process groups for reuse. torch never frees groups, and each costs threads, sockets and milliseconds.
-
-    Communicators are closed or collected as garbage at moments that differ between ranks. So ranks agree on which
-    groups are free. They do not reuse groups on which they issued different operations (after an exception)."""
+    """Process groups for reuse, because torch never frees them. Communicators end at moments that differ between ranks,
+    so ranks agree on which groups are free. Groups with differing operations (after an exception) are not reused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []
 
     def parent(self, group: Any) -> _Parent:
-        # Compare by identity. This is safe because the list keeps each group alive, so its id is not reused.
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
@@ -181,8 +164,7 @@ class GroupPool:
         """Return the first set of groups that is free on all ranks with equal operation counts, or None. Collective."""
         if not made:  # empty on all ranks or on none, because sets are made collectively
             return None
-        # -1: in use. The weak reference to a communicator dies at another moment on each rank, so a rank must not
-        # decide alone.
+        # -1: in use. Communicators are garbage-collected at different moments, so no rank may decide alone.
         used = [-1] * len(OPERATIONS)
         own = torch.tensor([groups.all_issued if groups.user() is None else used for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]

@@ -37,10 +37,10 @@ class Pending:
         keep: Tensor | None = None,
     ):
         """Args:
-            kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
-            finish: called once, after the works and the event; returns the result.
-            event: the end of what is queued on a stream.
-            keep: memory that another stream reads until the event.
+        kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
+        finish: called once, after the works and the event; returns the result.
+        event: the end of what is queued on a stream.
+        keep: memory that another stream reads until the event.
         """
         self._comm, self.label = comm, label
         self._kind = kind
@@ -56,12 +56,9 @@ class Pending:
         return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> bool:
-        """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Peers may be gone.
-
-        Returns:
-            Whether the messages have ended. If not, they may still read and write their memory. The backend holds the
-                tensors until then, and nobody may resize their storages.
-        """
+        """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether they
+        have ended. If not, they may still use their memory: the backend holds the tensors, and nobody may resize their
+        storages."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".
@@ -73,7 +70,6 @@ class Pending:
         return is_over
 
     def _wait_event(self) -> None:
-        """Make the current stream, not the host, wait for the operation's end, once."""
         if self._event is not None:
             self._comm.streams.wait(self._event)
             self._event = None
@@ -85,7 +81,7 @@ class Pending:
                 for work in self._works:
                     self._comm.wait_work(work, self.label)
                 self._works = []
-                # Wait for the event before memory is dropped, so that compute's pool reuses it only after the event.
+                # Before memory is dropped, so that compute's pool reuses it only after the event.
                 self._wait_event()
         self._keep = None
         if self._finish is not None:
@@ -97,21 +93,17 @@ class Pending:
 
 
 class Reduction:
-    """A reduction in flight, in two phases.
-
-    ``land`` ends the first phase: this rank has the sum of its slice over the ranks that share shards. It then issues
-    the next operation, a sum over replicas or the gather of an all-reduce. So all ranks must land reductions in one
-    order. ``finish`` ends the second phase and returns the result."""
+    """A reduction in flight. ``land`` ends its first phase, the sum of this rank's slice over the ranks that share
+    shards. It then issues the next operation, a sum over replicas or the gather of an all-reduce. So all ranks must
+    land reductions in one order. ``finish`` ends the second phase."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
-        """Args:
-            later: each is called with the result of the operation before it, and issues the next one.
-        """
+        """``later``: each gets the result of the operation before it and issues the next one."""
         self._now = first
         self._later = list(later)
         self._has_landed = False
         self.used_up: Tensor | None = None  # the buffer that was summed; the caller may leave it here until the end
-        self.nbytes = 0  # bytes of the buffer, for the caller
+        self.nbytes = 0
 
     def done(self) -> bool:
         """Whether ``land`` would wait for nothing."""
@@ -133,16 +125,13 @@ class Reduction:
 
     def abandon(self, deadline: float) -> None:
         """See :meth:`Pending.abandon`."""
-        # A rank issues the second phase when it finds the first one complete. Ranks that raised before never issue it,
-        # so waiting for it would take until the deadline.
+        # Ranks that raised before finding the first phase complete never issue the second, so do not wait for it.
         self._now.abandon(time.monotonic() if self._has_landed else deadline)
 
 
 class SpareBuffers:
-    """Buffers for reuse on the host, of at most ``keep_nbytes`` in all; the largest are kept.
-
-    torch has no caching allocator for the host. Large memory that is freed may go back to the system and returns page
-    by page, so a write to it takes several times as long."""
+    """Host buffers for reuse, the largest, of at most ``keep_nbytes``. torch does not cache host memory: large blocks
+    go back to the system and return page by page, so that writes take several times as long."""
 
     def __init__(self, keep_nbytes: int) -> None:
         self._keep_nbytes = keep_nbytes
@@ -153,15 +142,13 @@ class SpareBuffers:
         return sum(buffer.nbytes for buffer in self._kept)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer [numel] of any contents."""
         for index, buffer in enumerate(self._kept):
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._kept.pop(index)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer [numel] that nobody uses any more. Buffers of devices are freed, because streams may still use
-        them."""
+        """Take a buffer [numel] that nobody uses. Device buffers are freed, because streams may use them."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
             self._kept.sort(key=lambda kept: kept.nbytes)

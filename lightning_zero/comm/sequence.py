@@ -3,8 +3,6 @@
 ::
 
     4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
-
-On the host a message is waited for like any other. On a device it is queued on the compute stream.
 """
 
 from __future__ import annotations
@@ -30,16 +28,11 @@ TOKENS = "a sum over the tokens of a sequence"
 
 
 class SequenceGroup:
-    """The ranks that share a sequence with this rank, and their process groups.
-
-    Attributes:
-        rank, size: this rank's place in the group, and the size of the group.
-        counts: messages sent, by kind.
-        waits: bounds for waits; the engine's, once it exists.
-    """
+    """The ranks that share a sequence with this rank. ``rank, size``: its place among them, and their number.
+    ``counts``: messages by kind. ``waits``: the engine's, once it exists."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
-        """Make the groups. All ranks of ``parent`` must call it. Collective."""
+        """Make the groups. Collective."""
         ranks = dist.get_process_group_ranks(parent)
         members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
         backend = backend_for(parent, device)
@@ -69,11 +62,9 @@ class SequenceGroup:
         return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values [elements] float64`` over the ranks, and check that all ranks pass the same ``kind``.
-        Collective.
+        """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
 
-        Raises ConfigError on all ranks, if the kinds differ. On a device, where the host does not wait, the sums are
-        NaN instead."""
+        Raises ConfigError on all ranks if kinds differ. On a device, where the host does not wait, the sums are NaN."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -109,10 +100,9 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
-    """Return the group of this rank. All ranks of ``parent`` must call it. Collective.
+    """Return the group of this rank, a former one if all its ranks have issued equally many messages. Collective.
 
-    An earlier group is reused if all its ranks have issued equally many messages. After an exception the counts may
-    differ, and the next message of one rank would be matched with an older one of another."""
+    After an exception counts may differ. Then a new message of one rank would be matched with an old one of another."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)
@@ -126,8 +116,8 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Simulated ranks, for a rank with whole sequences (``OnPaper(1)``) and for tensors without values. ``sent``: bytes
-    that one rank would send."""
+    """Simulated ranks, for whole sequences (``OnPaper(1)``) and tensors without values. ``sent``: bytes one rank would
+    send."""
 
     rank = 0
 
@@ -143,4 +133,4 @@ class OnPaper:
         return values
 
 
-Sharers = SequenceGroup | OnPaper  # what code that computes with parts of sequences takes
+Sharers = SequenceGroup | OnPaper

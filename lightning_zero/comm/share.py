@@ -1,5 +1,4 @@
-"""What a rank shares with the other ranks of its machine: memory, disks and cores. Ranks find out by telling each
-other."""
+"""What a rank shares with the other ranks of its machine: memory, disks and cores. Ranks tell each other."""
 
 from __future__ import annotations
 
@@ -16,13 +15,8 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's part of its machine.
-
-    Attributes:
-        local_rank: place among the ranks of the machine, from 0.
-        local_ranks: ranks on the machine.
-        cpus: cores for this rank if all take as many.
-    """
+    """This rank's share of its machine: its place among the machine's ranks, their number, and its cores if all take as
+    many."""
 
     local_rank: int = 0
     local_ranks: int = 1
@@ -56,13 +50,12 @@ def ranks_on_disk(comm: Communicator, path: str | None) -> int:
         device = os.stat(path).st_dev if path else -1
     except OSError:
         # Do not raise: the other ranks enter the exchange below and would wait for this one.
-        device = -1  # the path is refused when it is used
+        device = -1
     return neighbours(comm, f"{machine()} {device}")[1]
 
 
 def own_path(path: str, share: Share, rank: int) -> str:
-    """Replace ``$LOCAL_RANK``, ``$RANK`` and environment variables in ``path``. Raises ConfigError for a variable that
-    this rank does not have."""
+    """Replace variables in ``path``. Raises ConfigError for a variable that this rank does not have."""
     place = {"LOCAL_RANK": str(share.local_rank), "RANK": str(rank)}
 
     def value(match: re.Match[str]) -> str:

@@ -28,18 +28,14 @@ class SmallMessages:
     """The ranks of one communicator, and their small messages.
 
     Attributes:
-        rank, world_size: place among all ranks of the group.
         shard_rank, shard_size: place among the ranks that share shards: all ranks, or those of this node.
-        node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0:
-            nothing is kept.
+        node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0: none.
         replica: index of the copy of the shards that this rank is a part of.
         observers: called with (kind, label) when an operation is issued.
-        waits: bounded waits for the other ranks.
-        place: what this rank is doing, in words, for the other ranks' error messages.
-        streams: of the device, for every kind of transfer.
+        place: what this rank is doing, in words, for other ranks' error messages.
     """
 
-    _groups: Groups | None = None  # None: one rank only
+    _groups: Groups | None = None
     _transport: Any = None
 
     def __init__(
@@ -80,8 +76,7 @@ class SmallMessages:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set :attr:`place` inside. After an exception it stays, so that other ranks' messages say where this rank
-        stopped."""
+        """Set :attr:`place` inside. It stays after an exception, to tell other ranks where this one stopped."""
         before, self.place = self.place, place
         yield
         self.place = before
@@ -89,11 +84,10 @@ class SmallMessages:
     # -- values of one rank, agreements, sums ------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
-        """Send ``tensor`` of rank ``src`` to every rank: first to one rank of each replica, then to the others. Blocks.
-        Collective.
+        """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
 
-        ``among``: which operations it is ordered with. Each rank issues the gathers after a step as far as its worker
-        thread has got. A broadcast during that time must be ordered with the reductions."""
+        ``among``: which operations it is ordered with. Use the reductions while gathers after a step may be in
+        progress, because each rank issues these as far as its worker thread has got."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
@@ -106,15 +100,14 @@ class SmallMessages:
             self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
         if (shards := getattr(self._groups, among)) is not None:
             self._wait_broadcast(flat_bytes, place, shards, among)
-        if data is not tensor:  # a contiguous copy, or one on the host
+        if data is not tensor:
             tensor.copy_(data)
 
     def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
         self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Send a message and wait until its result is in ``tensor``, on the current stream. ``kind``: which operations
-        it is ordered with. All messages of a group use one stream."""
+        """Send a message and wait for its result in ``tensor``, on the current stream. ``kind`` selects the stream."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -138,8 +131,7 @@ class SmallMessages:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Like :meth:`all_gather_objects`, if other ranks may be at any other call. See :func:`gather_objects`.
-        Collective."""
+        """Like :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -194,7 +186,7 @@ class SmallMessages:
             self.waits.wait_work(work, label)
 
     def wait_work(self, work: Any, label: str) -> None:
-        """Wait for a message that is no agreement. See :meth:`Waits.wait_work`."""
+        """Wait for a message that is no agreement."""
         self.waits.wait_work(work, label, agrees=False)
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:

@@ -9,12 +9,11 @@
     push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
-``e0`` is recorded when a transfer is issued, or earlier if its dependencies are known; ``e1`` after it was queued. The
-owner keeps memory that another stream reads until compute has waited for ``e1``. So no ``record_stream`` is needed.
+The owner keeps memory that another stream reads until compute has waited for ``e1``. So no ``record_stream`` is needed.
 
-Gathered parameters lie in the pool of the gather stream, which nothing else uses. ``r`` is the last use of memory given
-back to that pool. A gather waits for the last ``r`` and for the last change of the values that it sends, but not for
-what compute has queued since. So it can start while compute is still busy.
+Gathered parameters lie in the gather stream's pool, which nothing else uses. ``r`` is the last use of memory given back
+to that pool. A gather waits for the last ``r`` and the last change of the values it sends, but not for what compute has
+queued since.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Streams:
         self._streams: dict[str, Any] = {}
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
-        self._given_back: dict[Any, Any] = {}  # stream that used given-back memory last -> event after that use
-        self._waited_for: dict[str, Sequence[Any]] = {}  # kind -> events that its stream has waited for
+        self._given_back: dict[Any, Any] = {}
+        self._waited_for: dict[str, Sequence[Any]] = {}
         self._settled: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     @property
@@ -57,8 +56,8 @@ class Streams:
 
     @contextlib.contextmanager
     def _on(self, stream: Any, after: Any) -> Iterator[Any]:
-        # Without the wait the body could write into reused memory that queued kernels of the current stream still read,
-        # or read what these kernels have not yet written.
+        # Otherwise the body could overwrite memory that queued kernels still read, or read what they have not yet
+        # written.
         event = after if after is not None else self.accelerator.record()
         with self.accelerator.on(stream):
             self.accelerator.wait(event)
@@ -72,14 +71,13 @@ class Streams:
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, after all uses of given-back memory and after the last change of what
-        is sent."""
+        """Run the body on the stream of ``kind``, after all uses of given-back memory and the last change of values to
+        send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None
             return
-        # Nobody knows which block the allocator gives out, so wait for the last use of any. Uses on one stream are
-        # ordered.
+        # The allocator may give out any block, so wait for the last use of each. Uses on one stream are ordered.
         events = [self.settled(), *self._given_back.values()]
         known, self._waited_for[kind] = self._waited_for.get(kind, ()), events
         with self.accelerator.on(stream):
@@ -89,7 +87,7 @@ class Streams:
             yield stream
 
     def give_back(self) -> None:
-        """Note that gathered parameters' memory went back to its pool and that the current stream used it until now."""
+        """Note that gathered parameters' memory went back to its pool; the current stream used it until now."""
         if self._streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
@@ -107,10 +105,9 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory`` of the pool of the current or the reduce stream until ``event``, because another stream reads
-        it. If more than :data:`HELD` are kept, these two streams wait for the oldest; the host does not."""
-        # If dropped earlier, the memory would return to the pool of the stream that allocated it, and that stream could
-        # overwrite it too early.
+        """Keep ``memory`` of the current or reduce stream's pool until ``event``, because another stream reads it.
+        Beyond :data:`HELD` blocks these two streams, not the host, wait for the oldest."""
+        # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
             oldest, _ = self._held.popleft()

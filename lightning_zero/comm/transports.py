@@ -17,8 +17,8 @@ from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-DIRECT_MAX_RANKS = 8  # with more ranks one broadcast per rank costs more than the library's ring
-SUM_CHUNK = 1 << 18  # elements that are converted and added at a time
+DIRECT_MAX_RANKS = 8
+SUM_CHUNK = 1 << 18
 
 
 class Members(NamedTuple):
@@ -30,12 +30,8 @@ class Members(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Messages in flight.
-
-    Attributes:
-        works: for which the host must wait. Empty if the messages are queued on the current stream.
-        finish: returns the result after the works. Call it once, on the stream that uses the result.
-    """
+    """Messages in flight. ``works``: the host must wait for these; empty if messages are queued on the current stream.
+    ``finish``: gives the result after the works; call it once, on the stream that uses the result."""
 
     works: list[Any]
     finish: Callable[[], Tensor]
@@ -43,17 +39,14 @@ class Sent(NamedTuple):
 
 class Transport(Protocol):
     """How logical operations become messages. All methods are asynchronous, collective and need contiguous tensors.
-
-    Attributes:
-        exchanges: whether it can reduce by an all-to-all, after which each rank adds its parts (:func:`exchange`).
-        waits_on_host: the host waits even for messages of a device; they are not queued on streams.
-    """
+    ``exchanges``: it can reduce by :func:`exchange`. ``waits_on_host``: the host waits even for messages of a
+    device."""
 
     exchanges: bool
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n] in place. The slice of this rank is filled already. Collective."""
+        """Fill ``full`` [size * n] in place; this rank's slice is filled already. Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
@@ -71,15 +64,12 @@ class Transport(Protocol):
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective.
 
-        Args:
-            in_place: the sum may lie in this rank's slice of ``full``; else it lies in other memory.
-            total_dtype: dtype of the sum, made by :func:`exchange`. None: the dtype of ``full``, by the fastest way.
-        """
+        ``in_place``: the sum may lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: that of
+        ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
-        """Send a part of ``data`` [sum(sizes)] to each rank and fill ``out`` [sum(out_sizes)] with theirs, in rank
-        order. Collective."""
+        """Send a part of ``data`` [sum(sizes)] to each rank and fill ``out`` with theirs, in rank order. Collective."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return Sent(_works(work), lambda: out)
 
@@ -97,10 +87,9 @@ class PlainTransport(Transport):
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
         if len(fulls) == 1 or not _queues(fulls[0]):
             return super().gather_all(fulls, among)
-        # Send bytes in one NCCL kernel: torch does not promise that tensors of several dtypes may go together.
+        # As bytes: torch does not promise that tensors of several dtypes may go together.
         data = [full.view(torch.uint8) for full in fulls]
-        # Call the group itself: before torch 2.13 ``_coalescing_manager`` drops the options, and NCCL would use another
-        # stream.
+        # Before torch 2.13 ``_coalescing_manager`` drops the options, and NCCL would use another stream.
         options = AllgatherOptions()
         options.asyncOp = False
         gather = getattr(among.group, "all_gather_single_coalesced", among.group.allgather_into_tensor_coalesced)
@@ -132,10 +121,8 @@ def _works(work: Any) -> list[Any]:
 
 
 class DirectTransport(Transport):
-    """Gather by broadcasts in place; reduce by an all-to-all and a local sum in rank order.
-
-    On gloo at two ranks and 64 MiB the two take a sixth and a quarter of the library calls' time. Issuing takes 0.2 ms,
-    where ``reduce_scatter_tensor`` blocks."""
+    """Gather by broadcasts in place; reduce by an all-to-all and a local sum in rank order. On gloo at two ranks and 64
+    MiB they take a sixth and a quarter of the library's time, and do not block when issued."""
 
     exchanges = True
 
@@ -156,16 +143,14 @@ class DirectTransport(Transport):
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
     """Sum ``full`` [size * n] over ranks by an all-to-all; each rank adds its parts in ``total_dtype``. Collective.
 
-    The host adds in rank order. A device adds by one kernel, in an order that depends only on the number of parts, so
-    it is equal for bf16 and fp32. See :meth:`Transport.reduce`."""
+    The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
     rank, world_size, group = among
     if _queues(full):
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group, async_op=False)
         return Sent([], lambda: torch.sum(received.view(world_size, -1), 0, dtype=total_dtype))
     parts = full.view(world_size, -1)
-    # This rank's part needs no copy. The rest is contiguous on the first and the last rank only; ranks in the middle
-    # also send to themselves.
+    # This rank's part needs no copy. On middle ranks the rest is not contiguous, so they also send to themselves.
     low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
     received = torch.empty_like(parts[low:high])
     counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
@@ -174,8 +159,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
     )
 
     def total() -> Tensor:
-        # Add in rank order, whatever came first: floating-point sums depend on the order, and all stages and runs must
-        # agree to the bit.
+        # In rank order, because floating-point sums depend on it and all stages must agree to the bit.
         first, *others = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
         if total_dtype != full.dtype:
             return _sum_wide([first, *others], total_dtype)
@@ -183,7 +167,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
             return first
         for other in others[:-1]:
             first.add_(other)
-        # Unless in place, the sum shares memory with no other part, so keeping it keeps nothing else alive.
+        # Unless in place, the sum shares no memory, so keeping it keeps no other part alive.
         into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
         return torch.add(first, others[-1], out=into)
 
@@ -191,8 +175,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
 
 
 def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum ``terms``, each [n], in order in a wider ``dtype``, piece by piece to stay in the cache. torch's mixed-dtype
-    add would convert a whole term into new memory first."""
+    """Sum ``terms``, each [n], in order in ``dtype``, in pieces that stay in the cache and need little memory."""
     first, *others = terms
     total = torch.empty_like(first, dtype=dtype)
     converted = torch.empty(min(SUM_CHUNK, len(total)), dtype=dtype)
@@ -206,10 +189,8 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class HostTransport(Transport):
     """Send device tensors over a host-side backend by copies through host memory: correct, not fast.
 
-    For GPU groups with gloo only: several ranks on one GPU, which NCCL refuses, or a cluster without NCCL.
-
-    When it sends, the host waits for the device but not for other ranks; it waits for them when the result is used.
-    Ranks issue some messages at different moments, so a wait at sending could keep the others from this rank's next
+    For GPU groups with gloo only. The host waits for the device when it sends, and for other ranks when the result is
+    used. Ranks issue some messages at different moments, so waiting earlier could keep others from this rank's next
     message."""
 
     waits_on_host = True
@@ -242,10 +223,9 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 
 
 def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
-    """Choose the transport for ``zero.comm.transport``.
-
-    ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``. Up to :data:`EXCHANGE_MAX_RANKS` ranks ``plain``
-    reduces by an all-to-all where terms are narrower than their sum. ``backend``: serves ``device``."""
+    """Choose the transport for ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with few ranks, else
+    ``plain``, which up to :data:`EXCHANGE_MAX_RANKS` ranks reduces by an all-to-all where terms are narrower than their
+    sum."""
     host_side = backend == "gloo"
     if name is not TransportName.auto:
         transport = TRANSPORTS[name]()

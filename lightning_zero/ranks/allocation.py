@@ -13,8 +13,7 @@ from lightning_zero.ranks.started_by import launched
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse numbers of nodes and devices that differ from what the launcher has started, by a ConfigError that names
-    the settings and flags to change."""
+    """Refuse numbers of nodes and devices that differ from what the launcher has started, by a ConfigError."""
     if isinstance(environment, LightningEnvironment):
         _check_by_hand(nodes, devices, environ)
         return
@@ -54,8 +53,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an srun call that Lightning would answer with a traceback, by a ConfigError that names the missing
-    flag."""
+    """Refuse an srun call that would make Lightning fail, by a ConfigError that names the missing flag."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:

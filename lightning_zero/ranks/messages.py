@@ -21,14 +21,12 @@ _JSON = (type(None), bool, int, float, str)
 
 
 def dumps(value: Any) -> bytes:
-    """Encode ``value`` for :func:`loads`. Tensors are sent without their graph. Raises TypeError if a part is no plain
-    value; the message says what to send instead."""
+    """Encode ``value``, tensors without their graph. Raises TypeError if a part is no plain value."""
     return json.dumps(_packed(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """Decode a message of :func:`dumps`. Nothing in ``message`` is run or imported. Raises ValueError if it is no
-    message of :func:`dumps`."""
+    """Decode a message of :func:`dumps` without running or importing anything. Raises ValueError for others."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:

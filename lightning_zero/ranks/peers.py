@@ -1,15 +1,12 @@
-"""Find out over the store which rank is gone when a connection breaks.
-
-The other ranks notice a death one after the other, and the second may only see the first one leave. So the first rank
-that notices finds out who died and writes the name into the store::
+"""Find out over the store which rank is gone when a connection breaks. The first rank that notices asks who died and
+writes the name into the store, because later ranks may only see the first one leave::
 
     rank 3   killed
     rank 1   broken connection   who is it?  roll call ............ 3 does not answer   writes: rank 3
     rank 0                                   answers (its thread)                        reads it, raises
     rank 2                                   answers, breaks too    waits for the name   reads it, raises
 
-On one machine the system knows which processes live, so nobody is asked. A rank that fails with an exception writes its
-own name before it leaves.
+On one machine the system knows which processes live. A rank that fails with an exception writes its own name.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ _BROKEN = re.compile(
 )
 
 
-class PeerError(RuntimeError):
-    """Raised when another rank has gone. The message names that rank."""
+class PeerError(RuntimeError): ...
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -45,8 +41,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def machine() -> str:
-    """Return a name of the machine and of its process-id namespace. Process ids are comparable if the names are
-    equal."""
+    """Name the machine and its process-id namespace. Process ids are comparable if the names are equal."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -58,7 +53,7 @@ def is_alive(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return not Path("/proc/self/stat").exists()  # a system without /proc: assume that the process lives
+        return not Path("/proc/self/stat").exists()
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
@@ -73,19 +68,14 @@ class _Who:
 
 
 class Peers:
-    """The ranks of a group as this rank knows them through the store.
-
-    Args:
-        store: no other code may wait in it for long.
-        prefix: of the keys; the same on all ranks.
-        every_s: how often each rank calls :meth:`answer`.
-    """
+    """The ranks of a group as this rank knows them through the store. ``store``: nobody may wait in it for long.
+    ``every_s``: how often each rank calls :meth:`answer`."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
         self._store, self._prefix, self._every_s = store, prefix, every_s
         self._rank, self._world_size = rank, world_size
         self._own = _Who(socket.gethostname(), os.getpid(), machine())
-        self._holder: _Who | None = None  # the process of rank 0, which holds the store
+        self._holder: _Who | None = None
         self._neighbours: dict[int, _Who] = {}
         self._culprit: str | None = None
         self._round = 0
@@ -101,7 +91,6 @@ class Peers:
 
     @property
     def roll_call_s(self) -> float:
-        """How long a rank may take to answer."""
         return max(ROLL_CALL_S, 3 * self._every_s)
 
     @property
@@ -141,14 +130,13 @@ class Peers:
     def leave(self) -> None:
         """Say goodbye: this rank ends normally. Does nothing after :meth:`tell`."""
         if not self._told:
-            with contextlib.suppress(Exception):  # the store is gone: nobody can read it
+            with contextlib.suppress(Exception):
                 self._store.set(self._key(f"left/{self._rank}"), "")
 
     def ended_neighbour(self) -> str | None:
-        """Return a sentence about a rank whose process has ended, or None.
-
-        Looks at the ranks before and after this one on this machine, and at what other ranks have found. A thread calls
-        it every few seconds if the backend does not notice broken connections (NCCL)."""
+        """Return a sentence about a rank whose process has ended, or None. Looks at this rank's neighbours on this
+        machine and at other ranks' findings. A thread calls it where the backend does not notice broken connections
+        (NCCL)."""
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
             if who is None:
@@ -190,12 +178,12 @@ class Peers:
         """Write down that this rank fails by itself with ``error``, so that other ranks can say why it is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        with contextlib.suppress(Exception):  # the store is gone: nobody can read it
+        with contextlib.suppress(Exception):
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """Write down who went unless a rank has done so, and return the entry. Only the first entry counts, because a
-        rank that notices later may have seen the end of a rank that noticed earlier."""
+        """Write down who went and return the entry. Only the first counts, because later ranks may have seen the end of
+        a rank that noticed earlier."""
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
@@ -242,8 +230,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call. One rank holds the call, once; the others read its
-        result."""
+        """Return the ranks that do not answer a roll call. One rank holds it; the others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
             # Wait twice as long, because the calling rank may be late on a busy machine.
@@ -268,6 +255,6 @@ class Peers:
         return found
 
     def _let_others_hear(self) -> None:
-        """Wait a moment if the store ends with this process, so that other ranks can read the name first."""
+        """Wait a moment if the store ends with this process, so that other ranks can read the name."""
         if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.25 * self._every_s)

@@ -1,5 +1,5 @@
-"""The start of a run: the store and the process group, and what must be equal on all ranks. Before they make the
-process group all ranks join in its store, so that a missing rank is named and does not cause a hang."""
+"""The start of a run: store and process group, and what must be equal on all ranks. All ranks join in the store before
+they make the process group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ _POLL_S = 0.02
 
 
 class StartError(ConfigError):
-    """Raised if the ranks do not come together. The message says what was expected, what was found and what to
-    change."""
+    """Raised if the ranks do not come together, with what was expected and found and what to change."""
 
 
 # -- what is compared ---------------------------------------------------------------------------------------------
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings to dotted keys and text."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -62,8 +60,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of strategy and run that must be equal on all ranks. Paths in the run folder become relative
-    to it."""
+    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to it."""
     flat = flatten({"zero": asdict(config)}) | flatten(more)
     run_dir = flat.get("run_dir")
     return {k: v.replace(run_dir, "<run_dir>") if run_dir else v for k, v in flat.items() if k not in OWN_SETTINGS}
@@ -84,8 +81,6 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A rank that has joined."""
-
     rank: int
     world_size: int
     host: str
@@ -101,14 +96,9 @@ class Rendezvous:
         rank 0    opens a round .... answers each ........ all have joined ........ result
         others        ask ........ join, read rank 0's settings ....... ready ...... hear it
 
-    torchrun's agent keeps its store, with all earlier entries, when it restarts processes. So each round has a numbered
-    key prefix, which rank 0 tells to every rank that asks. Answers to ranks of an earlier round are never read. The
-    process group uses the round's store as well.
-
-    Args:
-        shared: parts (versions, settings) of keys and values that must be equal on all ranks.
-        where: address and port, for messages.
-        per_node: processes of a node, for messages.
+    torchrun's agent keeps its store when it restarts processes. So each round has a numbered key prefix, which rank 0
+    tells to every rank that asks. The process group uses the round's store too. ``shared``: parts of keys and values
+    that must be equal on all ranks. ``where``, ``per_node``: for messages.
     """
 
     def __init__(
@@ -209,7 +199,7 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Tell the waiting ranks why, and give them time to read it, because the store may end with this process."""
+        """Tell the waiting ranks why, and give them time to read: the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3
@@ -221,8 +211,7 @@ class Rendezvous:
         answer = self._wait_for(self._all, f"answer/{self._all.add('asked', 1)}", self._timeout_s)
         self.store = dist.PrefixStore(answer, self._all)
         unequal = _first_difference(json.loads(self.store.get("shared")), self._shared)
-        # The number is counted before the entry is written. If rank 0 reads in between, its ``get`` waits for the
-        # entry.
+        # If rank 0 reads between the count and the entry, its ``get`` waits for the entry.
         self.store.set(f"member/{self.store.add('joined', 1)}", json.dumps(asdict(self._own)))
         self._hear("complete")
         self.store.set(f"ready/{self._own.rank}", json.dumps(unequal) if unequal else "")
@@ -295,8 +284,7 @@ def places(members: Iterable[Member]) -> str:
 
 
 def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
-    """Return the IP address of ``address``, and retry, because a new node's name may not be known yet. Raises
-    StartError if there is none."""
+    """Resolve ``address`` to an IP, with retries for names of new nodes. Raises StartError on failure."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -322,13 +310,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open the store of a run, which rank 0 or torchrun's agent holds. Raises StartError for a taken port, a wrong
-    address or a missing rank 0.
-
-    Args:
-        timeout: of later operations.
-        wait_s: how long to wait for rank 0.
-    """
+    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout`` is for later operations, ``wait_s``
+    for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)
@@ -382,13 +365,8 @@ def join(
 ) -> None:
     """Join the other ranks and make the default process group; rank 0 logs who came. Collective.
 
-    Raises StartError if the ranks do not come together.
-
-    Args:
-        timeout: of the process group and the store.
-        stall_timeout_s: replaces ``timeout`` where only hosts wait in collectives (gloo), unless None.
-        wait_s: how long to wait for ranks.
-    """
+    ``timeout``: of process group and store; on gloo ``stall_timeout_s`` replaces it. Raises StartError after
+    ``wait_s``."""
     rank, world = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -405,7 +383,6 @@ def join(
         raise StartError(_no_connection(error, where, backend)) from error
     if members:
         rank_zero_info(f"ranks: {world} of {world} on {places(members.values())}")
-        # hydra.verbose=lightning_zero shows more on one machine too
         if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(
             logging.DEBUG
         ):

@@ -1,8 +1,6 @@
-"""Jobs that are restarted: their name, which stays the same, and the checkpoint to resume from.
-
-SLURM requeues a job, and torchrun restarts its processes, perhaps with another number. The command line stays the same,
-so the job's name must tell a restart: a note in the run folder names the job that has trained there. Another job in the
-same folder starts anew."""
+"""Jobs that are restarted: their name, which stays the same, and the checkpoint to resume from. SLURM and torchrun
+restart a job with the same command line, so a note in the run folder names the job that has trained there. Another job
+in the same folder starts anew."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the name of this process's job, equal on all ranks and after each restart; ``None`` if nothing restarts
-    processes."""
+    """Name this process's job: equal on all ranks and after restarts; ``None`` if nothing restarts it."""
     place = launched(environ)
     if place is None or place.by == "plain":
         return None
@@ -65,14 +62,13 @@ def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | o
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
-    """Note that this job trains in ``run_dir``. One rank calls it when all have joined. Return whether the job has
-    trained there before."""
+    """Note that this job trains in ``run_dir``, on one rank when all have joined. Return whether it has before."""
     job = job_name()
     if job is None:
         return False
     known = _noted(Path(run_dir)) == job
     if not known:
-        (Path(run_dir) / FILES).unlink(missing_ok=True)  # another job's
+        (Path(run_dir) / FILES).unlink(missing_ok=True)
         # Write aside and rename, so that a rank that reads meanwhile finds the old name or the new one.
         aside = Path(run_dir) / f".{NOTE}.{os.getpid()}"
         aside.write_text(job + "\n")
@@ -81,8 +77,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note, before writing it, that a checkpoint is this job's. One rank calls it. ``owner``: what writes the
-    checkpoint and removes it later."""
+    """Note that a checkpoint, about to be written, is this job's. One rank calls it. ``owner`` will remove it."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
@@ -109,8 +104,7 @@ def _noted(run_dir: Path) -> str | None:
 
 
 def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | None:
-    """Return the complete checkpoint that was written last; a killed process may leave half of one. Those before
-    ``since_ns`` belong to another job."""
+    """Return the last complete checkpoint, written after ``since_ns``; a killed process may leave half of one."""
     found: dict[Path, int] = {}
     for folder in folders:
         for path in Path(folder).glob("*.ckpt"):
@@ -121,6 +115,5 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _whole(path: Path) -> bool:
-    """Whether a checkpoint was written to its end, by its last part: the table of a zip archive, or a folder's metadata
-    file."""
+    """Whether a checkpoint has its last part: the table of a zip archive, or a folder's metadata file."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)

@@ -29,8 +29,7 @@ GO_ON_S = 0.001  # between two calls of ``go_on`` during a wait
 ASK_S = 5.0  # of waiting, until the other ranks' waits are compared; doubles each time
 
 
-class StallError(RuntimeError):
-    """Raised when this rank waited longer than ``zero.stall_timeout_s``. The message names ranks and places."""
+class StallError(RuntimeError): ...
 
 
 class GoesOn(Protocol):
@@ -62,8 +61,7 @@ class _Elsewhere:
         return False
 
 
-# The last wait. Replaced as a whole, because another thread reads it and must not pair one wait's label with another's
-# work.
+# Replaced as a whole, because another thread reads it and must not mix the fields of two waits.
 _wait_of_process = _Wait(0, "", None)
 
 
@@ -71,15 +69,13 @@ class Waits:
     """Waits of this rank for the other ranks of a group.
 
     Attributes:
-        rank, world_size: in the group.
-        place: what this rank is doing, in words; posted for other ranks' error messages.
+        place: what this rank is doing, in words, for other ranks' error messages.
         issued: operations asked for so far; while it grows this rank is not stuck.
         waited_s: seconds that the host has spent waiting for messages.
         asked: messages that this rank has sent or waited for, by name.
     """
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
-        """``group``: None for one rank."""
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stall_timeout_s = stall_timeout_s
@@ -92,12 +88,8 @@ class Waits:
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
-        """Start to post this rank's place and to listen to the other ranks.
-
-        Args:
-            number: the same on all ranks, and used once.
-            hears_ends: the backend notices broken connections itself.
-        """
+        """Start to post this rank's place and to listen to other ranks. ``number``: equal on all ranks, used once.
+        ``hears_ends``: the backend notices broken connections itself."""
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
 
@@ -128,15 +120,14 @@ class Waits:
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: an agreement, to which ranks may come after they have sent and received other messages.
+            agrees: ranks may send and receive other messages before they come to this agreement.
 
-        Raises:
-            StallError: the other ranks did not come; names the places of all ranks.
-            PeerError: the connection broke; names the rank that is gone.
+        Raises StallError, with all ranks' places, if ranks do not come; PeerError, with the rank that is gone, if the
+        connection breaks.
         """
         global _wait_of_process
         started = time.monotonic()
-        if label not in self._noted:  # then the wait begins right after sending
+        if label not in self._noted:
             self.asked[label] += 1
         try:
             if work.is_completed():
@@ -176,12 +167,11 @@ class Waits:
             _wait_of_process = _wait_of_process._replace(work=None)
 
     def _go_on(self, work: Any) -> None:
-        """Send pending messages while waiting for ``work``. Another rank may need this rank's gathers before it
-        arrives."""
+        """Send pending messages while waiting for ``work``, because another rank may need them before it arrives."""
         if threading.current_thread() is not threading.main_thread():
             return
         deadline = time.monotonic() + self.stall_timeout_s
-        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:  # call all
+        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:
             if work.is_completed():
                 return
             time.sleep(GO_ON_S)
@@ -190,8 +180,7 @@ class Waits:
         deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S
         said = False
         while True:
-            # ``limit`` ends only the wait. The message goes on, because its group has a longer timeout
-            # (``comm/groups.py``), and can be waited for again.
+            # ``limit`` ends only the wait. The message can be waited for again, because its group has a longer timeout.
             left = deadline - time.monotonic()
             asks = left > ask_s + 1 and self._watchdog is not None and self.all_take_part
             limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.01)
@@ -252,13 +241,12 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain the exception that ends this rank. If another rank's end caused it, add a note that names that rank;
-        else tell the other ranks about it."""
+        """Explain the exception that ends this rank: note which rank caused it, or tell other ranks about it."""
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")
-        elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # in a foreign collective
+        elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             error.add_note(self._stall_message(str(error).splitlines()[0], self.stall_timeout_s))
         else:
             self._watchdog.tell(error)

@@ -1,8 +1,7 @@
 """Threads beside training that post this rank's place and end it when it waits for a dead rank.
 
-Each rank posts its place, for error messages, and a beat to the store every few seconds. Waits inside the engine raise
-in time. Elsewhere (say, in a metric's barrier) a backend waits for its own timeout unless it notices the death; it
-never does under NCCL or when a network is cut. So each rank listens::
+Waits inside the engine raise in time. Elsewhere (say, in a metric's barrier) a backend waits for its own timeout unless
+it notices the death; it never does under NCCL or when a network is cut. So each rank listens::
 
     no beat of the next rank for zero.stall_timeout_s,        -> prints it; ends this process after a longer standstill
     or the store is gone or silent
@@ -44,20 +43,18 @@ STILL_S = 1.0  # added to the time in which places are posted
 T = TypeVar("T")
 
 
-_CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
+_CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Open another connection to ``store``, so that a rank that waits in it does not block the thread. Made once:
-    connecting looks up host names, which takes seconds where name servers do not answer."""
+    """Open another connection to ``store`` for a thread, once, because looking up host names can take seconds."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread. Return its result, or ``default`` if it takes too long. A store behind a cut network
-    neither answers nor fails while TCP retries."""
+    """Call ``ask`` in a thread; return its result, or ``default`` if it takes too long (a cut network)."""
     found = [default]
 
     def answer() -> None:
@@ -70,17 +67,11 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 
 class Watchdog:
-    """Post this rank's place, listen to the other ranks, and end a process that stands still beside a dead rank.
+    """Post this rank's place, listen to other ranks, and end a process that stands still beside a dead rank.
+    ``watched`` is held weakly. ``store``: nobody waits in it for long. ``number``: equal on all ranks, used once.
+    ``hears_ends``: the backend notices broken connections itself. ``end``: ends this process."""
 
-    Args:
-        watched: held weakly; the thread ends when it is garbage.
-        store: a connection that nobody waits in for long.
-        number: the same on all ranks, and unique among watchdogs.
-        hears_ends: the backend notices broken connections itself.
-        end: ends this process; replaced in tests.
-    """
-
-    last_number = 0  # the last number used in this process
+    last_number = 0
 
     def __init__(
         self,
@@ -138,7 +129,7 @@ class Watchdog:
                     self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
                 self.peers.answer()
                 self._listen()
-            except Exception:  # the store is gone with its server
+            except Exception:
                 if not self.peers.holder_left:
                     quick = not self._hears_ends and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
@@ -203,15 +194,14 @@ class Watchdog:
             )
             sys.stdout.flush()
         within(ANSWER_S, lambda: self.peers.tell_end(who), None)
-        # ``os._exit``, because an exception would end this thread alone. The training thread is inside a backend's
-        # call, where no signal or exit handler runs.
+        # An exception would end this thread alone, and no exit handler runs while training is inside a backend.
         self._end(EXIT_CODE)
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
         """Return what every rank is doing, and the ranks that do not answer; ``None`` without the store."""
 
         def ask() -> tuple[list[str], list[int]] | None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):
                 return self.places(), self.peers.silent()
             return None
 
@@ -222,11 +212,9 @@ class Watchdog:
         return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
 
     def tell(self, error: BaseException) -> None:
-        """Tell other ranks that this rank fails by itself with ``error``."""
         within(ANSWER_S, lambda: self.peers.tell(error), None)
 
     def places(self) -> list[str]:
-        """Return what every rank is doing, in rank order."""
         found = []
         for rank in range(self._world_size):
             place = "unknown: it has posted nothing"
@@ -244,7 +232,7 @@ class Watchdog:
         """Whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
 
         def ask() -> bool:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):
                 before = self._waits()
                 time.sleep(2 * self._every_s + STILL_S)
                 return before is not None and before == self._waits()
@@ -261,13 +249,13 @@ class Watchdog:
         return found if all(found) else None
 
     def waits_for_each_other(self) -> list[str] | None:
-        """Return what each rank waits for if all ranks wait for messages that some other rank has not sent: a deadlock.
-        ``None`` if there is none or it is unknown."""
+        """Return what each rank waits for if all wait for messages that some waiting rank has not sent; else
+        ``None``."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
 
         def ask() -> list[str] | None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):
                 before = self._stuck()
                 if before is None:
                     return None
@@ -288,7 +276,7 @@ class Watchdog:
             if not self._store.check([key]):
                 return None
             found, asked = json.loads(self._store.get(key))
-            if found != wait:  # of an earlier wait
+            if found != wait:
                 return None
             labels.append(wait.partition(": ")[2])
             counts.append(asked)
@@ -305,7 +293,7 @@ class Watchdog:
         deadline = time.monotonic() + timeout_s
 
         def meet() -> None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):
                 self._store.set(f"{key}/{self._rank}", "")
                 while missing and time.monotonic() < deadline:
                     missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
@@ -337,8 +325,7 @@ class _Standstill:
         self._since = time.monotonic()
 
     def seconds(self, state: Hashable) -> float:
-        """Return the seconds since the thread and ``state`` last changed. ``state`` shows progress in other threads,
-        such as hooks of the backward."""
+        """Return the seconds since the thread and ``state``, which shows progress in other threads, last changed."""
         frame = sys._current_frames().get(self._thread)
         stack = []
         while frame is not None:
@@ -358,7 +345,7 @@ def _typed_into() -> bool:
 
 
 _LIVE: WeakSet[Watchdog] = WeakSet()
-_registered_in: int | None = None  # process id
+_registered_in: int | None = None
 
 
 def _say_goodbye_at_the_end() -> None:

@@ -29,9 +29,9 @@ class Group(NamedTuple):
 
 class Outgoing(NamedTuple):
     """Attributes:
-        model: of transformers or PEFT, or None.
-        renamed: name in files -> name in the module's state dict.
-        groups: tensors to convert.
+    model: of transformers or PEFT, or None.
+    renamed: name in files -> name in the module's state dict.
+    groups: tensors to convert.
     """
 
     model: Any
