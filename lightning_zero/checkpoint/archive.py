@@ -30,16 +30,14 @@ from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import MIB
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
 
-CHUNK_NBYTES = 16 * MIB  # bytes written or read at a time
+CHUNK_NBYTES = 16 * MIB
 WriteAt = Callable[[memoryview, int], None]  # writes all of a view of bytes at a place of the file
 _FLAGS = 0x808  # of a torch.save record: a checksum follows it, and its name is UTF-8
 _FOLDER = 0x10
-_DESCRIPTOR = b"PK\x07\x08"  # follows a record, before its checksum
+_DESCRIPTOR = b"PK\x07\x08"
 
 
 class Hole(NamedTuple):
-    """A record of tensor values that are still to be written."""
-
     record: str
     start: int  # in the file
     nbytes: int
@@ -97,8 +95,7 @@ class Skeleton:
         return done
 
     def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
-        """Write the checksums after all values are in the file. Raises RuntimeError if a value was written twice or not
-        at all.
+        """Write the checksums after all values are in the file. Raises RuntimeError for missing or repeated values.
 
         Args:
             done: pieces that any rank has written.

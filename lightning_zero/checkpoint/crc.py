@@ -1,7 +1,6 @@
-"""CRC-32 of a record, combined from the checksums of pieces that different ranks have written.
-
-A CRC is linear. For two adjacent pieces multiply the first checksum by ``x ** (8 * length of the second)``, as a
-polynomial over GF(2), and add the second. Source: M. Adler, zlib's ``crc32_combine``, in Python from 3.15 on."""
+"""CRC-32 of a record, combined from the checksums of pieces that different ranks have written. A CRC is linear: for two
+adjacent pieces multiply the first checksum by ``x ** (8 * length of the second)``, as a polynomial over GF(2), and add
+the second. Source: M. Adler, zlib's ``crc32_combine``, in Python from 3.15 on."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ _ONES = 0xFFFFFFFF
 
 
 class Piece(NamedTuple):
-    """Bytes of a record that a rank has written."""
-
     record: str
     start: int  # in the record
     nbytes: int
@@ -23,8 +20,8 @@ class Piece(NamedTuple):
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute the checksum of a record of ``nbytes`` from pieces in any order. Raises RuntimeError if pieces overlap or
-    leave gaps, unless gaps are zeros."""
+    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps, or gaps that are not
+    zeros."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

@@ -57,8 +57,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Part:
-    """A locked file or folder that is being written. ``path`` is its temporary name; ``fd`` is its descriptor, for
-    reading and writing if a file."""
+    """A locked file or folder that is being written, at the temporary name ``path``. ``fd``: its descriptor."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
@@ -74,9 +73,8 @@ class Part:
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
     """Make an empty file or folder beside ``path`` to be written inside; at the end it gets the name ``path``.
 
-    Other processes may write to it and must sync what they write; this process syncs all it finds. After that it
-    survives a power cut. Raises OSError, or RuntimeError for another error of the body, that names file and cause; then
-    ``path`` is as before."""
+    Other processes may write to it and must sync what they write; this process syncs all it finds. Raises OSError, or
+    RuntimeError for another error of the body, with file and cause; then ``path`` is as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 
@@ -90,8 +88,8 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
     try:
         yield part
         if keep:
-            # Sync before the rename. Otherwise the new name could reach the disk before the bytes, and after a power
-            # cut ``target`` would be an empty file.
+            # Before the rename; otherwise the new name could reach the disk before the bytes, and a power cut would
+            # lose them.
             _sync(part.path)
             _replace(part.path, target)
             sync_folder(target.parent)  # only now is the rename durable
@@ -106,14 +104,13 @@ def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
     if error is None:
         stack.close()
         return
-    with contextlib.suppress(BaseException):  # the same error, perhaps with a longer message
+    with contextlib.suppress(BaseException):
         stack.__exit__(type(error), error, error.__traceback__)
 
 
 @contextlib.contextmanager
 def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
-    """Turn an error of the body into one that names ``target`` and the cause: an OSError, or a RuntimeError for any
-    other."""
+    """Turn an error of the body into an OSError, or else a RuntimeError, that names ``target`` and the cause."""
     outer = sys.exception()
     try:
         yield
@@ -156,7 +153,7 @@ def _open_part(target: Path, folder: bool) -> Part:
             continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
-        # Another process may have removed it as a leftover before it was locked. Then it has no name to change.
+        # Another process may have removed it as a leftover before it was locked; then it has no name.
         if os.fstat(fd).st_nlink:
             return Part(path, fd)
         os.close(fd)
@@ -204,8 +201,7 @@ def _old_name(name: str) -> str:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove what dead processes have left in ``folder``, where something was made or renamed just now. Return the
-    names."""
+    """Remove what dead processes have left in ``folder``, which was changed just now. Return the names."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -310,8 +306,7 @@ def begin_sync(fd: int, start: int, nbytes: int) -> None:
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Find the system's error under the error that ``torch.save`` raises while it unwinds. ``outer``: the exception
-    that was already active."""
+    """Find the system's error under that of ``torch.save``. ``outer``: the exception that was already active."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

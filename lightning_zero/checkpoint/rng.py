@@ -87,10 +87,8 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
-    """Return the states with which ``rank`` continues. ``table`` holds ``[saved ranks, bytes]`` by name.
-
-    If the number of ranks has changed, seed from the saved states: ranks get equal states if all saved states were
-    equal, and different ones otherwise."""
+    """Return the states with which ``rank`` continues. ``table`` holds ``[saved ranks, bytes]`` by name. If the number
+    of ranks has changed, seed from the saved states, with different seeds per rank if these differed."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

@@ -32,7 +32,7 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
     ``device``: where this rank trains. All ranks train on the same type of device."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
-    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":
+    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
         waits.watch(number, hears_ends=backend != "nccl")
     return waits
@@ -131,8 +131,7 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather an object per rank on rank 0, in rank order; None elsewhere. Blocks while any rank is working.
-    Collective."""
+    """Gather an object per rank on rank 0, in rank order; None elsewhere. Blocks while ranks work. Collective."""
     own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own

@@ -69,10 +69,12 @@ class Communicator(SmallMessages):
         waits: Waits | None = None,
         even_alone: bool = False,
     ) -> None:
-        """Args:
-        topology: default: one node, shards divided among all ranks.
-        waits: of this rank, if they exist already.
-        even_alone: send messages even in a group of one rank.
+        """Take process groups from the pool. Collective.
+
+        Args:
+            topology: default: one node, shards divided among all ranks.
+            waits: of this rank, if they exist already.
+            even_alone: send messages even in a group of one rank.
         """
         super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -172,7 +174,7 @@ class Communicator(SmallMessages):
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
-        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:
+        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else the sum was written there
             own.copy_(shard)
         return full
 
@@ -305,8 +307,7 @@ class Communicator(SmallMessages):
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as the current
-        stream."""
+        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as current stream."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
@@ -350,7 +351,7 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     def over(_: Any) -> None:
         nonlocal left
-        left -= 1
+        left -= 1  # under the GIL: several threads of the backend may call this
         if left == 0:
             span.end()
 

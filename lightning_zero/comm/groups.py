@@ -53,8 +53,8 @@ class Groups:
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
-    replicate: Any
-    node_gather: Any
+    replicate: Any  # ranks with the same shards on other nodes
+    node_gather: Any  # ranks of this node, for what units keep until the backward
     control: Any  # host-side, all ranks
     issued: Counter[str] = field(default_factory=Counter)
     user: Callable[[], object | None] = lambda: None
@@ -95,8 +95,7 @@ def backend_for(group: Any, device: torch.device) -> str:
 
 
 def host_backend(parent: Any) -> str:
-    """Return the backend of agreements: gloo, which every build has, except in a simulated world (torch's fake
-    group)."""
+    """Return the backend of agreements: gloo, which every build has, or that of a simulated world."""
     backend = dist.get_backend(parent)
     return backend if backend == "fake" else "gloo"
 

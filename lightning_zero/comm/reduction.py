@@ -36,11 +36,13 @@ class Pending:
         event: Any = None,
         keep: Tensor | None = None,
     ):
-        """Args:
-        kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
-        finish: called once, after the works and the event; returns the result.
-        event: the end of what is queued on a stream.
-        keep: memory that another stream reads until the event.
+        """Wrap messages that are in flight.
+
+        Args:
+            kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
+            finish: called once, after the works and the event; returns the result.
+            event: the end of what is queued on a stream.
+            keep: memory that another stream reads until the event.
         """
         self._comm, self.label = comm, label
         self._kind = kind
@@ -57,8 +59,7 @@ class Pending:
 
     def abandon(self, deadline: float) -> bool:
         """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether they
-        have ended. If not, they may still use their memory: the backend holds the tensors, and nobody may resize their
-        storages."""
+        have ended. If not, they may still use their memory, and nobody may resize its storage."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".

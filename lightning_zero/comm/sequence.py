@@ -116,8 +116,7 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Simulated ranks, for whole sequences (``OnPaper(1)``) and tensors without values. ``sent``: bytes one rank would
-    send."""
+    """Simulated ranks, for whole sequences (``OnPaper(1)``) and tensors without values. ``sent``: bytes sent."""
 
     rank = 0
 

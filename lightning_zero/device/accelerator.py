@@ -56,8 +56,7 @@ class Accelerator:
         """Make the host wait for everything."""
 
     def moment(self) -> Any:
-        """Return the time for :meth:`seconds`: on a device an event after all queued work, on the host
-        ``time.perf_counter()``."""
+        """Return the time for :meth:`seconds`: an event after all queued work, or the host's clock."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:

@@ -1,6 +1,5 @@
-"""Set how many threads torch's kernels use when a certain thread calls them. ``torch.set_num_threads`` also notes the
-number for all later threads. And a thread that has never asked for its number takes the noted one at its first kernel,
-even after it has set another."""
+"""Set how many threads torch's kernels use on one thread. ``torch.set_num_threads`` also notes the number for all later
+threads, and a thread that never asked for its number takes the noted one at its first kernel."""
 
 from __future__ import annotations
 

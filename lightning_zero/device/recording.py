@@ -72,7 +72,7 @@ class Recorder:
         self.moved: Counter[str] = Counter()
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
         self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
-        self._later: deque[tuple[str, Any, Any]] = deque()  # waits of streams
+        self._later: deque[tuple[str, Any, Any]] = deque()
         self._lock = threading.Lock()
         self._origin: tuple[Any, float] | None = None
 
@@ -183,8 +183,7 @@ def keeper() -> Recorder | None:
 
 
 def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Record a wait of compute inside: a wait of the current stream, or with ``on_host`` (or without a device) of the
-    host."""
+    """Record a wait of compute inside: of the host with ``on_host`` or without a device, else of the current stream."""
     if _recorder is None or not _computes():
         return _NOBODY
     return _recorder.standing(kind, what, on_host=on_host)

@@ -32,7 +32,8 @@ _BROKEN = re.compile(
 )
 
 
-class PeerError(RuntimeError): ...
+class PeerError(RuntimeError):
+    """Raised when another rank has gone. The message names that rank."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -53,7 +54,7 @@ def is_alive(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return not Path("/proc/self/stat").exists()
+        return not Path("/proc/self/stat").exists()  # no /proc: assume that the process lives
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
@@ -130,13 +131,12 @@ class Peers:
     def leave(self) -> None:
         """Say goodbye: this rank ends normally. Does nothing after :meth:`tell`."""
         if not self._told:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(self._key(f"left/{self._rank}"), "")
 
     def ended_neighbour(self) -> str | None:
         """Return a sentence about a rank whose process has ended, or None. Looks at this rank's neighbours on this
-        machine and at other ranks' findings. A thread calls it where the backend does not notice broken connections
-        (NCCL)."""
+        machine and at other ranks' findings. A thread calls it under NCCL, which does not notice broken connections."""
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
             if who is None:
@@ -178,7 +178,7 @@ class Peers:
         """Write down that this rank fails by itself with ``error``, so that other ranks can say why it is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the store is gone
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:

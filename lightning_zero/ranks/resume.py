@@ -68,7 +68,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
         return False
     known = _noted(Path(run_dir)) == job
     if not known:
-        (Path(run_dir) / FILES).unlink(missing_ok=True)
+        (Path(run_dir) / FILES).unlink(missing_ok=True)  # another job's
         # Write aside and rename, so that a rank that reads meanwhile finds the old name or the new one.
         aside = Path(run_dir) / f".{NOTE}.{os.getpid()}"
         aside.write_text(job + "\n")

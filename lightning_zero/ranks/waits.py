@@ -116,14 +116,12 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for a message; a host message takes at most ``stall_timeout_s``.
+        """Wait for a message; a host message takes at most ``stall_timeout_s``. Raises StallError, with all ranks'
+        places, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
 
         Args:
             patient: wait longer while any rank is working; see the module.
             agrees: ranks may send and receive other messages before they come to this agreement.
-
-        Raises StallError, with all ranks' places, if ranks do not come; PeerError, with the rank that is gone, if the
-        connection breaks.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -171,7 +169,7 @@ class Waits:
         if threading.current_thread() is not threading.main_thread():
             return
         deadline = time.monotonic() + self.stall_timeout_s
-        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:
+        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:  # call all
             if work.is_completed():
                 return
             time.sleep(GO_ON_S)

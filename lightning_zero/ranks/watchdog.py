@@ -129,7 +129,7 @@ class Watchdog:
                     self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
                 self.peers.answer()
                 self._listen()
-            except Exception:
+            except Exception:  # the store is gone
                 if not self.peers.holder_left:
                     quick = not self._hears_ends and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
@@ -201,7 +201,7 @@ class Watchdog:
         """Return what every rank is doing, and the ranks that do not answer; ``None`` without the store."""
 
         def ask() -> tuple[list[str], list[int]] | None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store is gone
                 return self.places(), self.peers.silent()
             return None
 
@@ -232,7 +232,7 @@ class Watchdog:
         """Whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
 
         def ask() -> bool:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store is gone
                 before = self._waits()
                 time.sleep(2 * self._every_s + STILL_S)
                 return before is not None and before == self._waits()
@@ -255,7 +255,7 @@ class Watchdog:
             return None  # the asking ranks raise and so tell the others
 
         def ask() -> list[str] | None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store is gone
                 before = self._stuck()
                 if before is None:
                     return None
@@ -293,7 +293,7 @@ class Watchdog:
         deadline = time.monotonic() + timeout_s
 
         def meet() -> None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(f"{key}/{self._rank}", "")
                 while missing and time.monotonic() < deadline:
                     missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]

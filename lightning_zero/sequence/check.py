@@ -1,6 +1,5 @@
-"""Compare a short step in parts with the same step on whole sequences. No list of functions that look along a sequence
-can be complete, so results are compared: the loss, and random sums of each parameter's gradient, added up over the
-ranks."""
+"""Compare a short step in parts with the same step on whole sequences, because no list of functions that look along a
+sequence can be complete. Compared are the loss and random sums of each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -107,15 +106,8 @@ class Sums:
 
 @dataclasses.dataclass
 class Found:
-    """The results of a step.
-
-    Attributes:
-        losses: values on which backward was called.
-        sums: of gradients; see :class:`Sums`.
-        output: of an evaluation.
-        logged: logged values, each with the name of its reduction.
-        rounding: of the coarsest dtype seen.
-    """
+    """The results of a step: losses that went backward, :class:`Sums` of gradients, an evaluation's output, logged
+    values with their reductions, and the rounding of the coarsest dtype seen."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -139,13 +131,8 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
     """Say how a training step in parts differs from the same step on whole sequences; ``None`` if it does not.
 
     Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer; losses, where
-    errors average out, to two thirds. A gradient that is zero up to rounding, such as that of the bias of keys in
-    attention, is compared with the norm of all gradients.
-
-    Args:
-        whole, parts: of this rank, and of all ranks of the group.
-        rounding: see :func:`unit`.
-    """
+    errors average out, to two thirds. A gradient that is zero up to rounding (bias of keys in attention) is compared
+    with the norm of all gradients. ``parts`` are of all ranks of the group; ``rounding``: see :func:`unit`."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
@@ -192,8 +179,7 @@ def near(got: float, expected: float, rounding: float) -> bool:
 
 
 def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
-    """Return the piece of ``whole`` that belongs to ``part``: all, or this rank's positions; ``None`` if the shapes do
-    not tell."""
+    """Return the piece of ``whole`` that belongs to ``part``; ``None`` if the shapes do not tell."""
     if whole.shape == part.shape:
         return whole
     if whole.dim() != part.dim():
@@ -231,8 +217,7 @@ def kind_of(batch: Any) -> str:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of any container, also of dataclasses and of mappings that torch does not know (transformers'
-    BatchEncoding)."""
+    """Yield the leaves of any container, also of dataclasses and transformers' BatchEncoding."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Mapping):
             yield from leaves(dict(leaf))

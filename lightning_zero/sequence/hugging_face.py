@@ -1,6 +1,5 @@
 """Masks and causal losses of transformers inside a step, for the whole sequence. Models with
-``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. This module does not import transformers: if
-nobody has, no model needs it."""
+``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. transformers is not imported here."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss``, where a part's last token predicts the next part's first. Collective inside a
-    step."""
+    """Compute ``ForCausalLMLoss``; a part's last token predicts the next part's first. Collective in a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         shift_labels = _next_labels(part, labels, ignore_index)

@@ -18,8 +18,7 @@ IGNORED = -100  # the label that torch ignores by default
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``function`` so that inside a step its mean is over the tokens of all parts. The wrapper is collective
-    there."""
+    """Make means of ``function`` inside a step means over the tokens of all parts. They are collective there."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

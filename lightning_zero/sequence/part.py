@@ -119,10 +119,10 @@ class SequencePart:
         return mean
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Turn ``loss``, which a step has computed from this part, into the loss of the whole sequences. Collective.
+        """Turn a step's ``loss`` of this part into the loss of the whole sequences. Collective.
 
-        A term beside a mean over all parts' tokens is averaged over the parts. Raises ConfigError, on all ranks, if
-        ``loss`` contains no such mean."""
+        A term beside a mean over all parts' tokens is averaged over the parts. Without such a mean all ranks raise
+        ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = _has_mean(loss)
@@ -156,11 +156,9 @@ def _has_mean(loss: Tensor) -> bool:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sum over the ranks of a group. Each rank uses the result in its loss, or as a feature.
-
-    The engine divides the sum of all ranks' gradients by their number. A group's loss exists ``size`` times, so its
-    gradient is multiplied by ``size``. A feature is used differently on each rank, so its gradients are summed over the
-    ranks."""
+    """Sum over the ranks of a group. The engine divides the sum of all ranks' gradients by their number. A group's loss
+    exists ``size`` times, so its gradient is multiplied by ``size``. A feature is used differently on each rank, so its
+    gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:

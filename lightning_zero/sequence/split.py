@@ -31,8 +31,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """Return this rank's part of ``batch``, or ``batch`` itself if the module leaves it whole. Raises ConfigError if it
-    cannot be cut, or nothing says how."""
+    """Return this rank's part of ``batch``, or ``batch`` if the module leaves it whole, else raise ConfigError."""
     if callable(hook := getattr(module, HOOK, None)):
         return hook(batch, part)
     if isinstance(batch, Tensor) and _is_tokens(batch):

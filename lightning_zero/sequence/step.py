@@ -42,8 +42,7 @@ def computing(part: SequencePart) -> Iterator[None]:
 
 
 class SequenceSteps:
-    """The steps of a run under ``zero.sequence_parallel``. ``sharers``: the ranks that share a sequence; ``None``:
-    sequences are whole."""
+    """The steps of a run. ``sharers``: the ranks that share a sequence; ``None``: sequences are whole."""
 
     def __init__(self, module: nn.Module, sharers: Sharers | None) -> None:
         self._module, self._sharers = module, sharers
@@ -73,8 +72,7 @@ class SequenceSteps:
                 yield
 
     def manual_loss(self, loss: Tensor) -> Tensor:
-        """Return the whole sequences' loss for a loss of manual optimization. See :meth:`SequencePart.loss`. Collective
-        inside a step."""
+        """Return the loss of whole sequences in manual optimization; see :meth:`SequencePart.loss`. Collective."""
         part = current()
         return loss if part is None else part.loss(loss)
 

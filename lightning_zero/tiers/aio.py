@@ -87,7 +87,7 @@ class _Piece:
     label: str
 
 
-_WARNED: set[str] = set()  # folders
+_WARNED: set[str] = set()
 
 
 def _warn_once(folder: str) -> None:
@@ -102,11 +102,8 @@ def _warn_once(folder: str) -> None:
 
 
 class DiskFile:
-    """A scratch file that grows in preallocated steps; the contents of an older file of that name are dropped. It
-    bypasses the page cache if the file system can, else it warns once per folder. Raises DiskError if the file cannot
-    be made.
-
-    ``threads``: requests in flight at the disk. ``nbytes``: allocated size."""
+    """A scratch file that grows in preallocated steps; an older file of that name is emptied. It bypasses the page
+    cache if the file system can, else it warns once per folder. Raises DiskError if the file cannot be made."""
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
         self.path = os.fspath(path)
@@ -150,12 +147,8 @@ class DiskFile:
         return stat.f_bavail * stat.f_frsize
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Fill ``buffer`` from byte ``offset`` on. Errors appear as :class:`DiskError` in the future.
-
-        Args:
-            offset, buffer: whole pages inside the file; the buffer page-aligned, untouched until the future is done.
-            label: unit and role, for error messages.
-        """
+        """Fill ``buffer`` from byte ``offset`` on; both are whole pages. Do not touch it until the future is done,
+        which raises :class:`DiskError`. ``label``: unit and role, for messages."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
@@ -168,8 +161,7 @@ class DiskFile:
             if self._closed:
                 return
             self._closed = True
-        # First the threads: the system may reuse a closed descriptor's number for another file, and a running thread
-        # would write into that file.
+        # First the threads: the system may give a closed descriptor's number to another file.
         self._pool.shutdown(wait=True)
         os.close(self._fd)
 

@@ -1,6 +1,5 @@
-"""Folders for files: whether they are usable, which rank uses which file, and what dead jobs have left. A rank locks
-its file's name in the folder. The system drops the lock when the process dies, so a file without a lock is a
-leftover."""
+"""Folders for files: whether they are usable, which rank uses which file, and what dead jobs have left. The system
+drops a rank's lock on its file when the process dies, so a file without a lock is a leftover."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ CLAIM_WAIT_S = 2.0  # a peer that looks for leftovers holds a lock for milliseco
 
 _log = logging.getLogger(__name__)
 
-_LOCKS: set[int] = set()  # descriptors of this process's locks
+_LOCKS: set[int] = set()
 
 
 def _let_go_in_child() -> None:
-    """Close the locks in a forked child. A lock lives as long as any copy of its descriptor, so a data loader's worker
-    would hold it for a dead trainer."""
+    """Close the locks in a forked child, or a data loader's worker would hold them for a dead trainer."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -37,8 +35,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Claim:
-    """A rank's lock on its file in a folder. The lock file is removed while it is locked; a process that opened it
-    before notices by its inode."""
+    """A rank's lock on its file in a folder. The lock file is removed while locked; others notice by its inode."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
         self._path = folder / f"{rank_name}.lock"

@@ -15,7 +15,7 @@ from lightning_zero.planning.layout import round_up
 
 
 class Wanted(NamedTuple):
-    label: str  # unit and role, for error messages
+    label: str
     numel: int
     dtype: torch.dtype
 
@@ -45,8 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Place extents one after the other from byte ``base`` on, each at a multiple of ``align``. Return them and the
-    bytes that they take."""
+    """Place extents one after the other from byte ``base`` on, aligned. Return them and their total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

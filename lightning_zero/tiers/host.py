@@ -22,16 +22,12 @@ HOST_ALIGN = HOST_ALIGN_NBYTES  # alignment for torch's vectorised loops
 class _Slab:
     pages: HostPages
     nbytes: int
-    live: int  # extents that are not freed
+    live: int
 
 
 class HostTier:
-    """Host memory: one slab of exact size per batch, pinned for a GPU. Thread-safe.
-
-    Args:
-        budget: bytes that this tier may hold. None: what is available.
-        available: returns the bytes of host memory that this process may still take.
-    """
+    """Host memory: one slab of exact size per batch, pinned for a GPU. Thread-safe. ``budget``: bytes that it may hold;
+    None: what ``available`` returns."""
 
     def __init__(
         self,
@@ -51,8 +47,7 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Reserve one slab for all of ``wanted``. Raises ConfigError, with needed and available bytes, before the
-        system would kill the process."""
+        """Reserve one slab for all of ``wanted``. Raises ConfigError before the system would kill the process."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:

@@ -26,8 +26,7 @@ def available_host_memory(root: Path = Path("/")) -> int:
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use, by its affinity and the quotas of its cgroup (v2) and those above it.
-    Tests pass a ``root``."""
+    """Return the cores that this process may use, by affinity and cgroup quotas (v2). Tests pass a ``root``."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -36,19 +36,17 @@ class _Job(NamedTuple):
     extent: Extent
     tensor: Tensor
     write: bool
-    previous: Future[Any] | None  # the last operation on this extent
+    previous: Future[Any] | None
     joined: Joined
-    pieces: Sequence[range]  # bytes of the extent
+    pieces: Sequence[range]
 
 
 class NvmeTier:
     """A preallocated file of this rank, in a folder under ``path``, read and written through a bounded ring.
 
     Thread-safe. Operations on one extent keep their order; others overlap: read k+1, step k, write k-1. Before the
-    first ``stage_out`` an extent's contents are undefined.
-
-    Host tensors are staged. A page-aligned tensor of whole pages is read and written in place, without the ring. Device
-    copies from or to a tensor must have ended before it is staged.
+    first ``stage_out`` an extent's contents are undefined. A page-aligned host tensor of whole pages is read and
+    written in place, without the ring. Device copies from or to a tensor must have ended before it is staged.
 
     Args:
         path: an existing, writable folder on a local disk. Raises ConfigError if it is not, is full, or another live
@@ -57,7 +55,6 @@ class NvmeTier:
         budget: bytes that this rank may hold there; None: no limit.
         ring_count, ring_nbytes: staging buffers, all the host memory that this tier takes. Larger extents pass in
             pieces.
-        threads: requests in flight at the disk.
     """
 
     def __init__(
@@ -79,8 +76,7 @@ class NvmeTier:
         self.instance = instance
         name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
         self._claim = claim_file(Path(path), self._folder, name, syscalls)
-        # If the constructor raises, nobody can close the object, and its lock would block the folder until the process
-        # ends.
+        # If the constructor raises, nobody can close the object, and its lock would block the folder.
         with contextlib.ExitStack() as undo:
             undo.callback(self._claim.release)
             remove_leftovers(self._folder, name, syscalls)
@@ -164,8 +160,7 @@ class NvmeTier:
         # In the order of the flow: the stager hands its jobs to the file's threads.
         self._stager.shutdown(wait=True)
         self._file.close()
-        # Remove the file before the claim is released, or another process could claim the name and lose its new file
-        # here.
+        # Before the claim is released, or another process could claim the name and lose its new file.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._file.path)
         self._claim.release()
@@ -241,8 +236,7 @@ class NvmeTier:
         self._finish(job, error)
 
     def _finish(self, job: _Job, error: BaseException | None) -> None:
-        # Note the error before the future is done: the next read of the extent waits for that future and then looks
-        # here. Otherwise it would return stale bytes.
+        # Before the future is done: the next read waits for it, looks here, and would else return stale bytes.
         if error is not None and job.write:
             self._spoiled[job.extent] = error
         job.joined.part_done(error)

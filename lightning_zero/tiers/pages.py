@@ -1,12 +1,9 @@
-"""Page-aligned host memory, and staging buffers of it.
+"""Page-aligned host memory, and staging buffers of it. O_DIRECT needs addresses at multiples of the device's block,
+which divides ``PAGE``; ``mmap`` aligns so.
 
-O_DIRECT needs addresses at multiples of the device's block, which divides ``PAGE``; ``mmap`` aligns so, torch's
-allocator does not.
-
-A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If pages were shared, a
+A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
 transfer in flight could land in the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
-MADV_DONTFORK crashed: it leaves a hole in the child, which may map something else there and later unmaps it with its
-copy of the mmap object."""
+MADV_DONTFORK crashed: the child may map something else into the hole and unmap it with its copy of the mmap object."""
 
 from __future__ import annotations
 
@@ -98,8 +95,7 @@ class StagingBuffer:
         return byte_view(self.tensor(torch.uint8, self.nbytes))
 
     def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the first ``numel`` elements of the buffer as a tensor [numel]. Raises ValueError if they do not
-        fit."""
+        """Return the buffer's first ``numel`` elements as a tensor. Raises ValueError if they do not fit."""
         if numel * dtype.itemsize > self.nbytes:
             raise ValueError(f"a staging buffer holds {self.nbytes} bytes; {numel} elements of {dtype} do not fit")
         return self._ring.pages.tensor(self._index * self.nbytes, dtype, numel)
@@ -110,8 +106,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Page-aligned buffers for loan: ``count``, each of ``nbytes`` rounded up to pages. Staging takes no other host
-    memory."""
+    """``count`` page-aligned buffers for loan, each of ``nbytes`` rounded up to pages."""
 
     def __init__(self, count: int, nbytes: int, *, timeout_s: float = ACQUIRE_TIMEOUT_S):
         if count < 1 or nbytes < 1:

@@ -25,7 +25,6 @@ class PinnedPair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken now."""
         return 0 if self._pages is None else self._pages.nbytes
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
@@ -51,7 +50,6 @@ class Sender:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken now."""
         return self._pair.nbytes
 
     def send(self, source: Tensor, target: Tensor) -> None:
@@ -72,11 +70,9 @@ class Sender:
 
 
 class ReadAhead:
-    """Memory for reads from files ahead of their copy to the device: ``READ_AHEAD`` places of whole pages, so that the
-    disk writes to them directly."""
+    """Memory for reads from files ahead of their copy to the device: ``READ_AHEAD`` places of whole pages."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
-        """``nbytes``: of the largest read."""
         self._accelerator = accelerator
         self._nbytes = round_up(nbytes, PAGE)
         self._pages: HostPages | None = None
@@ -85,7 +81,6 @@ class ReadAhead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken now."""
         return 0 if self._pages is None else self._pages.nbytes
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:

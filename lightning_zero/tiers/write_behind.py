@@ -14,8 +14,7 @@ from lightning_zero.tiers.nvme import NvmeTier
 
 
 class WriteBehind:
-    """Lets one write at a time go on in the background. Thread-safe. An error is raised by the write's future and by
-    the next read of the extent."""
+    """Lets one write at a time go on. Thread-safe. The write's future and the extent's next read raise its error."""
 
     def __init__(self, tier: NvmeTier) -> None:
         self._tier = tier

@@ -31,26 +31,19 @@ T = TypeVar("T")
 
 
 class _Piece(NamedTuple):
-    """Adjacent elements of a tensor in a file, which one rank writes."""
-
     name: str
     start: int
     home: Home | None
-    values: Callable[[], Tensor]  # called while ``home`` is open
+    values: Callable[[], Tensor]
 
 
 @outside_autograd
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
     """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective.
 
-    Args:
-        dtype: of floating-point tensors; ``None``: the dtypes that the module had when it was sharded.
-        shard_nbytes: upper limit of a file.
-
-    Raises:
-        ConfigError: ``path`` is not empty, or some ranks do not see the folder.
-        Exception: on all ranks, with folder and cause, if it could not be written.
-    """
+    ``dtype``: of floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: upper limit of a file. Raises
+    ConfigError if ``path`` is not empty or some ranks do not see it. If it cannot be written, all ranks raise, with
+    folder and cause."""
     with naming(Path(path), folder=True):
         _Export(engine, Path(path), dtype, shard_nbytes).run()
 
@@ -59,7 +52,7 @@ class _Export:
     def __init__(self, engine: Engine, path: Path, dtype: torch.dtype | None, shard_nbytes: int) -> None:
         self._engine, self._path, self._dtype = engine, path, dtype
         self._shard_nbytes = shard_nbytes
-        self._gathered: tuple[Any, Tensor] | None = None  # a bucket and its masters
+        self._gathered: tuple[Any, Tensor] | None = None
 
     def run(self) -> None:
         state = sharded_state_dict(self._engine)

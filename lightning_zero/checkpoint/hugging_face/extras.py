@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Files of tokenizers and processors, which belong to a model but are not part of the module.
+# Files of tokenizers and processors.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,13 +25,8 @@ COMPANIONS = (
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model`` and copy its companion files.
-
-    Args:
-        model: of transformers or PEFT, or None.
-        dtype: of the floating-point tensors.
-        source: the folder that the model came from, if known.
-    """
+    """Write the configuration of ``model`` (transformers or PEFT, or None) and copy companion files from ``source``,
+    the folder it came from."""
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True

@@ -27,8 +27,8 @@ from lightning_zero.planning.layout import round_up
 from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK = 1 << 22  # elements written at a time
-_ALIGN = 8  # bytes; of values in a file
+CHUNK = 1 << 22
+_ALIGN = 8
 
 
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -49,13 +49,7 @@ class Place(NamedTuple):
 
 
 class Files:
-    """The files of some tensors.
-
-    Args:
-        tensors: on meta, by name.
-        shard_nbytes: upper limit of a file; a larger tensor gets its own file.
-        stem: of the file names.
-    """
+    """The files of some ``tensors`` (on meta, by name). A tensor larger than ``shard_nbytes`` gets its own file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, room = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes

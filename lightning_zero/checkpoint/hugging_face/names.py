@@ -19,8 +19,7 @@ ADAPTERS = "adapter_model.safetensors"
 
 
 class Group(NamedTuple):
-    """Tensors in memory that together become other tensors in files. ``convert`` maps values by name in memory to
-    values by name in files."""
+    """Tensors in memory that together become other tensors in files. ``convert`` maps values by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -28,11 +27,7 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """Attributes:
-    model: of transformers or PEFT, or None.
-    renamed: name in files -> name in the module's state dict.
-    groups: tensors to convert.
-    """
+    """``renamed``: name in files -> name in the module's state dict. ``model``: of transformers or PEFT, or None."""
 
     model: Any
     renamed: dict[str, str]
@@ -116,8 +111,7 @@ def _together(left: Sequence[str], meta: Mapping[str, Tensor], revert: Any) -> l
 
 
 def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function that converts tensors of ``model`` to the form of files. Older transformers convert
-    nothing."""
+    """Return the function that converts tensors to the form of files; none with older transformers."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:

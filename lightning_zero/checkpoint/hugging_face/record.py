@@ -12,12 +12,11 @@ from torch import nn
 
 from lightning_zero.pretrained.conversions import hugging_face_model
 
-RECORD = "lightning_zero_hugging_face"  # key in a checkpoint
+RECORD = "lightning_zero_hugging_face"
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """Return what to save about the transformers model in ``module``, in plain values. ``source``: the folder that the
-    model came from."""
+    """Return plain values that describe the transformers model in ``module``. ``source``: its folder."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None

@@ -1,6 +1,5 @@
 """``.metadata``, the index of a folder: make it, read it, and check it against the files. It is a pickle, as DCP
-requires, and a pickle can run code. So reading admits only plain values and the classes of DCP's index, and changes no
-class."""
+requires. Reading admits only plain values and the classes of DCP's index, so it runs no code."""
 
 from __future__ import annotations
 
@@ -110,9 +109,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of ``folder`` without running code in it, and check it against the files. Raises ConfigError, with
-    the file, if the index or a file is missing, damaged or too short, or it is no Lightning checkpoint; OSError from
-    the system."""
+    """Read the index of ``folder`` without running code in it. Raises ConfigError, with the file, if the index or a
+    file is missing, damaged or too short, or it is no Lightning checkpoint."""
     path = folder / INDEX
     try:
         data = path.read_bytes()

@@ -25,7 +25,7 @@ class Item(NamedTuple):
     keys: tuple[str, ...]  # several if tied parameters share it
     paths: tuple[Path, ...]
     dtype: torch.dtype | None
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]
     box: Box
     order: tuple[int, ...]  # of the dimensions in memory
     source: Any  # a Part, a Tensor, or the value
@@ -42,7 +42,6 @@ class Item(NamedTuple):
 
     @property
     def slice(self) -> Sliced | None:
-        """The box's slice of ``home``."""
         if not isinstance(self.source, Part):
             return None
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)

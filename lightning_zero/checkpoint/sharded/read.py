@@ -78,8 +78,7 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Return the place of ``key``'s value, from the top of the checkpoint. Older folders know the top level
-        only."""
+        """Return the place of ``key``'s value in the checkpoint. Older folders know the top level only."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 

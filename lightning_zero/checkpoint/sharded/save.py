@@ -28,13 +28,8 @@ from lightning_zero.tiers.limits import available_host_memory
 
 
 class Behind(NamedTuple):
-    """What a save needs to run while training continues.
-
-    Attributes:
-        begin: hands writing over to a thread.
-        streams: of the engine whose values are copied.
-        spare: memory for the copies, for reuse.
-    """
+    """What a save needs to run while training continues. ``begin`` hands writing over to a thread. ``spare``: memory
+    for copies."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -138,8 +133,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """The open file of one rank; none if the rank has nothing to write. With ``behind``, it keeps a copy of the values
-    as they are now and writes them later."""
+    """The open file of one rank, or none. With ``behind``, it writes the values as they are now, later."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None

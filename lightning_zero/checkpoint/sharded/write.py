@@ -23,8 +23,6 @@ from lightning_zero.ranks.progress import Did
 
 
 class Entry(NamedTuple):
-    """The place of a written item, for the index."""
-
     keys: tuple[str, ...]
     paths: tuple[Path, ...]
     dtype: torch.dtype | None
@@ -32,12 +30,11 @@ class Entry(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # bytes
+    start: int
     length: int
 
 
 def slices_of(items: Sequence[Item]) -> dict[Home, list[Sliced]]:
-    """Return the slices of each home that are written."""
     found: dict[Home, list[Sliced]] = {}
     for item in items:
         if item.home is not None:
@@ -58,12 +55,7 @@ def _copy(value: Any) -> Any:
 def write_items(
     items: Sequence[Item], file: BinaryIO, name: str, did: Did, snapshot: Snapshot | None = None
 ) -> list[Entry]:
-    """Write ``items`` to ``file``, called ``name`` in the checkpoint's folder.
-
-    Args:
-        did: called with ``Item.nbytes`` after each item.
-        snapshot: of all values in homes.
-    """
+    """Write ``items`` to ``file``, called ``name`` in the folder. ``did`` gets ``Item.nbytes`` after each item."""
     entries: list[Entry] = []
     for home, own in itertools.groupby(items, key=lambda item: item.home):
         with opened(home) if home is not None and snapshot is None else contextlib.nullcontext():
