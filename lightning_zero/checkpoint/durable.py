@@ -73,8 +73,9 @@ class Part:
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
     """Make an empty file or folder beside ``path`` to be written inside; at the end it gets the name ``path``.
 
-    Other processes may write to it and must sync what they write; this process syncs all it finds. Raises OSError, or
-    RuntimeError for another error of the body, with file and cause; then ``path`` is as before."""
+    Other processes may write to it and must sync what they write; this process syncs all it finds, so that the result
+    survives a power cut. Raises OSError, or RuntimeError for another error of the body, with file and cause; then
+    ``path`` is as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 

@@ -127,7 +127,7 @@ class Communicator(SmallMessages):
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
         """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's is filled already. Collective.
 
-        ``of_node``: gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
+        With ``of_node``, gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
@@ -181,7 +181,7 @@ class Communicator(SmallMessages):
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
         """Send parts of ``data`` [bytes] to the ranks that share shards and receive theirs. Collective.
 
-        ``sizes`` and ``out_sizes``: bytes to and from each rank, in rank order. Ordered with reductions."""
+        ``sizes`` and ``out_sizes`` are bytes to and from each rank, in rank order. Ordered with reductions."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1

@@ -99,7 +99,7 @@ class Reduction:
     land reductions in one order. ``finish`` ends the second phase."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
-        """``later``: each gets the result of the operation before it and issues the next one."""
+        """Start with ``first``. Each of ``later`` gets the previous result and issues the next operation."""
         self._now = first
         self._later = list(later)
         self._has_landed = False

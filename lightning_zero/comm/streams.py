@@ -38,8 +38,8 @@ class Streams:
         self._streams: dict[str, Any] = {}
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
-        self._given_back: dict[Any, Any] = {}
-        self._waited_for: dict[str, Sequence[Any]] = {}
+        self._given_back: dict[Any, Any] = {}  # stream that last used given-back memory -> event after that use
+        self._waited_for: dict[str, Sequence[Any]] = {}  # kind -> events that its stream has waited for
         self._settled: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     @property

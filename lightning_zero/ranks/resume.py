@@ -21,7 +21,7 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Name this process's job: equal on all ranks and after restarts; ``None`` if nothing restarts it."""
+    """Return a name of this process's job, equal on all ranks and after restarts; ``None`` if nothing restarts it."""
     place = launched(environ)
     if place is None or place.by == "plain":
         return None

@@ -14,7 +14,8 @@ from lightning_zero.tiers.nvme import NvmeTier
 
 
 class WriteBehind:
-    """Lets one write at a time go on. Thread-safe. The write's future and the extent's next read raise its error."""
+    """Runs one write at a time in the background. Thread-safe. Its future and the extent's next read raise its
+    error."""
 
     def __init__(self, tier: NvmeTier) -> None:
         self._tier = tier

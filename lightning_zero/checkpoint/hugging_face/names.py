@@ -27,7 +27,8 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """``renamed``: name in files -> name in the module's state dict. ``model``: of transformers or PEFT, or None."""
+    """What to export. ``renamed``: name in files -> name in the module's state dict. ``model``: of transformers or
+    PEFT, or None."""
 
     model: Any
     renamed: dict[str, str]
@@ -41,7 +42,7 @@ class Outgoing(NamedTuple):
 
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor]) -> Outgoing:
-    """``state``: the state dict of ``module``; only shapes, dtypes and object identity count."""
+    """Plan the export of ``module``. Of its state dict ``state`` only shapes, dtypes and object identity count."""
     wrapped, prefix = _peft_model(module)
     if wrapped is not None:
         return _adapters(wrapped, prefix, state)

@@ -84,5 +84,5 @@ def alone(tensor: Tensor) -> Tensor:
         return host.clone(memory_format=torch.contiguous_format)
     # Not ``numpy()``: memory that NumPy has seen cannot be given back, as homes in files do.
     memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
-    memory.owner = host  # as long as the result lives
+    memory.owner = host  # type: ignore[attr-defined]  # as long as the result lives
     return torch.frombuffer(memory, dtype=host.dtype).as_strided(host.shape, host.stride())
