@@ -17,7 +17,13 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class Report(NamedTuple):
-    """The result: bytes with a checksum, bytes without, and the damaged places in words."""
+    """The result of a comparison with checksums.
+
+    Attributes:
+        checked: bytes that have a checksum.
+        unknown: bytes that have none.
+        damage: the damaged places, in words.
+    """
 
     checked: int
     unknown: int

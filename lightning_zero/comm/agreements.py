@@ -39,10 +39,10 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather a small object from each rank of ``group``. Blocks; works before a communicator exists. Collective.
+    """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
-    ``what``: the purpose, in words. If it differs between ranks, all raise an ApartError. Raises TypeError on all
-    ranks, if :func:`dumps` refuses the object of one rank."""
+    ``what`` is the purpose in words. If it differs between ranks, all raise an ApartError. All raise a TypeError if
+    :func:`dumps` refuses the object of one rank."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
@@ -107,7 +107,7 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
     """Send an object of rank ``src`` to all ranks. Blocks as long as any rank is working. Collective.
 
-    Raises TypeError on all ranks, if :func:`dumps` refuses the object."""
+    All ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src

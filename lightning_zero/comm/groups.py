@@ -35,8 +35,12 @@ OPERATIONS = (
 
 
 class GroupKind(NamedTuple):
-    """What decides whether groups can be reused. ``in_streams``: messages are queued on streams and the host does not
-    wait. ``even_alone``: make groups of one rank too."""
+    """What decides whether groups can be reused.
+
+    Attributes:
+        in_streams: messages are queued on streams and the host does not wait.
+        even_alone: make groups of one rank too.
+    """
 
     topology: Topology
     backend: str
@@ -47,8 +51,12 @@ class GroupKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``. ``issued``: counts of
-    :data:`OPERATIONS` on this rank. ``user``: returns the communicator, or None when it is gone."""
+    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``.
+
+    Attributes:
+        issued: operations that this rank has issued, for each of :data:`OPERATIONS`.
+        user: returns the communicator, or None when it is gone.
+    """
 
     gather: Any
     reduce: Any

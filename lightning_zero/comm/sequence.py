@@ -3,6 +3,8 @@
 ::
 
     4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
+
+The host waits for a message of host tensors. Messages of a device are queued on the compute stream.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class SequenceGroup:
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
 
-        Raises ConfigError on all ranks if kinds differ. On a device, where the host does not wait, the sums are NaN."""
+        If kinds differ, all raise a ConfigError. On a device, where the host does not wait, the sums are NaN
+        instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":

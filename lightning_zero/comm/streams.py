@@ -13,7 +13,7 @@ The owner keeps memory that another stream reads until compute has waited for ``
 
 Gathered parameters lie in the gather stream's pool, which nothing else uses. ``r`` is the last use of memory given back
 to that pool. A gather waits for the last ``r`` and the last change of the values it sends, but not for what compute has
-queued since.
+queued since. So it can start while compute is still busy.
 """
 
 from __future__ import annotations

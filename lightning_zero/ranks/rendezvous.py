@@ -97,8 +97,12 @@ class Rendezvous:
         others        ask ........ join, read rank 0's settings ....... ready ...... hear it
 
     torchrun's agent keeps its store when it restarts processes. So each round has a numbered key prefix, which rank 0
-    tells to every rank that asks. The process group uses the round's store too. ``shared``: parts of keys and values
-    that must be equal on all ranks. ``where``, ``per_node``: for messages.
+    tells to every rank that asks. The process group uses the round's store too.
+
+    Args:
+        shared: parts (versions, settings) of keys and values that must be equal on all ranks.
+        where: address and port, for messages.
+        per_node: processes of a node, for messages.
     """
 
     def __init__(

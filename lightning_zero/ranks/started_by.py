@@ -27,8 +27,12 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """The place of a process in its job; unknown fields are ``None``. ``by``: ``torchrun``, ``srun``, ``mpirun`` or
-    ``plain``. ``local_world_size``: the job's processes on this node."""
+    """The place of a process in its job. Fields are ``None`` if the launcher does not tell them.
+
+    Attributes:
+        by: ``torchrun``, ``srun``, ``mpirun`` or ``plain``.
+        local_world_size: processes of the job on this node.
+    """
 
     by: str
     rank: int | None = None

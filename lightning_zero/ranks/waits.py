@@ -88,8 +88,12 @@ class Waits:
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
-        """Start to post this rank's place and to listen to other ranks. ``number``: equal on all ranks, used once.
-        ``hears_ends``: the backend notices broken connections itself."""
+        """Start to post this rank's place and to listen to the other ranks.
+
+        Args:
+            number: the same on all ranks, and used once.
+            hears_ends: the backend notices broken connections itself.
+        """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
 

@@ -54,7 +54,8 @@ def connection_of_its_own(store: Any) -> Any:
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread; return its result, or ``default`` if it takes too long (a cut network)."""
+    """Call ``ask`` in a thread. Return its result, or ``default`` if it takes too long: behind a cut network a store
+    neither answers nor fails."""
     found = [default]
 
     def answer() -> None:
@@ -68,8 +69,14 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 class Watchdog:
     """Post this rank's place, listen to other ranks, and end a process that stands still beside a dead rank.
-    ``watched`` is held weakly. ``store``: nobody waits in it for long. ``number``: equal on all ranks, used once.
-    ``hears_ends``: the backend notices broken connections itself. ``end``: ends this process."""
+
+    Args:
+        watched: held weakly; the threads end when it is garbage.
+        store: a connection in which nobody waits for long.
+        number: equal on all ranks, and used once.
+        hears_ends: the backend notices broken connections itself.
+        end: ends this process; tests replace it.
+    """
 
     last_number = 0
 

@@ -106,8 +106,15 @@ class Sums:
 
 @dataclasses.dataclass
 class Found:
-    """The results of a step: losses that went backward, :class:`Sums` of gradients, an evaluation's output, logged
-    values with their reductions, and the rounding of the coarsest dtype seen."""
+    """The results of a step.
+
+    Attributes:
+        losses: values on which backward was called.
+        sums: of gradients; see :class:`Sums`.
+        output: of an evaluation.
+        logged: logged values, each with the name of its reduction.
+        rounding: of the coarsest dtype seen.
+    """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)
