@@ -172,7 +172,7 @@ def _host() -> str:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``. If a folder had that name, exchange the names."""
+    """Rename ``source`` to ``target``. If ``target`` exists and either is a folder, exchange the names."""
     occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 

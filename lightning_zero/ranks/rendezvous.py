@@ -369,8 +369,8 @@ def join(
 ) -> None:
     """Join the other ranks and make the default process group; rank 0 logs who came. Collective.
 
-    ``timeout``: of process group and store; on gloo ``stall_timeout_s`` replaces it. Raises StartError after
-    ``wait_s``."""
+    Waits ``wait_s`` for ranks, then raises a StartError. ``timeout`` is for the store and the process group; for a
+    group on gloo ``stall_timeout_s`` replaces it, unless None."""
     rank, world = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

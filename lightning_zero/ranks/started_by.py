@@ -1,4 +1,4 @@
-"""Who started this process, and its place in the job, read from the environment. This module imports nothing heavy.
+"""Who started this process, and its place in the job, read from the environment alone.
 
 Each launcher sets other variables::
 

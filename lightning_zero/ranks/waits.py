@@ -88,7 +88,7 @@ class Waits:
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
-        """Start to post this rank's place and to listen to the other ranks.
+        """Start to post this rank's place and to listen to the other ranks. Collective.
 
         Args:
             number: the same on all ranks, and used once.

@@ -49,8 +49,9 @@ class SequenceSteps:
         self._part: SequencePart | None = None  # of the last training step, whose backward may recompute blocks
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on what :meth:`cut` returned and average its loss over the tokens of all parts. Raises
-        ConfigError if attention cannot get the whole sequence, or the loss contains no mean over tokens."""
+        """Run ``step`` on what :meth:`cut` returned and average its loss over the tokens of all parts. Collective.
+
+        Raises a ConfigError if attention cannot get the whole sequence, or the loss contains no mean over tokens."""
         self._part = part
         if part is None:
             return step(own, *more)
