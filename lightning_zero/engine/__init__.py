@@ -1,13 +1,15 @@
-"""The engine shards one module over the ranks of a process group. ``sharding.py`` makes it::
+"""The engine shards one module over the ranks of a process group. ``sharding.py`` makes it.
 
-engine       what callers may ask of an engine
-build        checks and hooks of a new one
-units        what is sharded, in which buffers, and where it rests
-passes       forward and backward: gathers, gradients, reductions
-vertical     units in chunks of the batch, all chunks before the next unit
-steps        optimizers and offloaded steps
-whole        state dicts, gather, restage
-torch_modes  sets torch's modes for engine work
+::
+
+    engine       what callers may ask of an engine
+    build        checks and hooks of a new one
+    units        what is sharded, in which buffers, and where it rests
+    passes       forward and backward: gathers, gradients, reductions
+    vertical     units in chunks of the batch, all chunks before the next unit
+    steps        optimizers and offloaded steps
+    whole        state dicts, gather, restage
+    torch_modes  sets torch's modes for engine work
 """
 
 from __future__ import annotations
@@ -64,10 +66,7 @@ def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip sharded gradients as ``torch.nn.utils.clip_grad_norm_``, and return the norm before clipping. Collective.
-
-    Raises RuntimeError under ``error_if_nonfinite`` if the norm is not finite.
-    """
+    """Clip sharded gradients as ``torch.nn.utils.clip_grad_norm_`` does. Return the norm before it. Collective."""
     engine, params = _resolve(target)
     places = [engine.place_of(param) for param in params]
     return engine.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

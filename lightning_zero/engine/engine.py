@@ -70,7 +70,6 @@ LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _close_tiers(tiers: Tiers, pid: int) -> None:
-    """Close the tiers of an engine that was garbage-collected."""
     # In a forked child the finalizer would remove the parent's files and locks.
     if os.getpid() == pid:
         tiers.close()
@@ -87,18 +86,11 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 
 def engines() -> list[Engine]:
-    """Return all live engines of this process."""
     return list(LIVE)
 
 
 class Engine:
-    """ZeRO for one module over one process group.
-
-    Attributes:
-        units: the root first, then in the order of ``named_modules``.
-        vertical: runs units in chunks under vertical accumulation.
-        long_work: shows the progress of slow operations on one rank.
-    """
+    """ZeRO for one module over one process group. ``units`` begins with the root and follows ``named_modules``."""
 
     # A whole module holds its engine; a copy or pickle of the module must be a plain module.
     def __deepcopy__(self, memo: Any) -> None:
@@ -249,7 +241,6 @@ class Engine:
         )
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
-        """Make the tiers, and return the row of tiers of each unit."""
         tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
         self.take_tiers(tiers)
         return rows
@@ -311,7 +302,10 @@ class Engine:
 
     @outside_autograd
     def settle(self) -> None:
-        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective."""
+        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective.
+
+        After an exception ranks first agree on whether their groups can still be used.
+        """
         self.passes.recover()
         self.after_step.settle()
 
@@ -328,8 +322,6 @@ class Engine:
                 with opened(bucket.home):
                     bucket.push()
         self.around_step.masters_changed(changed)
-
-    # -- the model ----------------------------------------------------------------------------------------------------
 
     @outside_autograd
     def sync_buffers(self) -> None:
@@ -381,10 +373,8 @@ class Engine:
             offload: a row's name, or all settings of the group. A name keeps the other settings of the group.
             follow: called for each bucket before it moves.
 
-        Raises:
-            ConfigError: on all ranks, before any change, if rows do not fit each other, the memory or other ranks'
-                rows, or a step is in progress.
-            Exception: if moving values fails. Every later use of the engine raises.
+        Raises ConfigError on all ranks, before any change, if rows do not fit or ranks differ, or inside a step.
+        If moving values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with shown.set_aside(self):
@@ -397,7 +387,7 @@ class Engine:
         """Return whether parameters are plain whole tensors on the host, between runs."""
         return self.host_copy is not None and self.host_copy.is_shown
 
-    # -- whole values -------------------------------------------------------------------------------------------------
+    # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(
         self, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
@@ -424,10 +414,7 @@ class Engine:
         return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a plain optimizer's full ``state_dict()``, the same on all ranks, into the shards. Collective.
-
-        Raises ConfigError if param groups or shapes differ from the optimizer's.
-        """
+        """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
         state_dicts.load_optimizer(self, optimizer, state)
 
     # -- passes (passes/passes.py): callers mark steps and backwards ---------------------------------------------------
@@ -477,10 +464,7 @@ class Engine:
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
-        """Make ``optimizer`` step this engine's shards. Collective.
-
-        Raises ConfigError on all ranks, if it cannot step shards, or has parameters of other modules.
-        """
+        """Step shards with ``optimizer``. Raise a ConfigError if it cannot, or has foreign parameters. Collective."""
         make = partial(self._make_stepper, self, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)

@@ -41,16 +41,13 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def function_modes() -> list[Any]:
-    """Return the active function modes, such as ``with torch.device(...)``, innermost last.
-
-    Autograd runs a backward without its caller's modes.
-    """
+    """Return the active function modes, such as ``with torch.device(...)``, innermost last."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Enter the ``modes`` of an earlier call, which a backward lacks."""
+    """Enter the ``modes`` of an earlier call; autograd runs a backward without the modes of its caller."""
     with contextlib.ExitStack() as around:
         there = function_modes()
         for mode in modes:
@@ -60,10 +57,7 @@ def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Do as :func:`outside_autograd`, at nearly no cost if modes are right already.
-
-    For work on tensors that are no parameters, called for each of them in a backward.
-    """
+    """Do as :func:`outside_autograd`, at nearly no cost if modes are right already. Not for parameters."""
     guarded = outside_autograd(method)
 
     @functools.wraps(method)

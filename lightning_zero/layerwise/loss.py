@@ -40,8 +40,7 @@ def chunked_loss(
         head: a module that maps ``[tokens, width]`` to logits ``[tokens, ...]``.
         loss: maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``. Default: cross entropy in
             fp32. A module, or a function without parameters other than those of ``head``.
-        hidden: ``[..., width]``.
-        targets: ``[...]``.
+        hidden: ``[..., width]``, with targets ``[...]``.
         chunks: default: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one.
         ignore_index: targets whose losses become 0.
         reduction: ``mean`` over the counted tokens of the whole batch (NaN if there are none), ``sum``, or ``none``.

@@ -30,10 +30,8 @@ from lightning_zero.pretrained.stored import StoredTensor
 class WholeTensor:
     """A parameter that is stepped whole.
 
-    Attributes:
-        owner: the rank, inside its shard group, that steps the tensor and saves its state.
-        place: the index in the param group ``group``.
-        stand_in: None on ranks that do not step the tensor.
+    The rank ``owner`` of its shard group steps it and saves its state. ``place`` is its index in the param group
+    ``group``. Ranks that do not step it have no ``stand_in``.
     """
 
     bucket: Bucket
@@ -148,10 +146,7 @@ class Owned:
         return found
 
     def settle(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move the state of a bucket's tensors to the tier of its masters, whose home is open.
-
-        ``only``: these tensors; state of others may be on the device for a coming step.
-        """
+        """Move state to the tier of the bucket's masters, whose home is open. ``only``: the state of these tensors."""
         if bucket.plan.home_tier is Tier.device:
             return
         before = self._carriers.get(bucket, {})
@@ -202,7 +197,6 @@ class Owned:
                 yield tensor, name, leaf, Sliced(flat, 0, leaf.numel())
 
     def drop(self, key: Key) -> None:
-        """Drop a parameter that the optimizer no longer has."""
         tensor = self.tensors.pop(key)
         self._stepped.discard(key)
         if tensor.stand_in is not None and self._optimizer.state.pop(tensor.stand_in, None):
@@ -210,7 +204,6 @@ class Owned:
                 self.settle(tensor.bucket)
 
     def clear(self) -> None:
-        """Drop all tensors and their state."""
         for bucket in self.buckets():
             for tensor in self.here(bucket):
                 self._optimizer.state.pop(tensor.key, None)
@@ -219,10 +212,7 @@ class Owned:
         self.tensors, self._stepped, self._carriers = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
-        """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files.
-
-        ``dtype_of`` returns a state's dtype if it is known.
-        """
+        """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files."""
         with opened(bucket.home, changed=True) as master:
             for key in [(bucket, info.slot) for info in bucket.params]:
                 if key in states and key in self.tensors:

@@ -62,8 +62,6 @@ _FINE, _TELLS, _FAILED = range(3)  # how a step ended on a rank; _TELLS: it has 
 
 
 class WholeOptimizer(Stepper):
-    """Steps whole tensors, each on its owner."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -361,10 +359,7 @@ class WholeOptimizer(Stepper):
 class Window:
     """Tensors that are stepped together. All ranks call the methods in the order in which they are defined.
 
-    Args:
-        tensors: the same on all ranks, including tensors that other ranks own.
-        used: ids of the parameters that have a gradient.
-        find: finds the route of the tensors that are sent.
+    ``tensors`` includes those of other owners. ``used`` holds the ids of parameters with a gradient.
     """
 
     def __init__(
@@ -391,7 +386,6 @@ class Window:
     # -- to the owners --------------------------------------------------------------------------------------------
 
     def begin_open(self) -> None:
-        """Start reading masters that rest in files."""
         for bucket in self.buckets:
             bucket.home.begin_open()
 
@@ -485,10 +479,7 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Write new masters and state to their homes; files are still being written afterwards.
-
-        Return, not raise, an error of a home that lacks room for the state: other ranks wait for this rank's messages.
-        """
+        """Write new masters and state to homes. Return errors, not raise them: other ranks wait for this rank."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None

@@ -30,7 +30,7 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer
 def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
     """Round fp32 ``values`` [n] to bf16, up with the probability of the fraction that is cut off.
 
-    The noise is a pure function of ``salt`` and ``first``, the index of the first value.
+    The noise is a function of ``salt`` and ``first``, the index of the first value.
     """
     noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
     noise ^= _as_int32(salt)

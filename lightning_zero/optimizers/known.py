@@ -1,8 +1,4 @@
-"""Know torch's optimizers, whose own steps the engine runs on slices.
-
-It has to know which steps and which states are element-wise, which state a step expects, and when fused kernels are
-right.
-"""
+"""Know which of torch's steps and states are element-wise, which state a step expects, and when fused kernels work."""
 
 from __future__ import annotations
 

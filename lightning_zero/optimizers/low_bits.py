@@ -82,7 +82,6 @@ class Format:
         return self.dtype is StateDtype.int8
 
     def zeros(self, numel: int, device: torch.device) -> Tensor:
-        """Make ``numel`` zeros in this format."""
         if not self.is_packed:
             return torch.zeros(numel, dtype=torch.bfloat16, device=device)
         assert numel % BLOCK == 0, f"a run of {numel} elements cuts a block of {BLOCK}"
@@ -132,9 +131,8 @@ class Format:
     ) -> None:
         """Round ``values`` [n] fp32 into ``part``, and overwrite ``values``.
 
-        Args:
-            noise: random bits to add before cutting off; a carry rounds up. Elements without bits are cut off. None:
-                round to nearest.
+        ``noise`` is added before bits are cut off, so that a carry rounds up; elements without noise are cut off. None:
+        round to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
@@ -195,10 +193,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Write ``values`` [n], of any dtype and device, into ``part``. Return whether any value was rounded.
-
-        Values round to nearest. ``values`` may end inside of a block.
-        """
+        """Round ``values`` [n], of any length and dtype, to nearest into ``part``. Return whether any value changed."""
         rounded = False
         for low in range(0, len(values), STORE_CHUNK):
             given = values[low : low + STORE_CHUNK]
@@ -251,11 +246,9 @@ Places = Sequence[tuple[Fragment, str]]
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return the random bits of the piece ``[low, high)`` of a run, in order. Padding gets none.
+    """Return the random bits of the elements ``[low, high)`` of a run in its ``step``-th step; padding gets none.
 
-    Args:
-        step: the number of this step, from 1.
-        number: of the state among the optimizer's states.
+    ``number`` counts the optimizer's states.
     """
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
@@ -293,7 +286,7 @@ M = TypeVar("M")
 
 
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
-    """Run ``work`` on ``items`` in one thread per memory, and wait for all threads. Raises the first error."""
+    """Run ``work`` on ``items`` in one thread per memory, and wait for all threads. Raise the first error."""
     left = iter([*items])  # a list's iterator gives each item to one thread, thanks to the interpreter's lock
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
@@ -371,7 +364,6 @@ class PieceMemory:
         self._held: list[_Memory] = []
 
     def lend(self, threads: int, numel: int, device: torch.device) -> list[_Memory]:
-        """Lend one memory to each of ``threads``, for pieces of ``numel`` elements."""
         for number in range(threads):
             if number < len(self._held) and self._held[number].numel >= numel:
                 continue
@@ -380,19 +372,15 @@ class PieceMemory:
         return self._held[:threads]
 
     def clear(self) -> None:
-        """Drop the memory; the system gets it back when its last user is done."""
         self._held = []
 
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """A step of ``run`` [n] with ``grad`` [n], whose state rests in ``formats``.
+    """A step of ``run`` [n] with ``grad`` [n], whose ``state`` rests in ``formats``. ``step`` counts from 1.
 
-    Attributes:
-        state: of the run; the step adds new state.
-        step: the number of this step, from 1.
-        factor: 0-d, multiplies ``grad`` without changing it.
-        rounding: index of the run's first element and a salt, to round bf16 parameters stochastically.
+    The 0-d ``factor`` multiplies ``grad`` without changing it. ``rounding``, the index of the run's first element and a
+    salt, rounds bf16 parameters stochastically.
     """
 
     run: Tensor
@@ -455,7 +443,6 @@ class NarrowStep:
         return after
 
     def _whole(self, name: str) -> Tensor:
-        """Return a state of the run in its format; the first piece creates it."""
         with _MAKES:
             if self.state.get(name) is None:
                 self.state[name] = self.formats[name].zeros(self.run.numel(), self.run.device)
@@ -471,7 +458,6 @@ class NarrowStep:
     def _widened(
         self, state: Mapping[str, Any], memory: _Memory, low: int, high: int, wide: torch.dtype
     ) -> dict[str, Any]:
-        """Return the state of the elements ``[low, high)`` for torch's step."""
         found: dict[str, Any] = {}
         # Named by number, because optimizers with other names of states share this memory.
         buffers = {name: f"state {number}" for number, name in enumerate(self.formats)}

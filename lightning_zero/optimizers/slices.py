@@ -25,10 +25,7 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
-    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself.
-
-    ``dtype_of`` returns the dtype of a parameter's master.
-    """
+    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself."""
     if differs_in_slices(optimizer, dtype_of, cut, device):
         raise ConfigError(
             "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
@@ -75,10 +72,7 @@ def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
 
 
 def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the flat change of each tensor in each step, and the numbers in param groups.
-
-    ``rank``: step that rank's slices only.
-    """
+    """Return the change of each tensor in each step, and the numbers in param groups. ``rank``: its slices only."""
     groups = trial.optimizer.param_groups
     if rank is not None:
         for group in groups:

@@ -111,13 +111,12 @@ class _Kind(NamedTuple):
 class Trial:
     """A copy of an optimizer that steps other tensors.
 
+    ``untried`` lists shapes that were left out.
+
     Args:
         cut: returns the lengths of the flat slices into which a parameter's tensor is cut; None: do not cut.
-        most_true: try up to so many elements of tensors of the parameters' own shapes, two per shape and group if there
-            are two parameters. Small tensors stand for the largest ones, which are left out. 0: only small tensors.
-
-    Attributes:
-        untried: shapes that were left out.
+        most_true: try up to so many elements of the parameters' own shapes, two of a shape and group if there are two.
+            Small tensors stand for the largest ones, which are left out. 0: only small tensors.
     """
 
     def __init__(
@@ -188,7 +187,6 @@ class Trial:
 
     @property
     def scales(self) -> Sequence[float]:
-        """Return the scale of the gradients of each step."""
         return SCALES[: FEWEST if self._true else max(FEWEST, MOST_SMALL // max(1, len(self._small)))]
 
     def run(self, *, in_parts: bool = False, hides_empty: bool = False) -> None:
@@ -219,14 +217,10 @@ class Trial:
                 tensor.grad = part.clone().view(tensor.shape)
 
     def values(self) -> list[Tensor]:
-        """Return each small tensor, flat."""
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the tensors into calls: mixed, and so that some groups are empty, as in windows.
-
-        Tensors of true shapes are stepped alone: any two could be coupled.
-        """
+        """Divide the tensors into calls, some with empty groups, as windows have; true shapes go one by one."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]

@@ -33,10 +33,8 @@ class Noted(NamedTuple):
 class Outcome(NamedTuple):
     """What a step has changed beside tensors and their state.
 
-    Attributes:
-        groups: the new settings of each param group.
-        stepped: whether calls listed tensors of each param group.
-        own: new attributes of the optimizer.
+    ``groups`` has the new settings of each param group, ``stepped`` whether calls listed tensors of it, and ``own`` the
+    optimizer's new attributes.
     """
 
     groups: list[dict[str, Any]]
@@ -52,9 +50,7 @@ class Outcome(NamedTuple):
 class StepInParts:
     """Makes the calls of one step. Inside the ``with``, param groups list the tensors of the present call.
 
-    Args:
-        step: of the optimizer's class, without torch's hooks.
-        hides_empty: hide param groups without tensors from a call.
+    ``hides_empty`` hides param groups without tensors from a call.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:

@@ -1,10 +1,12 @@
-"""First values of a module from a Hugging Face folder (``zero.init_from``)::
+"""First values of a module from a Hugging Face folder (``zero.init_from``).
 
-stored       tensors in files, of which each rank reads the parts it needs
-folder       reads ranges of the safetensors files of a folder
-names        matches the folder's tensors with parameters and buffers
-conversions  converts tensors that transformers keeps differently in memory
-first        first values of modules without ``reset_parameters``
+::
+
+    stored       tensors in files, of which each rank reads the parts it needs
+    folder       reads ranges of the safetensors files of a folder
+    names        matches the folder's tensors with parameters and buffers
+    conversions  converts tensors that transformers keeps differently in memory
+    first        first values of modules without ``reset_parameters``
 """
 
 from __future__ import annotations
@@ -26,11 +28,8 @@ SHOWN = 5  # names in a message
 def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
     """Return the tensors of the folder ``path`` by names of parameters and buffers of ``module``.
 
-    Args:
-        warn: warn of tensors of either side without a partner.
-        only_meta: leave out tensors for which ``module`` has values.
-
-    Raises ConfigError if files are absent or damaged, no tensor belongs to ``module``, or one has another shape.
+    With ``only_meta``, leave out tensors for which ``module`` has values. Raises ConfigError if files are absent or
+    damaged, no tensor belongs to ``module``, or one has another shape.
     """
     folder = SafetensorsFolder(Path(path).expanduser())
     found = match(module, folder)

@@ -18,10 +18,7 @@ ADAPTER = "reset_lora_parameters"  # a method of PEFT's layers
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that initializes ``module``, called ``name`` in ``root``; None if there is none.
-
-    It has no effect on tensors on meta.
-    """
+    """Return a function that initializes ``module``, called ``name`` in ``root``; None if there is none."""
     if _in_adapter(root, name):
         return lambda: None  # :func:`reset_adapter` initializes a whole adapter
     transformers = sys.modules.get("transformers")
@@ -48,10 +45,7 @@ def _in_adapter(root: nn.Module, name: str) -> bool:
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
-    """Initialize the adapters of ``layer``, called ``name`` in ``root``, as PEFT does.
-
-    Raises ConfigError if that needs the values of the layer, which are on meta.
-    """
+    """Initialize adapters of ``layer`` as PEFT does. Raise a ConfigError if that needs the values of the layer."""
     configs: Any = next((c for o in _outers(root, name) if isinstance(c := getattr(o, "peft_config", None), dict)), {})
     for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
         way = getattr(configs.get(adapter), "init_lora_weights", True)

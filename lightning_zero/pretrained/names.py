@@ -23,10 +23,8 @@ INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
 class Match(NamedTuple):
     """A match of a folder with a module.
 
-    Attributes:
-        sources: by names of the module.
-        missing: names of the module's parameters and persistent buffers without a source; not of adapters.
-        unused: names of the folder.
+    ``sources`` are by names of the module. ``missing`` names its parameters and persistent buffers without a source,
+    except adapters. ``unused`` names tensors of the folder.
     """
 
     sources: dict[str, StoredTensor]

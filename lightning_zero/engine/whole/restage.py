@@ -47,10 +47,7 @@ class Move:
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Return ``values`` of the range to be owned, given those of the owned range. Collective.
-
-        The result is the same tensor, a view or a new tensor.
-        """
+        """Return ``values``, which are of the owned range, for the range to be owned. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
@@ -69,12 +66,7 @@ class _Seen(NamedTuple):
 
 @outside_autograd
 def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """See ``Engine.restage``. Collective.
-
-    Args:
-        config: the engine's config with another ``stage`` or ``offload``.
-        instances: numbers of the file tiers of this process.
-    """
+    """See ``Engine.restage``. ``instances`` are numbers of the file tiers of this process. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:

@@ -50,7 +50,6 @@ def take_writes_over(engine: Engine) -> None:
 
 
 def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
-    """Undo ``Bucket.show_plain`` for the buckets ``shown``."""
     for unit in engine.units:
         for bucket in unit.buckets:
             if bucket in shown:
@@ -63,8 +62,6 @@ def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
 
 
 class _Full(NamedTuple):
-    """The full tensors that a bucket shows inside of ``gather()``."""
-
     values: Tensor
     grad: Tensor | None
 
@@ -73,10 +70,7 @@ class _Full(NamedTuple):
 def show_full(
     engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Show full masters in all parameters of the buckets of ``params``: :func:`lightning_zero.gather`. Collective.
-
-    If all parameters of the module are shown, its hooks are removed meanwhile.
-    """
+    """Show full masters in all parameters of the buckets of ``params``: :func:`lightning_zero.gather`. Collective."""
     # A rank that is elsewhere must not take a later message of gather() for one of its own.
     engine.comm.meet(None, "gather(), which all ranks must enter")
     with set_aside(engine):
@@ -106,7 +100,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
 
 
 def _refuse_replaced(engine: Engine) -> None:
-    """Raise a RuntimeError if the user has replaced a parameter or changed its shape: it would not be trained."""
+    """Raise an error if the user has replaced a parameter or changed its shape: it would not be trained."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -122,7 +116,6 @@ def _refuse_replaced(engine: Engine) -> None:
 @outside_autograd
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show full masters in ``buckets``, and full gradients if asked. Fill ``shown``. Collective."""
-    # Before masters are read, steps must end and users' writes must be in the masters.
     take_writes_over(engine)
     engine.settle_gradients()
     if grads:
@@ -287,10 +280,8 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
         if comm.rank == leader:
             try:
                 fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
-                os.posix_fallocate(
-                    fd, 0, _nbytes(engine)
-                )  # fails now if there is no room; a later write would be a signal
-            except (OSError, AttributeError) as error:  # AttributeError: the system has no memfd
+                os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would be a signal
+            except (OSError, AttributeError) as error:
                 failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
         places = comm.meet((os.getpid(), fd, failed), "where the whole module is")
         failed = next((row[2] for row in places if row[2]), "")
@@ -403,10 +394,7 @@ def show_again(engine: Engine) -> bool:
 
 @outside_autograd
 def _take_over(engine: Engine) -> None:
-    """Move users' writes to the whole module into the shards. Collective.
-
-    Raises RuntimeError on all ranks if ranks have written different values, or values of another shape.
-    """
+    """Move users' writes to the whole module into the shards. Raise a RuntimeError if ranks differ. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
@@ -429,7 +417,7 @@ def _take_over(engine: Engine) -> None:
     _warn_of_dtypes(engine, [param.info for param in shown.values()])
     for number, (bucket, info, original, value) in shown.items():
         bucket.write(info, written[number])
-        original.copy_(written[number])  # all ranks of the host write the same values
+        original.copy_(written[number])
         if info.param.data_ptr() != value.data_ptr():
             value.copy_(written[number])
     changed = {param.bucket for param in shown.values()}

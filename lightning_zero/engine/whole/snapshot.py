@@ -14,8 +14,6 @@ from lightning_zero.tiers.pages import HostPages
 
 
 class _Span:
-    """The range of one tensor to copy."""
-
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
         self.start, self.stop = len(whole), 0
@@ -29,10 +27,8 @@ class _Span:
 class Snapshot:
     """Copies the values that homes in memory have when the snapshot is made.
 
-    A change of a home waits until :meth:`stage` has copied everything, or until :meth:`close`.
-
-    Args:
-        spare: buffers of earlier copies for reuse; new memory would double the time of a copy.
+    A change of a home waits until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` holds buffers
+    of earlier copies for reuse: new memory would double the time of a copy.
     """
 
     def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams, spare: list[Tensor]) -> None:

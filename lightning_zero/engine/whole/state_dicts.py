@@ -74,10 +74,7 @@ def hollow_copy(
 def sharded_state_dict(
     engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """Make ``module.state_dict()`` with :class:`TensorParts` for parameters, in the masters' dtypes. Collective.
-
-    ``homes`` holds a copy of the masters to save instead of them.
-    """
+    """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``homes``. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if homes is None else {"copy": homes})
 
@@ -111,7 +108,7 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     """Gather every parameter on the host in its checkpoint dtype, by ``id``; empty if not ``wanted``. Collective."""
     result: dict[int, Tensor] = {}
     for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
-        full = bucket.full_master()  # on all ranks, wanted or not
+        full = bucket.full_master()
         for info in bucket.params if wanted else ():
             result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
     return result
@@ -324,10 +321,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any
 
 
 def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
-    """Raise a ConfigError if ``Engine.load_optimizer_state`` would refuse ``state``, before anything is loaded.
-
-    ``what`` names the holder of the state in messages.
-    """
+    """Raise a ConfigError if ``Engine.load_optimizer_state`` would refuse ``state``, which messages call ``what``."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

@@ -50,8 +50,6 @@ class Part(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Adjacent elements of a value."""
-
     value: Value
     start: int
     values: Tensor  # [n] on any device; valid until the next range is requested
@@ -102,10 +100,7 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """Yield this rank's ranges of ``wanted``, after ``Engine.state_dict`` has updated the masters.
-
-    Sends no message. Opens one home at a time.
-    """
+    """Yield this rank's ranges of ``wanted``, one open home at a time. Call ``Engine.state_dict`` before it."""
     for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
         if own := [part for part in parts if part.value in wanted]:
             assert home is not None
@@ -144,10 +139,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
 ) -> dict[int, Any]:
-    """Gather the state of a bucket, by slot, with ``keep(tensor)`` for each whole tensor. Collective.
-
-    ``entries`` is the bucket's part of :func:`all_entries`.
-    """
+    """Gather a bucket's state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -159,11 +151,8 @@ def full_entries(
 class Hollow:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
-    Args:
-        last: reuse the tensors that it made, because making one takes 0.1 ms. ``last`` is useless afterwards.
-
-    Attributes:
-        made: the tensors and the values that they stand for.
+    Tensors of ``last`` are reused, because making one takes 0.1 ms; ``last`` is useless afterwards. ``made`` pairs each
+    tensor with the value that it stands for.
     """
 
     def __init__(self, last: Hollow | None = None) -> None:
@@ -175,7 +164,7 @@ class Hollow:
         self.copies: dict[str, Sequence[Home]] = {}
 
     def __reduce__(self) -> Any:
-        return type(self), ()  # a copy of the object that saved starts empty
+        return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
         """Make a tensor for ``value`` with shape and strides of ``like``."""
@@ -188,12 +177,7 @@ class Hollow:
 
 
 class TensorParts(Tensor):
-    """A tensor of which this rank holds some parts.
-
-    Attributes:
-        parts: the parts that this rank saves; empty if it has none, or another rank saves them.
-        order: the dimensions as they are flattened, the slowest first.
-    """
+    """A tensor of which this rank saves ``parts``. ``order`` holds the dimensions, the slowest in memory first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
