@@ -119,7 +119,7 @@ class Engine:
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
-        self._closing: Any = None  # the finalizer that closes the tiers
+        self._closing: Any = None
         self.host_copy: shown.HostCopy | None = None  # the whole module between runs
         first = group is None or dist.get_rank(group) == 0
         self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
@@ -315,7 +315,10 @@ class Engine:
 
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
-        """Update compute parameters after masters of ``changed`` buckets have changed; None: all. Collective."""
+        """Update compute parameters after masters have changed in buckets ``changed``, already pushed. Collective.
+
+        None: push and update all buckets.
+        """
         if changed is None:
             changed = set(self.buckets)
             for bucket in self.long_work.items(self.buckets, "parameters from masters, in buckets"):
@@ -420,7 +423,10 @@ class Engine:
     # -- passes (passes/passes.py): callers mark steps and backwards ---------------------------------------------------
 
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Allow modules and root parameters to be used. Unless ``evaluation``, a backward ends the pass. Collective."""
+        """Enter a step, in which modules and root parameters can be used. Collective.
+
+        With ``evaluation`` the pass ends with the scope, otherwise with the next backward.
+        """
         if self.is_whole:
             return self._scope_between_runs(key, evaluation)
         return self.passes.scope(key, evaluation=evaluation)
@@ -464,7 +470,7 @@ class Engine:
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
-        """Step shards with ``optimizer``. Raise a ConfigError if it cannot, or has foreign parameters. Collective."""
+        """Step shards by ``optimizer``. Raise a ConfigError if it cannot, or has other parameters. Collective."""
         make = partial(self._make_stepper, self, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)

@@ -62,7 +62,6 @@ class WholeTensor:
 
     @property
     def is_here(self) -> bool:
-        """Return whether this rank steps the tensor."""
         return self.is_replicated or self.is_owner
 
 

@@ -499,7 +499,6 @@ class Window:
         return failed
 
     def settle(self) -> None:
-        """Wait until the homes' files are written."""
         for bucket in self.buckets:
             bucket.home.settle()
 

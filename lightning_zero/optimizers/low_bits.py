@@ -131,8 +131,8 @@ class Format:
     ) -> None:
         """Round ``values`` [n] fp32 into ``part``, and overwrite ``values``.
 
-        ``noise`` is added before bits are cut off, so that a carry rounds up; elements without noise are cut off. None:
-        round to nearest.
+        ``noise`` is added before bits are cut off, so that a carry rounds up; values without noise are truncated.
+        None: round to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
@@ -332,7 +332,7 @@ STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.Adadelta: {"acc_delta": False, "square_avg": False},
     torch.optim.SGD: {"momentum_buffer": True},
 }
-_MAKES = threading.Lock()  # held to create state
+_MAKES = threading.Lock()
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
@@ -422,7 +422,6 @@ class NarrowStep:
         low: int,
         high: int,
     ) -> dict[str, Any]:
-        """Step the elements ``[low, high)``, and return their state after the step."""
         part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
         piece = part if part.dtype == wide else memory.buffer("param", high - low, wide).copy_(part)
         piece.grad = self._grad(low, high, wide, memory)

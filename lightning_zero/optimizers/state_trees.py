@@ -25,7 +25,6 @@ class StateShape(NamedTuple):
     dtype: torch.dtype
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes for a parameter of ``shape``."""
         numel = 1
         for side in self.sides:
             numel *= -side if side < 0 else shape[side]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero.config import ConfigError
 
-ADAPTER = "reset_lora_parameters"  # a method of PEFT's layers
+ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:

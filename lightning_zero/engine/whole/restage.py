@@ -1,7 +1,7 @@
 """Move a sharded module to another row of ``zero/stage`` or ``zero/offload``, bucket by bucket, without a file.
 
 Buckets, and which ranks share shards, do not depend on rows. A value stays in place, moves to another tier, or is cut
-or gathered where the owned range changes. The old and the new values of one bucket exist together, and of no more.
+or gathered where the owned range changes. The old and the new values of only one bucket exist together.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Move:
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Return ``values``, which are of the owned range, for the range to be owned. Collective."""
+        """Gather or cut ``values`` of the owned range to the range that will be owned. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
@@ -57,8 +57,6 @@ Follow = Callable[[int, Move], None]  # moves values of a bucket, given its numb
 
 
 class _Seen(NamedTuple):
-    """What ranks compare before a restage."""
-
     rows: tuple[Any, ...]
     changes: bool
     refusal: str | None
@@ -85,7 +83,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     before = engine.tiers
     forget_before = engine.take_tiers(tiers)
     try:
-        # Budgets bound values at rest, not both places during a move; but a user's number replaces a measured one.
+        # Lift budgets: they bound values at rest. If the user gave one, available memory is not checked either.
         tiers.set_budgets(None if config.offload.host_budget is None else sys.maxsize, None)
         _move_all(engine, plans, known, follow)
         for sharded in engine.optimizers:

@@ -367,7 +367,6 @@ def show_whole(engine: Engine) -> bool:
 
 
 def _show(engine: Engine, copy: HostCopy) -> None:
-    """Let parameters show ``copy``. Sends no message."""
     copy.grads = []
     values = iter(copy.params)
     for bucket in engine.buckets:
