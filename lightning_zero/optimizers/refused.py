@@ -42,7 +42,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _check_slices(optimizer: Optimizer, sharding: Sharding, *, stochastic_rounding: bool) -> None:
-    """Raise a ConfigError for 8-bit classes, and for stochastic rounding with classes other than torch's."""
+    """Raise a ConfigError for 8-bit classes as ``slices``, and for stochastic rounding by classes not torch's."""
     kind = type(optimizer)
     if sharding is Sharding.slices:
         _refuse_own_low_bits(optimizer)

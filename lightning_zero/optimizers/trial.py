@@ -1,7 +1,4 @@
-"""Try a copy of an optimizer, with the user's settings, on small tensors or on tensors of the model's shapes.
-
-The optimizer and random number generators stay as they are, and no message is sent.
-"""
+"""Step a copy of an optimizer, with the user's settings, on small tensors or on tensors of the model's shapes."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     folder       reads ranges of the safetensors files of a folder
     names        matches the folder's tensors with parameters and buffers
     conversions  converts tensors that transformers keeps differently in memory
-    first        first values of modules without ``reset_parameters``
+    first        finds how a module makes its first values
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Find first values of modules that lack ``reset_parameters``.
+"""Find how a module makes its first values: by ``reset_parameters``, transformers' ``_init_weights``, or PEFT's layers.
 
-transformers models have ``_init_weights`` for all their modules, which also makes buffers that no file holds (rotary
-frequencies). PEFT's layers make their own.
+``_init_weights`` also makes buffers that no file holds (rotary frequencies).
 """
 
 from __future__ import annotations
