@@ -1,4 +1,4 @@
-"""Sharded training without Lightning: :func:`shard` a module, add optimizers, train as usual.
+"""Shard without Lightning.
 
 ::
 
@@ -44,23 +44,19 @@ def shard(
     long_work: LongWork | None = None,
     **settings: Any,
 ) -> Engine:
-    """Shard ``module`` over the ranks of a process group, in place.
-
-    All ranks call it; the values of rank 0 become everyone's. Parameters may be on any device or on meta.
+    """Shard ``module`` over the ranks of a process group, in place, with rank 0's values. Collective.
 
     Args:
-        config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
+        config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
-        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
-            for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
-        sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
-            ``init_from``.
-        has_values: an engine before has trained ``module``: the folder ``init_from`` counts for what is on meta only.
-        long_work: shows what takes long; default: on rank 0, unless ``summary`` is off.
-        node: names the node of this rank; default: its host, and the number that a launcher has given it.
+        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` steps run without values, for their
+            order, counts and bytes, over torch's fake process group (``make bench-scale``).
+        sources: first values by names of parameters and buffers, in memory or files. They override ``init_from``.
+        has_values: an engine has trained ``module`` before: ``init_from`` counts for tensors on meta only.
+        long_work: shows progress; default: on rank 0, unless ``summary`` is off.
+        node: names this rank's node; default: :func:`node_name`.
 
-    Raises:
-        ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
+    Raises ConfigError for settings that cannot work, a module that is sharded already, and DTensor parameters.
     """
     config = make_config(config, **settings)
     check_decided(config)
@@ -88,13 +84,13 @@ def shard(
 
 
 def node_name() -> str:
-    """The node of this process, by host and by the number that torchrun, SLURM or the user has given it."""
+    """Name this node by its host and the number from torchrun, SLURM or the user."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Engine, optimizer: Optimizer) -> Stepper:
-    """Step slices, or whole tensors, as the class of ``optimizer`` and the settings say."""
+    """Make the stepper of slices or of whole tensors, by the class of ``optimizer`` and the settings."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

@@ -1,13 +1,12 @@
-"""The main job and its tools. ``lightning_zero.train``, ``.plan``, ``.submit`` and ``.env`` are the doors.
+"""The main job and its tools, started as ``lightning_zero.train``, ``.plan``, ``.submit`` and ``.env``.
 
 ::
 
-    train        a run; parts: what it is made of  schema       types of the Hydra groups
-    plan         what a run needs of a machine   instantiate  objects from groups, with errors that name the key
-    plan_model   the model that it is for        plan_tables, plan_picture  what it shows
-    submit       a run as a job                  jobs         a run as a job of a cluster
-    slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
-    env          what a bug report needs         check        every stage and tier on this machine
-    overrides    mistakes on the command line
-    tasks        fit, validate, test, predict     sweep        runs of a sweep on this machine, and their table
+    train        the main job                        tasks      fit, validate, test, predict
+    parts        optimizer, model and data of a run  schema     types of the Hydra groups
+    instantiate  objects from groups                 overrides  explains mistakes on the command line
+    plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output
+    submit       a run as a SLURM job                jobs       a run inside a cluster's job
+    slurm        scripts and settings for SLURM      sweep      sweeps and their table
+    convert      checkpoints in another form         env, check  reports and tests the machine
 """

@@ -1,7 +1,7 @@
-"""``python -m lightning_zero.env --check``: trains a small model at every stage and on every tier of this machine.
+"""Train a small model at every stage and on every tier of this machine: ``python -m lightning_zero.env --check``.
 
-Each row trains for a few steps from the same weights, in a process for each GPU (or two on the CPU). Its losses must be
-those of the model under torch's DistributedDataParallel, and the bytes that it holds those that were planned.
+Each row trains a few steps from the same weights, in one process per GPU (or two on the CPU). Losses must equal those
+under DistributedDataParallel, and resting bytes those of the plan.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 STEPS = 4
 STALL_S = 60.0
-BOUND = {"fp32": 1e-4, "bf16": 5e-2}  # relative, of losses: other sums in another order, and other digits
+BOUND = {"fp32": 1e-4, "bf16": 5e-2}  # relative difference of losses; sums are in another order
 
 
 class Row(NamedTuple):
-    """What is tried."""
+    """A combination of settings to check."""
 
     stage: str
     offload: str = "none"
@@ -32,12 +32,12 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Every row that the settings allow in fp32, and two in bf16."""
+    """List every row that the settings allow in fp32, and two rows in bf16."""
     from lightning_zero.config import ConfigError, Offload, Stage, check_rows
 
     found = []
     for stage in Stage:
-        if stage is Stage.auto:  # one of the others, which the strategy chooses
+        if stage is Stage.auto:  # the strategy would choose one of the others
             continue
         for offload in Offload:
             with contextlib.suppress(ConfigError):
@@ -47,11 +47,7 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Try the rows whose names have ``text`` in them. Exits with 1 if one fails: the rows behind it are not tried.
-
-    Args:
-        folder: where rows with files put them; default: the system's temporary one.
-    """
+    """Check rows whose names contain ``text``; exit with 1 at the first failure. ``folder``: where files go."""
     import torch.multiprocessing as processes
 
     from lightning_zero.device.cuda import gpu_count
@@ -114,7 +110,7 @@ def _model() -> Any:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Losses of a few steps; gradients of the last one stay."""
+    """Train a few steps and return the losses. The last gradients are kept."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -132,7 +128,7 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
-    """Losses of a row, whose bytes must be those that were planned."""
+    """Train a row, compare its resting bytes with the plan, and return the losses."""
     import torch
 
     import lightning_zero
@@ -158,7 +154,7 @@ def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     states, held = state_tensors(engine), held_bytes(engine)
     plan = planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=states, moment=Moment.reduced)
     for role, tier in plan | held:
-        # Files are laid out by pages, and staging buffers come with the first transfer.
+        # Files are allocated in pages, and staging buffers at the first transfer.
         exact = role is not Role.staging and tier is not Tier.nvme
         if exact and plan[role, tier] != held[role, tier]:
             planned = f"{plan[role, tier]} were planned"

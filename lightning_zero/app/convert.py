@@ -1,12 +1,12 @@
-"""Writes a checkpoint of ours, or of Lightning's strategies, in another form; one tensor at a time is in memory.
+"""Convert a checkpoint of this package, or of Lightning's strategies, with one tensor in memory at a time.
 
 usage: python -m lightning_zero.checkpoint convert IN OUT to=... [dtype=...] [shard_size=...] [prefix=...]
   to=full          one file, as Lightning saves it under DDP
   to=sharded       a folder in the format of torch.distributed.checkpoint
   to=safetensors   a folder that Hugging Face's from_pretrained loads
-  dtype=bf16       of weights in floating point (fp32, bf16, fp16, fp64); default: as they are
-  shard_size=5GB   of a safetensors file, at most
-  prefix=model.    of names, which safetensors files lose; default: that of the model of transformers, if there was one
+  dtype=bf16       of floating-point weights (fp32, bf16, fp16, fp64); default: unchanged
+  shard_size=5GB   most bytes of a safetensors file
+  prefix=model.    removed from names in safetensors files; default: the prefix of the transformers model, if any
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS,
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
@@ -59,11 +59,10 @@ def main(arguments: list[str]) -> int:
 def convert(
     source: str, target: str, to: str = "", dtype: str | None = None, shard_size: str = "", prefix: str | None = None
 ) -> None:
-    """Write the checkpoint ``source`` in another form to ``target``, at which there is nothing yet.
+    """Write the checkpoint ``source`` in another form to the new path ``target``.
 
-    Raises:
-        ConfigError: a setting that cannot work; ``source`` is no whole checkpoint, or would run code.
-        OSError: the system's, or a RuntimeError of another cause: with file and cause.
+    Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
+    OSError or RuntimeError, with file and cause, if reading or writing fails.
     """
     if to not in ("full", "sharded", "safetensors"):
         raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Give to=.")
@@ -88,7 +87,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with tensors that are read, and cast to ``dtype``, when they are written; tied ones are one."""
+    """Replace tensors by StoredTensors, which read and cast when they are written. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:
@@ -102,7 +101,7 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by numbers of parameters, as torch's optimizers have it."""
+    """Key an optimizer's state by parameter numbers, as torch's optimizers do."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]

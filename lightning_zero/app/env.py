@@ -1,6 +1,6 @@
-"""``python -m lightning_zero.env``: what a bug report needs of a machine, as text or JSON; ``--check`` tries it.
+"""Report what a bug report needs to know of this machine, as text or JSON; ``--check`` tests the machine.
 
-Environment variables are shown by prefixes that hold no secrets, without those whose names sound like a secret.
+Environment variables are shown only if their prefix is harmless and their name does not sound like a secret.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """All sections. A section that fails says why, and leaves the others as they are.
-
-    Args:
-        disk: a folder whose disk is measured; None: none is.
-    """
+    """Collect all sections. A section that fails holds its error. ``disk``: a folder whose disk is measured."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -57,13 +53,13 @@ def facts(disk: str | None = None) -> dict[str, Facts]:
     for name, section in sections.items():
         try:
             found[name] = section()
-        except Exception as error:  # a report of a broken machine is what this is for
+        except Exception as error:  # the report is for broken machines too
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
     return found
 
 
 def _torch() -> Facts:
-    """What torch's own report has, but for processor flags and lists of packages."""
+    """Run torch's own report, without processor flags and package lists."""
     from torch.utils.collect_env import get_env_info
 
     found = get_env_info()._asdict()
@@ -73,7 +69,7 @@ def _torch() -> Facts:
 
 
 def _packages() -> Facts:
-    """The package, and what it and its extras need, as far as they are installed."""
+    """List the versions of the package and of its installed requirements and extras."""
     found = {}
     for requirement in ["lightning-zero", *(importlib.metadata.requires("lightning-zero") or ())]:
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
@@ -108,7 +104,7 @@ def _host() -> Facts:
 
 
 def _gpus() -> Facts:
-    """GPUs, the links between them, and how fast pinned memory goes to the first one and back."""
+    """Describe the GPUs and their links, and measure transfers between pinned memory and the first GPU."""
     import torch
 
     from lightning_zero.device import accelerator_of
@@ -158,7 +154,7 @@ def _resolves() -> bool:
 
 
 def _disk(folder: str) -> Facts:
-    """How fast an offload to ``folder`` reads and writes, in the way in which it does."""
+    """Measure how fast offload reads and writes files in ``folder``."""
     import torch
 
     from lightning_zero.tiers.extents import Wanted
@@ -179,7 +175,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """The environment variables that matter to a run, without secrets."""
+    """Select the environment variables that matter to a run, without secrets."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())
@@ -188,7 +184,7 @@ def variables(environ: Mapping[str, str]) -> Facts:
 
 
 def _rate(move: Callable[[], Any]) -> str:
-    """How fast ``move`` moves ``PROBE_NBYTES``, the best of three."""
+    """Measure the rate of ``move``, which moves ``PROBE_NBYTES``: the best of three calls."""
     move()
     seconds = []
     for _ in range(3):
@@ -199,7 +195,7 @@ def _rate(move: Callable[[], Any]) -> str:
 
 
 def _lines_of(command: list[str]) -> list[str]:
-    """What a command prints; nothing where it is not there or fails."""
+    """Run a command and return the lines of its output, or nothing if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -208,7 +204,7 @@ def _lines_of(command: list[str]) -> list[str]:
 
 
 def text_of(found: Mapping[str, Facts]) -> str:
-    """As text that can be pasted."""
+    """Format the sections as text to paste into a report."""
     lines = []
     for section, entries in found.items():
         lines.append(section)
@@ -222,7 +218,7 @@ def text_of(found: Mapping[str, Facts]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command. Without ``--check`` it ends well on any machine, also where a section fails."""
+    """Run the command. Without ``--check`` it succeeds even if a section fails."""
     parser = argparse.ArgumentParser(prog="python -m lightning_zero.env", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(

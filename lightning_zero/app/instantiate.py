@@ -1,7 +1,4 @@
-"""Objects from Hydra groups, by ``hydra.utils.instantiate``: what cannot be made ends in a sentence that names the key.
-
-A wrong key is told from an exception of the user's own class, which is passed on with its traceback.
-"""
+"""Instantiate objects from Hydra groups. A wrong key raises a ConfigError; errors of users' classes pass."""
 
 from __future__ import annotations
 
@@ -20,17 +17,13 @@ INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of log
 
 
 def is_first() -> bool:
-    """Whether this is the process that Lightning starts others from, or rank 0 of those that a launcher has started."""
+    """Whether this is rank 0, or the process from which Lightning starts the others."""
     place = launched()
     return place is None or not (place.rank or place.local_rank)
 
 
 def locate(key: str, path: Any) -> Any:
-    """The object with a dotted path.
-
-    Raises:
-        ConfigError: there is no such module or attribute. An import that fails inside the module is passed on.
-    """
+    """Import the object with a dotted path. Raises ConfigError if it does not exist."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(f"{key}: expected the dotted path of a class, got {path!r}. Change {key}.")
     try:
@@ -44,10 +37,7 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Names of the arguments that a class or function takes; ``None`` where it takes any.
-
-    ``**kwargs`` of an ``__init__`` are taken to go to the next class of the MRO.
-    """
+    """Names of a function's or class's arguments (also its bases', if it takes ``**kwargs``); ``None``: any."""
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:
         if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):
@@ -60,9 +50,10 @@ def accepted_arguments(target: Any) -> set[str] | None:
         if not any(p.kind is p.VAR_KEYWORD for p in own):
             return names
         if of is target and (_is_library(of) or not inspect.isclass(of)):
-            return None  # it hands them on: wandb.init(**kwargs)
+            return None  # its **kwargs go to another library, such as wandb.init
         if _is_library(of):
-            return names or None  # a base that takes anything is no reason to pass anything
+            # That a library's base class takes **kwargs does not mean that its subclass takes any argument.
+            return names or None
     return names
 
 
@@ -78,16 +69,15 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """The object that ``node`` describes: ``_target_``, perhaps ``_partial_``, and its arguments.
+    """Instantiate ``node``: ``_target_``, maybe ``_partial_``, and arguments.
 
     Args:
-        key: where the node is in the configuration, for messages.
-        droppable: arguments that are left out, with a note, where the target does not take them.
-        extra: arguments that are passed where the target takes them.
-        needs_extra: those of them that it must take.
+        key: of the node in the configuration, for messages.
+        droppable: arguments that are dropped, with a note, if the target does not take them.
+        extra: arguments that are passed if the target takes them.
+        needs_extra: the arguments of ``extra`` that the target must take.
 
-    Raises:
-        ConfigError: no such target, an argument that it does not take, or one that is missing.
+    Raises ConfigError if the target does not exist, refuses an argument or lacks one.
     """
     path = node.get("_target_")
     target = locate(f"{key}._target_", path)
@@ -112,7 +102,7 @@ def build(
         node = {k: v for k, v in node.items() if k not in unknown}
     try:
         given = instantiate(node, _convert_="all", _partial_=True)
-    except InstantiationException as error:  # of an object inside
+    except InstantiationException as error:  # raised by a nested object
         if isinstance(error.__cause__, (ImportError, TypeError)):
             raise ConfigError(f"{key}: {' '.join(str(error).split())}. Change {key}.*.") from error
         raise
@@ -122,12 +112,12 @@ def build(
 
 
 def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
-    """Call it. What a class of torch or Lightning refuses is an error of the settings."""
+    """Call ``make``. An error that a class of torch or Lightning raises becomes a ConfigError."""
     try:
         return make()
     except Exception as error:
         assert error.__traceback__ is not None
-        if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # of the call itself
+        if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # raised by the call itself
             raise ConfigError(f"{key}: {path}: {error}. Give it as +{key}.<name>=<value>.") from None
         said = " ".join(str(error).split()).rstrip(".")
         if not _is_library(target) or isinstance(error, ConfigError):
@@ -142,11 +132,7 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 
 def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
-    """Of arguments that ``target`` has refused.
-
-    Raises:
-        ConfigError: one is text, and its default is a number.
-    """
+    """Raise ConfigError if an argument is text where the default of ``target`` is a number."""
     for name, parameter in inspect.signature(target).parameters.items():
         value = arguments.get(name)
         if isinstance(value, str) and type(parameter.default) in (int, float):
@@ -154,7 +140,7 @@ def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
-    """One object for each entry; an entry that is null is left out."""
+    """Instantiate every entry that is not null."""
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")

@@ -1,4 +1,4 @@
-"""The main job as a job of a cluster."""
+"""Run the main job inside a cluster's job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set ``trainer.num_nodes``, ``devices`` and ``accelerator`` as the cluster has them.
-
-    Raises:
-        ConfigError: one of them was given and says otherwise.
-    """
+    """Set the Trainer's nodes, devices and accelerator from the cluster. Raises ConfigError if they contradict."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -76,11 +72,7 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
 
 
 def check_inside(cluster: ClusterConfig) -> None:
-    """Refuse a run for a cluster that srun has not started: it would train on the machine of the one who typed it.
-
-    Raises:
-        ConfigError: says how it is started.
-    """
+    """Raise ConfigError if a run for SLURM was not started by srun: it would train on the login node."""
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
@@ -91,7 +83,7 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Lightning's view of the job, listening for the signal that SLURM sends."""
+    """Create Lightning's SLURM environment, which listens for the signal before the time limit."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     if cluster.name is not ClusterName.slurm:
@@ -102,9 +94,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Load this checkpoint, or none: on SLURM Lightning would look for one in the run folder by itself, and find that
-    of an earlier job, or that of the requeue signal once more for an evaluation.
-    """
+    """Load exactly this checkpoint, or none. Lightning on SLURM would otherwise find one of an earlier job."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
@@ -117,7 +107,7 @@ def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
 
 
 def saves_nothing(config: TrainConfig) -> str | None:
-    """The setting that forbids checkpoints."""
+    """Return the setting that disables checkpoints, if there is one."""
     if config.trainer.get("enable_checkpointing") is False:
         return "trainer.enable_checkpointing=false"
     fast = config.trainer.get("fast_dev_run")
@@ -125,10 +115,7 @@ def saves_nothing(config: TrainConfig) -> str | None:
 
 
 def check_saves(config: TrainConfig, explicit: set[str]) -> None:
-    """
-    Raises:
-        ConfigError: ``save_minutes`` was asked for where nothing is to be saved.
-    """
+    """Raise ConfigError if ``save_minutes`` was given although checkpoints are disabled."""
     setting = saves_nothing(config)
     if setting is not None and config.save_minutes is not None and "save_minutes" in explicit:
         raise ConfigError(
@@ -138,7 +125,7 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:
-    """Have the run save before it leaves on SIGTERM, and every ``save_minutes``."""
+    """Save before leaving on SIGTERM, and every ``save_minutes``."""
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
@@ -147,11 +134,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """What to type to go on from the checkpoint ``path``.
-
-    Args:
-        arguments: of this run.
-    """
+    """Return the command that continues the run of command line ``arguments`` from the checkpoint ``path``."""
     quoted = path if re.fullmatch(r"[\w./:+-]+", path) else "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
@@ -161,7 +144,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """The newest checkpoint of this job, if it was started before, else ``ckpt_path``. The same on all ranks."""
+    """Return the newest checkpoint of this job if it was restarted, else ``ckpt_path``. All ranks get the same."""
     job = job_name()
     if job is None:
         return config.ckpt_path
@@ -177,7 +160,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
 
 
 def keep_metrics(trainer: Trainer) -> None:
-    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
+    """Rename the metrics from before a restart to ``metrics-1.csv`` and so on, because Lightning would delete them."""
     from lightning.pytorch.loggers import CSVLogger
 
     for logger in trainer.loggers:

@@ -1,10 +1,10 @@
-"""What is wrong with overrides on the command line: Hydra's own sentence, and what could be written instead.
+"""Explain mistakes in command-line overrides: Hydra's own sentence, and the nearest valid override.
 
 ::
 
-    hydra_raises      while Hydra composes: what it refuses is raised, and not printed
-    explain           its sentence, and the nearest of all that could be written
-    check_keys        after it has composed: what a ``+``, or a file, has added to a typed part
+    hydra_raises      while Hydra composes: raise its errors instead of printing them
+    explain           add a suggestion to Hydra's error
+    check_keys        after composing: refuse unknown keys that a ``+`` or a file has added
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.config import ConfigError, nearest
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-NO_NAME = "Config group override must be"  # what Hydra says of zero/stage=3, without the group
+NO_NAME = "Config group override must be"  # start of Hydra's message for zero/stage=3 without the group
 
-_silenced = False  # we have set FULL_ERROR
+_silenced = False  # whether this module has set FULL_ERROR
 
 
 @contextlib.contextmanager
 def hydra_raises() -> Iterator[None]:
-    """Have Hydra raise what it would print and end the process with, until :func:`hydra_prints`."""
+    """Make Hydra raise its errors, instead of printing them and exiting, until :func:`hydra_prints`."""
     global _silenced
     if FULL_ERROR not in os.environ:
         os.environ[FULL_ERROR], _silenced = "1", True
@@ -43,7 +43,7 @@ def hydra_raises() -> Iterator[None]:
 
 
 def hydra_prints() -> None:
-    """Let Hydra print exceptions as it always does, without its own frames."""
+    """Restore Hydra's printing of exceptions, without its own frames."""
     global _silenced
     if _silenced:
         os.environ.pop(FULL_ERROR, None)
@@ -51,11 +51,7 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Refuse what a ``+`` on the command line, or a file, has added to a typed part.
-
-    Raises:
-        ConfigError: a key that the schema does not have, or that is a misspelt group.
-    """
+    """Raise ConfigError for keys of typed parts that are not in the schema, or that are a misspelt group."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)
@@ -73,30 +69,25 @@ def check_keys(node: Any, path: str = "") -> None:
 
 
 class _Conf(NamedTuple):
-    """All that can be written: the groups with their files, and the settings; the latter with dots, groups too."""
+    """All valid overrides: the groups with their files, and the settings with dots (groups too)."""
 
     groups: dict[str, list[str]]
     settings: set[str]
 
     def inside(self, path: str) -> list[str]:
-        """The names one level below ``path``; of everything for an empty one."""
+        """Names one level below ``path``; the top level for ``""``."""
         start = f"{path}." if path else ""
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 
     def named(self, last: str) -> str | None:
-        """The group with this last name, else the only setting."""
+        """Return the group whose last name is ``last``, else the only such setting."""
         same = [k for k in sorted(self.settings) if nearest(last, [k.rpartition(".")[2]], exact=True)]
         groups = [k for k in same if k.replace(".", "/") in self.groups]
         return groups[0] if groups else same[0] if len(same) == 1 else None
 
 
 def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
-    """What Hydra, or OmegaConf below it, says of an override, and what may have been meant.
-
-    Args:
-        config_name: the file of ``conf`` that was composed.
-        arguments: of the command.
-    """
+    """Return the message of Hydra or OmegaConf about an override, with a suggestion."""
     conf = _known(config_name)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         conf.groups[error.missing_cfg_file.removesuffix(".yaml").rpartition("/")[0]] = list(error.options)
@@ -111,24 +102,24 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
         said = f"{given}: {said}"
     elif said.startswith("Error merging"):
         said = f"{said}: {cause.splitlines()[0].rstrip('.')}"
-    elif said.endswith("config:"):  # a file
+    elif said.endswith("config:"):
         said = f"{said} {more[0]}"
     options = re.search(r"expected one of \[(.*?)\]", cause)
     sentences = [f"{said}.", meant(given, conf, options[1].split(", ") if options else [])]
-    if "not in struct" in cause:  # where anything can be added
+    if "not in struct" in cause:  # keys can be added here with +
         sentences += [f"{line}." for line in more[:1]]
     return " ".join(filter(None, sentences))
 
 
 def explain_flag(arguments: list[str], config_name: str) -> str:
-    """What may have been meant by ``--max_steps 5``; empty where no setting is like it."""
+    """Suggest an override for ``--max_steps 5``. Empty if no setting is similar."""
     conf = _known(config_name)
     said = (meant(a.lstrip("-"), conf) for a in arguments if a.startswith("--"))
     return next((f"a setting is written key=value, without dashes. {s}" for s in said if s.startswith("Did")), "")
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """The argument that ``text`` is about; else the key, which a file has."""
+    """Find the argument that ``text`` is about, else the key (from a file)."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]
@@ -140,16 +131,12 @@ def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
 
 
 def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
-    """A sentence with what may have been meant by an override, or with what there is in its place.
-
-    Args:
-        options: the values that its setting takes, where they are known.
-    """
+    """Suggest what an override may have meant, or list the alternatives. ``options``: valid values, if known."""
     key, equals, value = given.lstrip("+~").partition("=")
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:
         beside = conf.inside(path)
-        if part not in beside and part in conf.groups.get(path, ()):  # a file that adds it
+        if part not in beside and part in conf.groups.get(path, ()):  # choosing this file adds the setting
             return f"Did you mean {path}={part} {given}?"
         if part not in beside and (elsewhere := conf.named(parts[-1])):
             path = elsewhere

@@ -1,4 +1,4 @@
-"""The parts of a run from their groups: precision, optimizer, model and data."""
+"""Build the parts of a run from their groups: precision, optimizer, model, loggers and data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TEXT_DATA = "lightning_zero.data.text.TextData"
-OUR_DATA = (  # tensors [batch_size, block_size + 1] of tokens
+OUR_DATA = (  # batches are tensors [batch_size, block_size + 1] of tokens
     TEXT_DATA,
     "lightning_zero.data.dataset.DatasetText",
     "lightning_zero.data.synthetic.SyntheticData",
@@ -24,11 +24,7 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def agreed_precision(config: TrainConfig) -> str | None:
-    """Lightning's precision for the group ``zero/precision``.
-
-    Raises:
-        ConfigError: ``trainer.precision`` is given and says otherwise.
-    """
+    """Return Lightning's precision for ``zero/precision``. Raises ConfigError if ``trainer.precision`` differs."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
     expected = trainer_precision(name)
@@ -44,11 +40,10 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now; on a matrix where
-    it takes no other (Muon).
+    """Create the function that makes an optimizer from param groups.
 
-    Raises:
-        ConfigError: it refuses its settings, or cannot work under ``zero.optimizer``.
+    It is tried on one parameter, or on a matrix if the optimizer takes nothing else (Muon). Raises ConfigError if the
+    optimizer refuses its settings or does not work under ``zero.optimizer``.
     """
     import torch
 
@@ -77,10 +72,9 @@ def build_optimizer(config: TrainConfig) -> Any:
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
-    """The LightningModule of the group ``model``; it gets the optimizer if it takes one.
+    """Build the LightningModule of the group ``model``, with the optimizer if it takes one.
 
-    With a class of the user's own in the place of ours, arguments of our default model that it does not take are left
-    out, unless they were asked for by name.
+    Defaults for our own model that a user's class does not take are dropped; arguments from the command line are not.
     """
     from lightning_zero.models.gpt import LitGPT
 
@@ -104,10 +98,7 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def build_loggers(config: TrainConfig) -> list[Any]:
-    """
-    Raises:
-        ConfigError: a logger's package is missing, or wandb knows no account.
-    """
+    """Build the loggers. Raises ConfigError if a package is missing or wandb has no account."""
     loggers = build_all("logger", config.logger)
     for name, logger in zip((n for n, node in config.logger.items() if node is not None), loggers, strict=True):
         if type(logger).__name__ == "WandbLogger" and not logger._offline and is_first():
@@ -116,7 +107,7 @@ def build_loggers(config: TrainConfig) -> list[Any]:
 
 
 def _log_in(key: str) -> None:
-    """wandb would ask for the account when the run starts, where other ranks wait already."""
+    """Log in to wandb now, because it would prompt while other ranks wait."""
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") != "online":
@@ -131,17 +122,16 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Arguments that are in a group for our class, and mean nothing to another in its place."""
+    """Arguments that belong to our class and are dropped for another class."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
-    """Compare data of ours with the ranks of the run.
+    """Check our own data against the ranks of the run.
 
-    Raises:
-        ConfigError: too little text for a batch of each, or ranks, or a length of sequences, that
-            ``zero.sequence_parallel`` does not divide.
+    Raises ConfigError if there is less than a batch per rank, or if ``zero.sequence_parallel`` does not divide the
+    ranks or the sequence length.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

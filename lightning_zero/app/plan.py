@@ -1,8 +1,7 @@
-"""The plan: ``python -m lightning_zero.plan [group=file] [key=value] [machine.gpus=8 ...]``.
+"""Plan the memory of a run: ``python -m lightning_zero.plan [group=file] [key=value] [machine.gpus=8 ...]``.
 
-Takes the configuration of a run, builds the model on the meta device, runs one batch through it without memory, and
-shows for every stage and row of ``zero/offload`` the bytes of a GPU, a host and a disk, whether they fit, what would
-make them fit, what is sent, and how long a step would take. ``picture=plan`` draws it.
+Builds the model on the meta device and runs one batch without memory. Shows for every stage and row of ``zero/offload``
+the bytes, whether they fit, what would make them fit, and the time of a step. ``picture=plan`` draws it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
-    """The machine that was described, with what is at hand where it was not."""
+    """Describe the machine from ``asked``, and from this machine where ``asked`` is silent."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
@@ -57,7 +56,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     if gpu is None:
         gpu = 0 if shared else gpu_nbytes()
     path = config.zero.offload.nvme_path
-    with contextlib.suppress(ConfigError):  # variables that only the nodes have
+    with contextlib.suppress(ConfigError):  # the path may hold variables that only the nodes have
         path = own_path(path, Share(), 0) if path else None
     nvme = asked.nvme
     if nvme is None:
@@ -67,7 +66,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
 
 
 def find_rates(asked: MachineConfig, machine: Machine) -> tuple[Rates, list[str]]:
-    """The rates that were described, with assumed ones where they were not; and which were described."""
+    """Return the rates, assumed ones where none were given, and the names of the given ones."""
     assumed = CPU_RATES if machine.shared else GPU_RATES
     given = {key: value for key, value in asked.rates.items() if value is not None}
     return replace(assumed, **given), sorted(given)
@@ -77,7 +76,7 @@ def find_rates(asked: MachineConfig, machine: Machine) -> tuple[Rates, list[str]
 
 
 def numbers(held: Bytes) -> dict[str, dict[str, int]]:
-    """Bytes by tier and role, for tools."""
+    """Convert bytes to plain numbers by tier and role, for JSON."""
     found: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier}
     for (role, tier), nbytes in sorted(held.items(), key=lambda item: item[0][0].value):
         if nbytes:
@@ -130,7 +129,7 @@ def document(
     choice: Choice | str,
     rates: Rates,
 ) -> dict[str, Any]:
-    """The whole plan, for tools. Sizes are bytes."""
+    """Build the JSON document of the plan. Sizes are bytes."""
     first, model = best(rows), described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
@@ -185,7 +184,6 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> None:
-    """Plan and show."""
     if extras["picture"] is not None:
         check_picture(extras["picture"])
     fit_trainer(config)
@@ -219,7 +217,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Settings for a row: those that were given for ``auto`` count for that alone."""
+    """Return the settings for a row. Budgets given for ``auto`` apply to ``auto`` alone."""
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 

@@ -1,4 +1,4 @@
-"""The model that a plan is made for: units and buckets of a module on meta, and the activations of one batch."""
+"""Describe the model of a plan: units and buckets of a module on the meta device, and the activations of one batch."""
 
 from __future__ import annotations
 
@@ -33,22 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Described:
-    """A model, and what is said about it.
-
-    Attributes:
-        precision: the row.
-        other: activations with activation checkpointing the other way round; ``None``: not measured.
-        why_not: why activations are not known.
-    """
+    """A model with facts for the output."""
 
     model: Model
-    precision: str
-    other: Activations | None = None
-    why_not: str = ""
+    precision: str  # the row
+    other: Activations | None = None  # activations with checkpointing switched the other way; None: not measured
+    why_not: str = ""  # why activations are not known
 
 
 def precision_row(config: TrainConfig) -> Precision:
-    """The row of ``zero/precision`` that a run would use."""
+    """Return the row of ``zero/precision`` that a run would use."""
     asked = agreed_precision(config)
     asked = PRECISION_ALIASES.get(asked or "", asked)
     return next((row for row in Precision if row.value == asked), Precision.fp32)
@@ -62,16 +56,13 @@ def describe(
     activations: bool = False,
     both_ways: bool = True,
 ) -> Described:
-    """The model of a configuration, built without memory.
+    """Describe the model of a configuration, built without memory. Exceptions of the model's own code pass.
 
     Args:
-        explicit: keys that were given on the command line.
-        states: tensors of optimizer state for each parameter; ``None``: the state of the optimizer.
-        activations: measure them.
-        both_ways: with activation checkpointing and without.
-
-    Raises:
-        Exception: of its own code, where it cannot be built.
+        explicit: keys given on the command line.
+        states: state tensors per parameter; ``None``: found from the optimizer.
+        activations: measure activations.
+        both_ways: with and without activation checkpointing.
     """
     from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 
@@ -109,13 +100,13 @@ def describe(
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
-    """The module that ``build`` makes, without memory, in the dtype of a run."""
+    """Build the module on the meta device, in the dtype of a run."""
     import torch
 
     from lightning_zero.engine.units.describe import TRUE_DTYPES
 
     dtype = torch.get_default_dtype()
-    # What a model prints belongs to no JSON document.
+    # Keep what a model prints out of the JSON document.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             torch.set_default_dtype(TRUE_DTYPES.get(precision, dtype))
@@ -131,11 +122,9 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """As :func:`on_meta`, for code that goes by values (``[x.item() for x in torch.linspace(0, 0.1, depth)]``): tensors
-    have values, and a parameter loses them when a module gets it.
+    """Build the module with real tensors but parameters on meta, after the attempt on pure meta raised ``error``.
 
-    Args:
-        error: of the attempt without any values.
+    Some code needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
     from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 
@@ -151,8 +140,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """The state of each parameter, where the optimizer of the configuration steps whole tensors and can be tried; else
-    as many tensors for each as :func:`optimizer_states` says."""
+    """Return the state of every tensor if the optimizer steps whole tensors; else the number of state tensors."""
     from lightning_zero.models.language_model import decay_groups
     from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
@@ -166,7 +154,7 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 
 def steps_slices(config: TrainConfig) -> bool:
-    """Whether the optimizer of the configuration steps slices, whose state is known by its number of tensors."""
+    """Whether the optimizer steps slices, so that its number of state tensors says all."""
     import torch
 
     from lightning_zero.optimizers.refused import is_stepped_whole
@@ -181,10 +169,7 @@ def steps_slices(config: TrainConfig) -> bool:
 
 
 def optimizer_states(config: TrainConfig) -> int:
-    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it.
-
-    Of state of other shapes than the parameter's nothing is known here.
-    """
+    """Count the state tensors of a parameter's shape, by one trial step of the optimizer."""
     import torch
 
     from lightning_zero.optimizers.known import states_after_step
@@ -206,7 +191,7 @@ def optimizer_states(config: TrainConfig) -> int:
 def with_activations(
     found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
-    """Measure activations, with activation checkpointing as it is set and, with ``both_ways``, the other way round."""
+    """Measure activations with the given activation checkpointing and, with ``both_ways``, the opposite."""
     from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
 
     zero, precision = for_layout(config.zero), precision_row(config)
@@ -231,7 +216,7 @@ def with_activations(
 
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
-    """A batch of a run: of the sizes of our own data, which is not read; else the first of the user's."""
+    """Return a batch: a made-up one for our own data, which is not read; else the first of the user's data."""
     import torch
 
     from lightning_zero.trainer.memory.auto_row import batch_from

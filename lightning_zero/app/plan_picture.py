@@ -1,4 +1,4 @@
-"""Draws the memory plan: a bar for each row, stacked by roles, against the memory that there is."""
+"""Draw the memory plan: one bar per row, stacked by roles, against the available memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.planning.memory import on_tier
 from lightning_zero.planning.placement import Tier
 
 SUFFIXES = (".png", ".svg")
-# The palette of Okabe and Ito, which most people with a colour vision deficiency tell apart.
+# Okabe and Ito's palette, for readers with a colour vision deficiency.
 ROLES = {
     Role.compute_param: ("#0072b2", "parameters"),
     Role.master_param: ("#56b4e9", "master weights"),
@@ -27,14 +27,14 @@ ROLES = {
     Role.reducing: ("#d55e00", "being reduced"),
     Role.staging: ("#999999", "between tiers"),
     Role.activation: ("#f0e442", "activations, batch"),
-    Role.whole_copy: ("#882255", "whole, after a run"),  # of another palette: black is the ground of one theme
+    Role.whole_copy: ("#882255", "whole, after a run"),  # from another palette: black is the background of a theme
 }
-THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # ground, ink, line
-Panel = tuple[str, int, list[dict[Role, int]]]  # of one tier: its name, its bytes, and those of each row by roles
+THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # background, text, line
+Panel = tuple[str, int, list[dict[Role, int]]]  # one tier: name, bytes, and bytes by role of each row
 
 
 def check_picture(path: str) -> None:
-    """Raise ConfigError where matplotlib or the folder is missing, or the suffix is of another format."""
+    """Raise ConfigError if matplotlib or the folder is missing, or the suffix is unknown."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("picture: expected matplotlib, which is not installed: pip install 'lightning-zero[plot]'.")
     if Path(path).suffix not in ("", *SUFFIXES):
@@ -46,7 +46,7 @@ def check_picture(path: str) -> None:
 def draw(
     path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
 ) -> list[str]:
-    """Write the picture over files of the same names, both formats where ``path`` has no suffix; returns the files."""
+    """Write the picture (both formats if ``path`` has no suffix) over existing files, and return the files."""
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
@@ -72,10 +72,10 @@ def draw(
 
 
 def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
-    """The first tier, and those others that any row uses."""
+    """List the first tier, and every other tier that a row uses."""
 
     def panel(name: str, capacity: int, ranks: int, *tiers: Tier) -> Panel:
-        def share(row: Row) -> dict[Role, int]:  # at the moment at which the tiers hold the most
+        def share(row: Row) -> dict[Role, int]:  # at the moment of the largest sum over the tiers
             most = max(row.moments, key=lambda held: sum(on_tier(held, tier) for tier in tiers))
             return {role: n * ranks for role in Role if (n := sum(most[role, tier] for tier in tiers))}
 
@@ -91,7 +91,7 @@ def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
 def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], ground: str, ink: str, line: str) -> None:
     totals = [sum(share.values()) for share in shares]
     largest = max([*totals, 1])
-    # A bar that is far beyond the memory would make all others points: the axis ends at a few times of it.
+    # The axis ends at a few times the memory, so that one large bar does not shrink all others to points.
     end = min(largest, 3 * capacity) if capacity and min(totals) < capacity else largest
     end = int(max(end, capacity if capacity <= 1.6 * largest else 0) * 1.16)
     left = [0] * len(shares)
@@ -99,9 +99,9 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
         widths = [share.get(role, 0) for share in shares]
         ax.barh(range(len(shares)), widths, left=left, color=colour, height=0.72, linewidth=0)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # a number may lie on a bar, or on the line
+    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # the number may lie on a bar or line
     for place, total in enumerate(totals):
-        beyond = total > end * 0.87  # there is no room for the number behind it
+        beyond = total > end * 0.87  # no room for the number behind the bar
         x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")
         if total:
             ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=ink, bbox=box, zorder=3)
@@ -110,7 +110,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
     if capacity and inside:
         ax.axvline(capacity, color=line, linewidth=1.6)
     ax.set_title(f"{name}\n{label}", color=line if inside else ink, fontsize=9)
-    step = 1 << max(0, -(-end // 5) - 1).bit_length()  # a power of two: at most five of them are on the axis
+    step = 1 << max(0, -(-end // 5) - 1).bit_length()  # a power of two with at most five ticks
     ax.set_xlim(0, end)
     ax.set_xticks(range(0, end, step), [short_bytes(value) if value else "0" for value in range(0, end, step)])
 

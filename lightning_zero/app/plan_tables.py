@@ -1,4 +1,4 @@
-"""What the memory plan shows on a terminal: tables of bytes and of seconds, what lacks, and what would make it fit."""
+"""Print the memory plan: tables of bytes and seconds, shortages, and what would make rows fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
 
-WIDTH = 120  # columns, where the output is no terminal
+WIDTH = 120  # columns if the output is not a terminal
 
 TIER_NAMES = {Tier.device: "GPU", Tier.host: "host", Tier.nvme: "disk"}
 TIER_MARKS = {Tier.device: "", Tier.host: " h", Tier.nvme: " d"}
@@ -51,7 +51,7 @@ def _cell(row: Row, roles: tuple[Role, ...]) -> str:
         if nbytes:
             parts.append((nbytes, short_bytes(nbytes) + TIER_MARKS[tier]))
     most = max((nbytes for nbytes, _ in parts), default=0)
-    return " ".join(text for nbytes, text in parts if nbytes * 100 > most) or "-"  # without crumbs
+    return " ".join(text for nbytes, text in parts if nbytes * 100 > most) or "-"  # without tiny parts
 
 
 def machine_line(machine: Machine) -> str:
@@ -90,8 +90,7 @@ def _times(row: Row) -> list[str]:
 
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
-    """A table of bytes and one of seconds; where ``width`` columns do not hold the first, two: what fits, and what
-    rests where."""
+    """Build tables of bytes and seconds. If ``width`` is too small, split the first: what fits, what rests where."""
     rest, peaks, times = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
     wide = _table(rows, config, None, [rest, peaks])
     if Console(width=sys.maxsize).measure(wide).maximum <= width:
@@ -105,11 +104,7 @@ def _table(
     lines: box.Box | None,
     parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
 ) -> Table:
-    """
-    Args:
-        lines: the frame; ``None``: rich's own, which takes two more columns of text for each column.
-        parts: groups of columns.
-    """
+    """Build one table. ``lines``: the frame; ``None``: rich's own, which is wider. ``parts``: groups of columns."""
     style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
     table = Table(pad_edge=False, **style)
     for name in ("", "stage", "offload"):
@@ -134,7 +129,7 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
-    """What would make the rows fit that do not, and where to begin."""
+    """Say for each row that does not fit what would make it fit."""
     return [
         f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
         for row, advice in zip(rows, advices, strict=True)
@@ -168,7 +163,7 @@ def _first_to_try(rows: list[Row]) -> str:
 
 
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     several = model.limits.micro_batches > 1
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
     return [
@@ -181,7 +176,7 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
-    """What the module is after a run, in a sentence."""
+    """Say what happens to the module after a run."""
     setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
     if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."
@@ -194,7 +189,7 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
 
 
 def activations_line(model: Model, described: Described) -> str:
-    """What activations were found, in a sentence."""
+    """Say which activations were measured."""
     if model.activations is None:
         return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
     found = model.activations.of(model.samples or model.activations.sizes[0])
@@ -229,7 +224,7 @@ RATE_NAMES = {
 
 
 def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
-    """Which rates the seconds were found with."""
+    """Say which rates were used for the seconds."""
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
     if not given:
@@ -251,7 +246,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """What zero/stage=auto zero/offload=auto would take."""
+    """Say what zero/stage=auto zero/offload=auto would choose."""
     if isinstance(choice, str):
         return f"auto takes nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
@@ -267,12 +262,8 @@ def show(
     choice: Choice | str,
     rates: str,
 ) -> None:
-    """
-    Args:
-        choice: of ``auto``, or why there is none.
-        rates: that seconds were found with, in a sentence.
-    """
-    width = shutil.get_terminal_size((WIDTH, 0)).columns  # COLUMNS counts too
+    """Print everything. ``choice``: of ``auto``, or why it has none. ``rates``: a sentence about the rates."""
+    width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
     console = Console(width=width, highlight=False)
     model = described.model
 

@@ -1,7 +1,4 @@
-"""The typed schema of the Hydra groups, from the dataclasses of :mod:`lightning_zero.config`.
-
-Imported by the entry points and by the Hydra plugin only, at the start of every Hydra app: it imports no torch.
-"""
+"""The typed schema of the Hydra groups. Imports no torch, because the plugin loads it into every Hydra app."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ PRECISION_RESOLVER = "lightning_zero_precision"
 
 
 class Task(Enum):
-    """What a run does."""
+    """The task of a run."""
 
     fit = "fit"
     validate = "validate"
@@ -35,7 +32,7 @@ class Task(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """Everything in ``conf/train.yaml``. Groups that may hold a user's own class are plain mappings."""
+    """The settings of ``conf/train.yaml``. Groups that may hold a user's own class are plain mappings."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     model: dict[str, Any] = field(default_factory=dict)
@@ -84,18 +81,17 @@ def _rate(key: str, value: Any) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class MachineConfig:
-    """What the memory plan is made for. ``None``: as the machine at hand has it.
+    """The machine of a memory plan. ``None``: as this machine.
 
     Attributes:
         gpus: per host.
         gpu_memory: of one GPU, such as ``80GB``, ``80GiB`` or a number of bytes.
-        host_memory: of one host, for all its processes.
+        host_memory: of one host.
         nvme: of one host's disk.
         nodes: hosts.
         rates: bytes a second of one rank, such as ``50GB``, by the names of
-            :class:`~lightning_zero.planning.speed.Rates`: ``device_memory``, ``host_memory``, ``to_device``,
-            ``to_host``, ``disk_read``, ``disk_write``, ``network``; and ``compute``, operations a second that a model
-            reaches. What is not given is assumed.
+            :class:`~lightning_zero.planning.speed.Rates`; and ``compute``, FLOPs a second that a model reaches. Missing
+            rates are assumed.
     """
 
     gpus: int | None = None
@@ -124,29 +120,24 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """The name of a run's folder: one for all processes of a run, and the same again when the job starts again.
-
-    Processes that Lightning starts are told the folder. Those that srun, torchrun or mpirun start each work it out
-    themselves, so that it must not hold the time of day then.
-    """
+    """Name the run folder: the same on all processes, which may each compute the name, and after a restart."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 def trainer_precision(row: Any) -> str | None:
-    """What ``Trainer(precision=)`` must be for a row of ``zero/precision``; ``None`` leaves it to the Trainer."""
+    """Return the value of ``Trainer(precision=)`` for a row of ``zero/precision``; ``None``: the Trainer decides."""
     return None if row is None else choose("precision", row).value
 
 
 def register_schema() -> None:
-    """Register the schema and the resolvers with Hydra; may be called again.
+    """Register the schema and the resolvers with Hydra. May be called again.
 
-    ``lightning_zero_train`` is the schema of our own ``train.yaml``. Another app takes ``zero: schema`` into its
-    defaults list to have every setting of the group ``zero`` typed and defaulted, and
-    ``precision: ${lightning_zero_precision:${zero.precision.name}}`` among the arguments of its Trainer.
+    Other apps add ``zero: schema`` to their defaults list to type the group ``zero``, and pass ``precision:
+    ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
-    # What a plan takes besides a run's settings; train.yaml is merged into it.
+    # Settings of a plan beside those of a run; train.yaml is merged in.
     plan = {
         "machine": MachineConfig,
         "json": BooleanNode(False),
@@ -159,7 +150,7 @@ def register_schema() -> None:
     submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
     store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")
     store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
-    # Jobs of a sweep, each by processes of its own: lightning_zero/app/sweep.py.
+    # Run each job of a sweep in its own process: lightning_zero/app/sweep.py.
     processes = {"_target_": "hydra_plugins.lightning_zero_plugin.ProcessLauncher"}
     store.store(group="hydra/launcher", name="processes", node=processes, provider="lightning_zero")
     OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)

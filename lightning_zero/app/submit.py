@@ -1,7 +1,6 @@
-"""A run as a job of SLURM: ``python -m lightning_zero.submit [group=file] [key=value] [cluster.nodes=4 ...]``.
+"""Submit a run to SLURM: ``python -m lightning_zero.submit [group=file] [key=value] [cluster.nodes=4 ...]``.
 
-Takes the configuration of a run, checks it as the run would, compares its memory plan with the machine, writes a
-script for sbatch and submits it. What follows the job id (folder, log) is printed.
+Checks the configuration and the memory plan, writes an sbatch script and submits it. Prints job id, folder and log.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 
 EXTRA_KEYS = ("machine", "dry_run")
-PLENTY = 2**60  # bytes of what nobody has described
+PLENTY = 2**60  # bytes of a memory that is not described
 RUN_DIR_KEY = "hydra.run.dir="
 
-# What sbatch answers, and the key to change.
+# Errors of sbatch, and the key to change.
 REFUSALS = {
     "partition": "cluster.partition",
     "qos": "cluster.qos",
@@ -71,18 +70,14 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """What the main job checks before it starts processes, on a machine that need not have the cluster's devices.
-
-    Raises:
-        ConfigError: a setting that cannot work.
-    """
+    """Run the main job's checks on a machine that may lack the cluster's devices. Raises ConfigError."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     train.check_checkpoint(config.ckpt_path)
     agreed_precision(config)
     check_saves(config, explicit)
-    # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
-    # The folder for files is one of the nodes.
+    # Check callbacks and Trainer arguments on the devices of this machine, without fp16 (no CPU supports it) and
+    # without the nodes' folder for files.
     offload = config.zero.offload
     if offload.nvme_path is not None:
         offload = replace(offload, nvme_path=os.curdir)
@@ -96,22 +91,21 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What a run says of its devices is not true here, and a script on stdout is to be a script."""
+    """Silence messages about this machine's devices: they do not apply to the job, and stdout may be the script."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The `srun` command is available")  # for the job
+            warnings.filterwarnings("ignore", message="The `srun` command is available")  # true for the job only
             yield
     finally:
         logging.disable(before)
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
-    """A node of the cluster for the memory plan; what was not described counts as plenty.
+    """Describe a node of the cluster for the memory plan. Memory that is not described counts as plenty.
 
-    Raises:
-        ConfigError: the machine has less than the cluster is asked for.
+    Raises ConfigError if the described machine has less than ``cluster`` requests.
     """
     for key, of_cluster in (("gpus", cluster.gpus_per_node), ("nodes", cluster.nodes)):
         there = getattr(asked, key)
@@ -128,7 +122,7 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: Hybri
 
 
 def slurm_memory(mem: str | None) -> int | None:
-    """``500G`` of ``cluster.mem`` in bytes; ``None`` for all memory of a node, or words that only SLURM knows."""
+    """Convert ``cluster.mem`` to bytes; ``None``: all memory of a node, or a word that only SLURM knows."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", (mem or "").upper())
     if match is None or not int(match[1]):
         return None
@@ -136,11 +130,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Compare the memory plan with the machine; a line about it.
-
-    Raises:
-        ConfigError: it does not fit; says what would.
-    """
+    """Compare the memory plan with the machine and describe it in a line. Raises ConfigError if it does not fit."""
     model = describe(config, train.explicit_keys()).model
     machine = machine_of(config.cluster, asked, config.zero.comm.hybrid_shard)
     settings = config.zero.offload
@@ -180,7 +170,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Arguments of the run: ours, less what only submitting needs."""
+    """Return the arguments of the run, without those for submitting only."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
     found = [o for o in overrides.task if not ours.match(o)]
@@ -193,11 +183,7 @@ def job_arguments(choices: dict[str, str]) -> list[str]:
 
 
 def submit(text: str) -> str:
-    """Give the script to sbatch; the id of the job.
-
-    Raises:
-        ConfigError: there is no sbatch, or it refuses.
-    """
+    """Submit the script by sbatch and return the job's id. Raises ConfigError if sbatch is missing or refuses."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
     except OSError as error:
@@ -213,7 +199,7 @@ def submit(text: str) -> str:
 
 
 def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_dir: str | None, dry_run: bool) -> None:
-    """Check, write, and submit or show."""
+    """Check the run, write the script, and submit or print it."""
     if config.cluster.name is ClusterName.none:
         raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
     explicit = train.explicit_keys()
@@ -246,7 +232,7 @@ def _task(cfg: DictConfig) -> None:
         run(train.train_config(cfg), asked, arguments=arguments, run_dir=_given_run_dir, dry_run=dry_run)
 
 
-_given_run_dir: str | None = None  # of the run, not of this command
+_given_run_dir: str | None = None  # run folder of the job, not of this command
 
 
 def main() -> None:

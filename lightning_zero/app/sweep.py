@@ -1,8 +1,7 @@
-"""Sweeps: every job by a command of its own, or a job of SLURM of its own, and a table of all at the end.
+"""Run sweeps: each job as its own command or SLURM job, and a table of the results at the end.
 
-Hydra's basic launcher runs jobs inside of one process, where ranks that Lightning starts would run the whole sweep
-again. Here each job is the command that one would type for it, so it may have any number of ranks, and one that fails
-takes no other with it. With ``cluster=slurm`` it is the script that ``lightning_zero.submit`` would write for it.
+Hydra's basic launcher runs jobs inside one process, where ranks that Lightning starts would run the whole sweep again.
+With own processes, jobs may have any number of ranks, and a failing job does not stop others.
 """
 
 from __future__ import annotations
@@ -27,18 +26,14 @@ from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError
 
-RESULTS = "results.json"  # what app/tasks.py writes
+RESULTS = "results.json"  # written by app/tasks.py
 OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mode|run|callbacks)\b"
 
-failed: list[int] = []  # jobs of this process
+failed: list[int] = []  # numbers of the failed jobs
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Refuse optuna where it is not installed (Hydra would say that there is no such file), and submitit's launcher.
-
-    Raises:
-        ConfigError: says what to install, or to write.
-    """
+    """Raise ConfigError if optuna is not installed (Hydra's message would mislead), or for submitit's launcher."""
     asked = {a.lstrip("+") for a in arguments}
     if asked & {"hparams_search=optuna", "hydra/sweeper=optuna"} and not _is_installed("hydra_optuna_sweeper"):
         raise ConfigError(
@@ -57,29 +52,20 @@ def _is_installed(plugin: str) -> bool:
 
 
 def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
-    """The arguments of one job, but for its folder.
-
-    Args:
-        overrides: of the job, its swept values among them.
-        hydra_overrides: what was given of ``hydra.*``; those of the sweep itself are left out.
-    """
+    """Return the arguments of one job without its folder and without options of the sweep itself."""
     kept = [o for o in hydra_overrides if not re.match(OF_THE_SWEEP, o.lstrip("+~"))]
     return [*overrides, *kept, "hydra.mode=RUN"]
 
 
 def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """A job on this machine."""
+    """Start a job on this machine."""
     command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
     environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(command, env=environ, text=True)
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """A job of SLURM, which goes back to the queue by itself. The process ends with it, and has its exit code.
-
-    Raises:
-        ConfigError: there is no sbatch.
-    """
+    """Submit a job. The returned process ends with it, with its exit code. Raises ConfigError without sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
@@ -95,18 +81,18 @@ def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -
 
 
 def quoted(value: str) -> str:
-    """``value`` as that of an override."""
+    """Quote ``value`` for a Hydra override."""
     if re.fullmatch(r"[\w./:+-]+", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Run jobs: one after the other on this machine, or all that SLURM has room for.
+    """Run jobs one after the other on this machine, or as many at once as SLURM allows.
 
     Args:
         config: of the sweep.
-        loader: Hydra's, which composes the configuration of a job.
+        loader: Hydra's config loader.
         first: number of the first job.
     """
     started: list[tuple[subprocess.Popen[str], Path, JobReturn]] = []
@@ -132,13 +118,13 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
             failed.append(number)
             print(f"=== run {number} has failed, with exit status {status}", flush=True)
         name = OmegaConf.select(config, "optimized_metric")
-        # Not a number for a job that has failed: the others go on.
+        # NaN for a failed job, so that the sweep continues
         result.return_value = read_results(folder).get("metrics", {}).get(name, math.nan)
     return [result for _, _, result in started]
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """What a run has written at its end; nothing where it did not come so far."""
+    """Read the results file of a run, or return nothing if the run did not finish."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
     except (FileNotFoundError, ValueError):
@@ -147,7 +133,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 class SweepTable(Callback):
-    """Prints, at the end of a sweep, what was swept and the metrics of each run: the best one first."""
+    """Print the swept values and metrics of all runs at the end of a sweep, best run first."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(str(config.hydra.sweep.dir))
@@ -169,11 +155,7 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def print_table(folder: Path, runs: Sequence[Path], metric: str | None, direction: str) -> None:
-    """
-    Args:
-        metric: by which runs are sorted; ``None``: they keep their order.
-        direction: ``minimize`` or ``maximize``.
-    """
+    """Print the table. ``metric``: sort key; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What a run does: ``task=fit``, ``validate``, ``test`` or ``predict``; and the lines and files that it ends with."""
+"""Perform the task of a run (``fit``, ``validate``, ``test`` or ``predict``) and write its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPOKEN = {"val_bits_per_byte": "validation bits per byte", "test_bits_per_byte":
 def perform(
     config: TrainConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule, ckpt_path: str | None
 ) -> dict[str, float]:
-    """Do what ``task`` says, and return the metrics at its end. On all ranks."""
+    """Perform ``config.task`` and return its final metrics. Collective."""
     if config.task is Task.fit:
         return _fit(config, trainer, model, data, ckpt_path)
     settings: dict[str, Any] = {"datamodule": data, "ckpt_path": ckpt_path, "weights_only": config.weights_only}
@@ -55,21 +55,18 @@ def _fit(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """What a validation behind the last step logs: one that has been, else one more."""
+    """Return the metrics of a validation after the last step, which runs now if it has not yet. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     found: dict[str, float] | None = last.at_the_end(trainer)
     if found is None:
-        with decided(trainer, None):  # the weights that are there
+        with decided(trainer, None):  # keep the present weights
             results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
         found = {k: v for result in results for k, v in result.items()}
     return found
 
 
 def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
-    """
-    Raises:
-        ConfigError: the data has tokens that the model does not know.
-    """
+    """Raise ConfigError if the data has tokens that the model does not know."""
     known, there = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
     if isinstance(known, int) and isinstance(there, int) and known < there:
         raise ConfigError(
@@ -79,11 +76,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes ``rank-<rank>.pt``: a list of pairs (indices of items of the data, what ``predict_step`` returned).
-
-    Args:
-        folder: is made.
-    """
+    """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("batch")
@@ -117,13 +110,9 @@ class WritePredictions(BasePredictionWriter):
 
 
 class LastValidation(Callback):
-    """Keeps what the last validation of a fit has logged: where no step came after it, a further one says the same.
+    """Keep the metrics of the last validation of a fit, so that it is not repeated if no step followed.
 
-    Args:
-        wanted: refuse a run whose first validation, the sanity check if there is one, does not log this metric.
-
-    Raises:
-        ConfigError: on all ranks, in a run.
+    ``wanted``: a metric that the first validation (or sanity check) must log; otherwise all ranks raise ConfigError.
     """
 
     def __init__(self, wanted: str | None = None) -> None:
@@ -139,23 +128,20 @@ class LastValidation(Callback):
             return
         results = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
         found = {name: float(value) for name, value in results["log"].items()}
-        if found or not trainer.sanity_checking:  # a module may leave out all logging in a sanity check
+        if found or not trainer.sanity_checking:  # a module may log nothing in a sanity check
             check_metric(self.wanted, found)
         if not trainer.sanity_checking:
             self._found = trainer.global_step, found
 
     def at_the_end(self, trainer: Trainer) -> dict[str, float] | None:
-        """The metrics of a validation behind the last step; ``None`` where there was none."""
+        """Return the metrics of a validation after the last step, or ``None``."""
         if self._found is not None and self._found[0] == trainer.global_step:
             return self._found[1]
         return None
 
 
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
-    """
-    Raises:
-        ConfigError: a sweep looks at a metric of a name that was not logged.
-    """
+    """Raise ConfigError if the metric that a sweep optimizes was not logged."""
     if wanted is not None and wanted not in found:
         close = nearest(wanted, found)
         raise ConfigError(
@@ -166,7 +152,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
 
 
 class LogSettings(Callback):
-    """Gives all settings of a run to its loggers, beside what Lightning gives them of model and data."""
+    """Pass the settings of a run to its loggers, which get those of model and data from Lightning."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = plain(settings)
@@ -177,7 +163,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """A configuration as loggers take it: rows by their names."""
+    """Convert a configuration for loggers: enum members become their names."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -188,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str]) -> None:
-    """The last lines of a run and :data:`RESULTS`, by rank 0."""
+    """Print the last lines of a run and write :data:`RESULTS`, on rank 0."""
     folder = Path(config.run_dir)
     print(f"logs: {os.path.relpath(folder)}")
     for name, value in metrics.items():
@@ -205,10 +191,6 @@ def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str])
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """The value that a sweep looks at.
-
-    Raises:
-        ConfigError: no metric of this name was logged.
-    """
+    """Return the metric that a sweep optimizes. Raises ConfigError if it was not logged."""
     check_metric(config.optimized_metric, metrics)
     return None if config.optimized_metric is None else metrics[config.optimized_metric]

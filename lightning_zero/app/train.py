@@ -1,7 +1,7 @@
 """The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
 
-What the configuration says is checked, and everything is built, before Lightning starts other processes: a mistake
-ends here, in one process, with a sentence and exit code 2. What goes wrong in training keeps its traceback.
+Everything is checked and built before Lightning starts other processes: a mistake ends in one process with a sentence
+and exit code 2. Errors in training keep their traceback.
 """
 
 from __future__ import annotations
@@ -62,18 +62,16 @@ from lightning_zero.ranks.verdict import REFUSED, give_verdict
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-# Of numbers that Lightning does not look at, or only once torch is imported.
+# Lower bounds of numbers that Lightning does not check, or only after importing torch.
 LEAST = {"max_steps": -1, "max_epochs": -1, "num_nodes": 1, "accumulate_grad_batches": 1, "gradient_clip_val": 0}
 LEAST |= {"log_every_n_steps": 0, "num_sanity_val_steps": -1}
-CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
+CPU_PROCESSES = 2  # if there is no GPU and no number of devices is given
 
-_entered = False  # Hydra has composed the configuration and called us
+_entered = False  # Hydra has composed the configuration and called the task
 
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
-    """``trainer.devices``, with ``auto`` made a number: that of the processes that a launcher has started on this node,
-    and on CPUs two, where Lightning's own meaning is one process.
-    """
+    """Resolve ``trainer.devices=auto`` to a launcher's processes on this node, or two on CPUs."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")
@@ -89,23 +87,19 @@ def local_devices(trainer: Mapping[str, Any]) -> Any:
 
 
 def number_of_nodes(trainer: Mapping[str, Any]) -> int:
-    """``trainer.num_nodes``; where it is not given, that of a launcher: it may change when torchrun starts again."""
+    """Return ``trainer.num_nodes``, or the launcher's number of nodes, which may change when torchrun restarts."""
     place = launched()
     found = place.nodes if place is not None else None
     return trainer.get("num_nodes") or found or 1
 
 
 def explicit_keys() -> set[str]:
-    """The keys that were given on the command line."""
+    """The keys given on the command line."""
     return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """The Trainer of the group ``trainer``, with the strategy of the group ``zero``.
-
-    Raises:
-        ConfigError: Lightning refuses a setting, or a callback or logger its own.
-    """
+    """Build the Trainer with ZeroStrategy. Raises ConfigError if one of its parts refuses a setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -121,7 +115,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():
-        values["num_sanity_val_steps"] = values.get("num_sanity_val_steps") or 1  # it tells which metrics there are
+        values["num_sanity_val_steps"] = values.get("num_sanity_val_steps") or 1  # it shows which metrics exist
     check_srun()
     callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
     callbacks.append(LastValidation(config.optimized_metric))
@@ -129,7 +123,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
     for key, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
-        if values.get(key) is False:  # Lightning refuses a callback beside its switch; the switch was asked for
+        if values.get(key) is False:  # Lightning refuses a callback beside its disabled switch; the switch wins
             callbacks = [c for c in callbacks if not isinstance(c, kind)]
     ours = {
         "strategy": ZeroStrategy(config=config.zero),
@@ -143,7 +137,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
 
 def check_launch(trainer: Trainer) -> None:
-    """Refuse a Hydra sweep whose jobs would start processes: each of those would run the whole sweep again."""
+    """Raise ConfigError for a Hydra sweep whose jobs start processes: each process would run the whole sweep again."""
     launcher = trainer.strategy.launcher
     starts_processes = launcher is not None and trainer.world_size > 1 and not _started_externally(trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
@@ -155,11 +149,7 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(config: TrainConfig, trainer: Trainer) -> None:
-    """
-    Raises:
-        ConfigError: a folder for first values that is none, a class of units that the model does not have, or no room
-            on this host for the module that is to be whole after the run.
-    """
+    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the whole module will not fit."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
     from lightning_zero.engine.whole.shown import check_room_here
@@ -176,7 +166,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
             model = describe(config, explicit_keys()).model
     except ConfigError:
         raise
-    except Exception:  # of its own code, where it cannot be built without memory; the run finds out
+    except Exception:  # the model's own code fails without memory; the run itself may not
         return
     if whole:
         check_room_here(model.copy_nbytes)
@@ -193,10 +183,7 @@ def check_checkpoint(path: str | None) -> None:
 
 
 def check_task(config: TrainConfig) -> None:
-    """
-    Raises:
-        ConfigError: untrained values would be evaluated, or a sweep would look at what a task does not give.
-    """
+    """Raise ConfigError if untrained values would be evaluated, or the task does not give a sweep's metric."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
@@ -210,10 +197,7 @@ def check_task(config: TrainConfig) -> None:
 
 
 def check_text(config: TrainConfig) -> None:
-    """
-    Raises:
-        ConfigError: there is nothing at the path of the default data.
-    """
+    """Raise ConfigError if the path of the default data does not exist."""
     path = config.data.get("path")
     if config.data.get("_target_") == TEXT_DATA and isinstance(path, str):
         check_path(path)
@@ -221,7 +205,7 @@ def check_text(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def batches_explained(model: LightningModule, data: LightningDataModule) -> Iterator[None]:
-    """Say what a batch of the default data is where the code of a model of the user's own fails."""
+    """Add a description of the default data's batch to errors that the user's own model raises."""
     from lightning_zero.data.text import TextData
     from lightning_zero.models.gpt import LitGPT
 
@@ -239,21 +223,21 @@ def batches_explained(model: LightningModule, data: LightningDataModule) -> Iter
 
 
 def fails_in(model: LightningModule, error: Exception) -> bool:
-    """Whether ``error`` comes from code in a file of the model's own classes."""
+    """Whether ``error`` was raised in a file of the model's own classes."""
     own = {cls.__module__ for cls in type(model).__mro__ if cls.__module__.split(".")[0] not in ("lightning", "torch")}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") in own - {"builtins"} for frame in frames)
 
 
 def run(config: TrainConfig) -> float | None:
-    """Build everything, do what ``task`` says, and say what came out. Returns the value that a sweep looks at."""
+    """Build everything, perform the task and print its results. Returns the metric that a sweep optimizes."""
     explicit = explicit_keys()
     fit_trainer(config)
     check_inside(config.cluster)
     check_checkpoint(config.ckpt_path)
     check_task(config)
     check_saves(config, explicit)
-    # What can be found before torch is imported, which takes many seconds.
+    # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
     check_text(config)
     from lightning.pytorch import seed_everything
@@ -281,7 +265,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """What the strategy is to know of the run: for the decision on ``zero/stage=auto``, and for its last table."""
+    """Tell the strategy about the run: for ``zero/stage=auto``, and for its last table."""
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
     strategy.run_plan.optimizer_states = optimizer_states(config) if steps_slices(config) else None
@@ -289,16 +273,16 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     def activations() -> Any:
         try:
             found = describe(config, explicit, activations=True, both_ways=False).model.activations
-        except Exception:  # of the user's model, built once more; the run is over and has what it was for
+        except Exception:  # building the user's model again failed; the run is already over
             return None
         return None if found is None else found.measured[0]
 
-    if config.data.get("_target_") in OUR_DATA:  # other data would have to be asked for a batch once more
+    if config.data.get("_target_") in OUR_DATA:  # other data would have to be read for a batch
         strategy.run_plan.activations = activations
 
 
 def _quieten(task: Task) -> None:
-    logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
+    logging.getLogger("lightning").handlers.clear()  # Hydra's handlers exist already: every line would be printed twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     for message in (
         r".*isinstance\(treespec, LeafSpec\)",
@@ -306,7 +290,7 @@ def _quieten(task: Task) -> None:
         r"The `srun` command is available",
     ):
         warnings.filterwarnings("ignore", message=message)
-    if task is not Task.fit:  # the run folder is another one, and nothing is saved there
+    if task is not Task.fit:  # nothing is saved in the other run folder
         warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
 
 
@@ -318,11 +302,7 @@ def _task(cfg: DictConfig) -> float | None:
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
-    """The checked configuration of a run.
-
-    Raises:
-        ConfigError: a setting that cannot work.
-    """
+    """Convert Hydra's configuration to a checked :class:`TrainConfig`. Raises ConfigError."""
     check_keys(cfg)
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
@@ -335,15 +315,15 @@ def train_config(cfg: DictConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Around all that Hydra calls: a mistake in the configuration ends in a sentence and exit code 2."""
+    """Turn mistakes in the configuration, inside of Hydra's call, into a sentence and exit code 2."""
     global _entered
     _entered = True
     hydra_prints()
     try:
         yield
     except ConfigError as error:
-        _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
-    except MissingMandatoryValue as error:  # "???" in a file of a user's own
+        _refuse(str(error), final=type(error) is ConfigError)  # missing ranks may come the next time
+    except MissingMandatoryValue as error:  # "???" in a user's file
         _refuse(f"{error.full_key}: expected a value, got none. Give {error.full_key}=...")
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
@@ -359,12 +339,8 @@ def _refuse(message: str, *, final: bool = True) -> None:
 
 
 def start(task: Callable[[], Any], config_name: str = "train") -> None:
-    """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped.
-
-    Args:
-        config_name: the file of ``conf`` that it composes.
-    """
-    register_schema()  # also where the Hydra plugin is not found
+    """Compose the configuration ``config_name`` and call ``task``, a function that :func:`hydra.main` has wrapped."""
+    register_schema()  # in case the Hydra plugin is not found
     try:
         sweep.check_packages(sys.argv[1:])
         with hydra_raises():
@@ -378,7 +354,7 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     except SystemExit as stop:
         if stop.code == 2 and not _entered and (said := explain_flag(sys.argv[1:], config_name)):
             _refuse(said)
-        if stop.code == 1 and not _entered:  # Hydra's own refusals end as a failed training does
+        if stop.code == 1 and not _entered:  # Hydra exits like a failed training when it refuses
             give_verdict(REFUSED)
             raise SystemExit(2) from None
         raise SystemExit(stop.code) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-# Each command is a function ``main(arguments) -> exit code`` of a module that is imported when it is needed.
+# name -> (module with ``main(arguments) -> exit code``, imported when needed; help)
 COMMANDS = {
     "convert": ("lightning_zero.app.convert", "write a checkpoint in another form: convert IN OUT to=..."),
     "verify": ("lightning_zero.checkpoint.verify", "compare checkpoints with their checksums: verify PATH ..."),
@@ -13,7 +13,6 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; the exit code."""
     if arguments and arguments[0] in COMMANDS:
         module, _ = COMMANDS[arguments[0]]
         code: int = importlib.import_module(module).main(arguments[1:])

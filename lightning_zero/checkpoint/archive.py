@@ -4,8 +4,8 @@
 
     last.ckpt    data.pkl | data/0 | data/1 | ... | version | table of records
 
-``torch.save`` writes the file with holes where tensors belong, so it takes no memory of theirs. Then ranks write their
-ranges, and rank 0 puts the checksum of each record into the table, where any zip tool finds it.
+``torch.save`` writes the file with holes for tensors. Then ranks write their ranges, and rank 0 writes each record's
+checksum into the table, where any zip tool finds it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,24 @@ from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import MIB
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
 
-CHUNK_NBYTES = 16 * MIB  # written or read at a time
-WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file
-_FLAGS = 0x808  # of a record of torch.save: its checksum stands behind it as well, and its name is UTF-8
+CHUNK_NBYTES = 16 * MIB
+WriteAt = Callable[[memoryview, int], None]  # writes all of a view of bytes at a place of the file
+_FLAGS = 0x808  # of a torch.save record: a checksum follows it, and its name is UTF-8
 _FOLDER = 0x10
-_DESCRIPTOR = b"PK\x07\x08"  # behind a record; then its checksum
+_DESCRIPTOR = b"PK\x07\x08"
 
 
 class Hole(NamedTuple):
-    """A record of tensor values, which are still to be written."""
-
     record: str
     start: int  # in the file
     nbytes: int
 
 
 class Skeleton:
-    """A checkpoint without its values.
-
-    Attributes:
-        holes: for each storage, by its ``_cdata``.
-    """
+    """A checkpoint without its values. ``holes`` has the hole of each storage, by ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
-        """Write ``checkpoint`` to the empty file ``fd``. Fake tensors are written as plain ones of their sizes."""
+        """Write ``checkpoint`` to the empty file ``fd``. Fake tensors are written as plain tensors of their sizes."""
         self._fd = fd
         self._storages: dict[int, tuple[str, UntypedStorage]] = {}
         with os.fdopen(fd, "r+b", closefd=False) as file:
@@ -68,7 +62,7 @@ class Skeleton:
         return Hole(name, record.start, record.nbytes)
 
     def _noting(self) -> Any:
-        """What ``torch.save`` takes for the module ``pickle``: it tells which storage becomes which record."""
+        """Return a stand-in for the module ``pickle`` for ``torch.save``, which notes the record of each storage."""
         noted = self._storages
 
         class Noting(pickle.Pickler):
@@ -91,7 +85,7 @@ class Skeleton:
         return Module()
 
     def fill(self, did: Did = lambda nbytes: None) -> list[Piece]:
-        """Write the values of all storages that have some, which is to say all but those of fake tensors."""
+        """Write the values of all storages except fake ones."""
         done: list[Piece] = []
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
@@ -101,14 +95,11 @@ class Skeleton:
         return done
 
     def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
-        """Write the checksums, when all values are in the file.
+        """Write the checksums after all values are in the file. Raises RuntimeError for missing or repeated values.
 
         Args:
-            done: what has been written, by whomever.
-            may_have_gaps: whether bytes of a record that nobody has written are zeros.
-
-        Raises:
-            RuntimeError: a value was written twice or not at all.
+            done: pieces that any rank has written.
+            may_have_gaps: whether unwritten bytes of a record are zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -123,17 +114,17 @@ class Skeleton:
                 if name in sums:
                     info.CRC = sums[name]
                     self._describe(name, sums[name])
-            archive.comment = b""  # has it write the table anew
+            archive.comment = b""  # makes zipfile rewrite the table
 
     def _describe(self, name: str, crc: int) -> None:
-        """Put a checksum where those go by who read a zip file from its beginning, without its table."""
+        """Put a checksum behind its record, for readers that do not use the table."""
         hole = self._hole(name)
         if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
 
 
 def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork = SILENT) -> None:
-    """Write a checkpoint of values that are all here to the empty file ``fd``; ``name`` is for who looks on."""
+    """Write a checkpoint whose values are all on this rank to the empty file ``fd``. ``name`` is for progress lines."""
     skeleton = Skeleton(checkpoint, fd)
     total = sum(hole.nbytes for hole in skeleton.holes.values())
     with long_work.bytes(f"saving {name}", lambda: total) as did:
@@ -145,13 +136,13 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Hole, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on; a chunk at a time is on the host."""
+    """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on, chunk by chunk through the host."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
     for low in range(0, values.numel(), step):
         part = values[low : low + step].detach().to(device="cpu", dtype=dtype).contiguous()
-        # Not by numpy(): that would keep the tensor's memory, which rests in a file between uses, from being resized.
+        # Not by numpy(): then the tensor's memory, which rests in a file between uses, could not be resized.
         data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
         offset = start + low * size
         write(data, hole.start + offset)
@@ -163,7 +154,7 @@ def write_values(
 
 
 class Record(NamedTuple):
-    """Where a record is, and what its bytes must add up to."""
+    """A record's place and the checksum that its bytes must have."""
 
     name: str
     start: int
@@ -172,18 +163,14 @@ class Record(NamedTuple):
 
 
 def records_of(file: BinaryIO) -> list[Record]:
-    """The records of a file of torch.save, where zip tools and torch both find them.
-
-    Raises:
-        zipfile.BadZipFile: it is none, was cut off, or its table of records is not as it was written.
-        OSError: the system's.
-    """
+    """Return the records of a torch.save file where zip tools and torch agree. Raises zipfile.BadZipFile if it is not
+    such a file, was cut off, or has a damaged table; OSError from the system."""
     try:
         return _records_of(file)
     except zipfile.BadZipFile:
         raise
-    except Exception as error:  # of a damaged table, zipfile and torch raise almost any
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside of the file
+    except Exception as error:  # zipfile and torch raise almost anything for a damaged table
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a place outside the file
             raise
         raise zipfile.BadZipFile(f"its table of records: {type(error).__name__}: {error}") from error
 
@@ -192,11 +179,11 @@ def _records_of(file: BinaryIO) -> list[Record]:
     with zipfile.ZipFile(file) as archive:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in infos.values():
-            archive.open(info).close()  # it compares the table with what stands before the record
+            archive.open(info).close()  # compares the table with the header before the record
             packed = info.compress_type or info.compress_size != info.file_size
-            if packed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch would take it for no values
+            if packed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch reads no values from it
                 raise zipfile.BadZipFile(f"its table of records says of {info.filename} what torch.save does not")
-    file.seek(0)  # torch takes what is behind here for the file
+    file.seek(0)  # torch starts at the current position
     reader = cast(Any, torch._C.PyTorchFileReader)(file)
     if sorted(reader.get_all_records()) != sorted(infos):
         raise zipfile.BadZipFile("its table of records names some twice, or others than torch finds")

@@ -1,9 +1,6 @@
-"""CRC-32 of a record, put together from those of pieces that different ranks have written.
-
-The checksum of two pieces, one behind the other, follows from theirs and from the length of the second, because a CRC
-is linear: the first one is multiplied by ``x ** (8 * length)``, as a polynomial over GF(2), and the second is added.
-Source: M. Adler, ``crc32_combine`` of zlib, which Python has from 3.15 on.
-"""
+"""CRC-32 of a record, combined from the checksums of pieces that different ranks have written. A CRC is linear: for two
+adjacent pieces multiply the first checksum by ``x ** (8 * length of the second)``, as a polynomial over GF(2), and add
+the second. Source: M. Adler, zlib's ``crc32_combine``, in Python from 3.15 on."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ _ONES = 0xFFFFFFFF
 
 
 class Piece(NamedTuple):
-    """Bytes of a record that somebody has written."""
-
     record: str
     start: int  # in the record
     nbytes: int
@@ -25,11 +20,8 @@ class Piece(NamedTuple):
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute the checksum of a record of ``nbytes``, of pieces in any order.
-
-    Raises:
-        RuntimeError: they overlap, or leave gaps that are not said to be zeros.
-    """
+    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps, or gaps that are not
+    zeros."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position
@@ -41,7 +33,7 @@ def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: 
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Compute the CRC-32 of two pieces, one behind the other. ``length``: bytes of the second."""
+    """Compute the CRC-32 of two adjacent pieces. ``length``: bytes of the second."""
     return _times(_shift(length), first) ^ second
 
 

@@ -1,21 +1,19 @@
-"""Files and folders that are whole or not there, whatever the moment at which a process is killed or a disk is full.
+"""Files and folders that are complete or absent, even if a process is killed or a disk is full.
 
 ::
 
-    last.ckpt                               the old one, whole all the time
+    last.ckpt                               the old one, complete all the time
     .last.ckpt.node0.4711-1.part            the new one, written beside it       (1) write, fsync
     last.ckpt                               the new one                          (2) rename, (3) fsync of the folder
 
-The new one is written in the target's folder: a rename is atomic only within a file system, and ``$TMPDIR`` may be on
-another one, too small, or missing.
+The new one is written in the target's folder, because a rename is atomic only within a file system.
 
-A killed process leaves its ``.part``, which the next write into that folder removes. Who writes one holds a lock on it,
-and the system drops a lock when its process dies. Where locks do not reach other nodes, that of another node must have
-rested for :data:`REST_S` too; where there are no locks at all, any.
+A killed process leaves its ``.part``, and the next write into that folder removes it. The writer locks its ``.part``,
+and the system drops the lock when the process dies. Where locks do not reach other nodes, a ``.part`` of another node
+must also have rested for :data:`REST_S`; without locks, any ``.part``.
 
-A name cannot be changed to that of a folder with something in it, so old and new exchange their names (Linux). On a
-file system that cannot exchange, the old one steps aside as ``.old`` for a moment, and gets its name back with the next
-write if the new one has not come.
+A folder that is not empty cannot be replaced by a rename, so old and new exchange names (Linux). On other file systems
+the old one becomes ``.old`` for a moment; if the new one never appears, the next write gives the old one its name back.
 """
 
 from __future__ import annotations
@@ -40,17 +38,17 @@ _WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), _PLACE),
 }
-_NAME_BYTES = 120  # of the target's name: file systems allow 255 in all
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: of a folder, on NFS
+_NAME_BYTES = 120  # of the target's name; file systems allow 255 in all
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: a folder on NFS
 _EXCHANGE, _AT_FDCWD = 2, -100
-_SYNC_WRITE = 2  # of sync_file_range: begin to write what is not being written yet
+_SYNC_WRITE = 2  # of sync_file_range: start to write what is not being written
 _LIBC = ctypes.CDLL(None)
 _numbers = itertools.count(1)
-_LOCKED: set[int] = set()  # descriptors of what this process writes
+_LOCKED: set[int] = set()  # descriptors that this process has locked
 
 
 def _let_go_in_child() -> None:
-    """Close what is locked in a forked child: a data loader's worker would hold the locks for a dead trainer."""
+    """Close locked descriptors in a forked child, or a data loader's worker would hold the locks of a dead trainer."""
     while _LOCKED:
         os.close(_LOCKED.pop())
 
@@ -59,12 +57,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Part:
-    """A file or folder that is being written; locked.
-
-    Attributes:
-        path: where it is, until it gets its name.
-        fd: of the file, for reading and writing; of the folder.
-    """
+    """A locked file or folder that is being written, at the temporary name ``path``. ``fd``: its descriptor."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
@@ -72,43 +65,35 @@ class Part:
 
     def close(self) -> None:
         if self.fd in _LOCKED:
-            _LOCKED.discard(self.fd)  # before the close: a forked child would close another file of that number
+            _LOCKED.discard(self.fd)  # before the close, or a forked child could close another file of that number
             os.close(self.fd)
 
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file, or folder, beside ``path``, to be written inside; afterwards it has the name ``path``.
+    """Make an empty file or folder beside ``path`` to be written inside; at the end it gets the name ``path``.
 
-    Other processes may write to it too, while this one is inside. They sync what they write; this one syncs all that it
-    finds. When this has left, a power cut does not take it away.
-
-    Raises:
-        OSError: the system's, or a RuntimeError of what was raised inside: with the file and the cause. What was under
-            this name before is there still, and nothing else is.
-    """
+    Other processes may write to it and must sync what they write; this process syncs all it finds, so that the result
+    survives a power cut. Raises OSError, or RuntimeError for another error of the body, with file and cause; then
+    ``path`` is as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
-    """As :func:`written_aside`, with errors as they are.
-
-    Args:
-        keep: else it gets no name, and is removed afterwards.
-    """
+    """Like :func:`written_aside`, with errors unchanged. If not ``keep``, remove the part at the end."""
     target = Path(path)
     _make_folder(target.parent)
     part = _open_part(target, folder)
     try:
         yield part
         if keep:
-            # Synced before it is renamed: otherwise the new name may be on the disk before the bytes, and after a power
-            # cut ``target`` would be an empty file in the place of the old checkpoint.
+            # Before the rename; otherwise the new name could reach the disk before the bytes, and a power cut would
+            # lose them.
             _sync(part.path)
             _replace(part.path, target)
-            sync_folder(target.parent)  # the rename itself is durable only now
+            sync_folder(target.parent)  # only now is the rename durable
     finally:
         _remove(part.path)  # after an exchange of names, the old one
         part.close()
@@ -116,21 +101,17 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Leave what ``stack`` has entered as after ``error``, which takes an unfinished file away."""
+    """Exit what ``stack`` has entered as after ``error``, which removes an unfinished file."""
     if error is None:
         stack.close()
         return
-    with contextlib.suppress(BaseException):  # the error itself, or with more words
+    with contextlib.suppress(BaseException):
         stack.__exit__(type(error), error, error.__traceback__)
 
 
 @contextlib.contextmanager
 def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
-    """Have what is raised inside name what could not be written, and the cause.
-
-    Raises:
-        OSError: the system's, or a RuntimeError of whatever else.
-    """
+    """Turn an error of the body into an OSError, or else a RuntimeError, that names ``target`` and the cause."""
     outer = sys.exception()
     try:
         yield
@@ -145,7 +126,7 @@ def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
 
 
 def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Have ``path`` lead to ``target``, from one moment to the next, whatever it was before."""
+    """Make ``path`` a link to ``target``, atomically, whatever it was before."""
     where, is_there = Path(path), False
     while not is_there:
         made = where.with_name(part_name(where.name))
@@ -153,10 +134,10 @@ def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         try:
             _replace(made, where)
             is_there = True
-        except FileNotFoundError:  # another process has taken it for a leftover: a link cannot be locked
+        except FileNotFoundError:  # another process has removed it as a leftover: a link cannot be locked
             pass
         finally:
-            _remove(made)  # after an exchange of names, the folder that was there
+            _remove(made)  # after an exchange of names, the old folder
     sync_folder(where.parent)
 
 
@@ -169,22 +150,19 @@ def _open_part(target: Path, folder: bool) -> Part:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             else:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:  # left by a killed process: in a container that starts again all have the same ids
+        except FileExistsError:  # left by a killed process: in a restarted container process ids repeat
             continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
-        # Another process may have taken it for a leftover, and removed it, before it was locked. It has no name then
-        # that could be changed to the target's.
+        # Another process may have removed it as a leftover before it was locked; then it has no name.
         if os.fstat(fd).st_nlink:
             return Part(path, fd)
         os.close(fd)
 
 
 def part_name(name: str) -> str:
-    """The name of what is being written. It is one that Lightning does not take for a checkpoint.
-
-    Lightning looks for ``hpc_ckpt_`` and ``last`` anywhere in a name. So this one begins with a dot and has no ``_``.
-    """
+    """Return a name for a part. Lightning looks for ``hpc_ckpt_`` and ``last`` anywhere in a name to find checkpoints,
+    so the name begins with a dot and has no ``_``."""
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
@@ -194,7 +172,7 @@ def _host() -> str:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Give ``source`` the name ``target``; what had it, if it is a folder, has that of ``source`` afterwards."""
+    """Rename ``source`` to ``target``. If ``target`` exists and either is a folder, exchange the names."""
     occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
@@ -224,16 +202,12 @@ def _old_name(name: str) -> str:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove what dead processes have begun in ``folder``, in which something was made or renamed just now.
-
-    Returns:
-        The names of what is removed.
-    """
+    """Remove what dead processes have left in ``folder``, which was changed just now. Return the names."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
         if match is not None:
-            with contextlib.suppress(OSError):  # somebody writes it, or has removed it
+            with contextlib.suppress(OSError):  # it is being written, or already removed
                 name = match["name"].replace("%5F", "_").replace("%25", "%") if match["kind"] == "old" else None
                 if _end(path, name, here=match["host"] == _host()):
                     removed.append(path.name)
@@ -241,8 +215,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """Remove what a dead process has begun, or has put aside: if nothing has that ``name`` now, it has it again."""
-    if path.is_symlink():  # if its process lives, that makes another one
+    """Remove what a dead process has left. If it is an ``.old`` and ``name`` is free, give the name back instead."""
+    if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
     fd = os.open(path, os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else os.O_RDWR))
@@ -253,7 +227,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
             if error.errno not in _NO_LOCKS:
                 return False
             here = False
-        now = path.parent.stat().st_mtime  # by the file system's clock, which is that of all times of files
+        now = path.parent.stat().st_mtime  # by the file system's clock, as all times of files
         touched = max(p.stat().st_mtime for p in [path, *path.rglob("*")])
         if not here and now - touched <= REST_S:
             return False
@@ -267,7 +241,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
-    """Remove a file or folder. Killed in between, what is left of it has another name, and goes as a leftover."""
+    """Remove a file or folder. If killed in between, the rest has a temporary name and is removed as a leftover."""
     gone = Path(path).with_name(part_name(Path(path).name))
     os.rename(path, gone)
     sync_folder(gone.parent)
@@ -293,7 +267,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file durable, or a folder with all that is in it."""
+    """Make a file, or a folder with all its contents, durable."""
     if not path.is_dir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -305,7 +279,7 @@ def _sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system can."""
+    """Make the names in a folder durable, if the file system can."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -317,7 +291,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, a view of bytes, at ``offset``, and have the disk begin with it."""
+    """Write all of ``data``, a view of bytes, at ``offset``, and start to write it to the disk."""
     written = 0
     while written < len(data):
         written += os.pwrite(fd, data[written:], offset + written)
@@ -325,22 +299,15 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with what was written to this range, where the system can (Linux). Nobody waits for it.
-
-    Otherwise the disk would rest until the last byte is there, while checksums are computed. The ``fsync`` at the end
-    waits for all of it, and tells of errors.
-    """
+    """Start to write a range to the disk without waiting (Linux). Otherwise the disk would idle until the last byte is
+    there. The final ``fsync`` waits and reports errors."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Find the system's own error, under what ``torch.save`` makes of it while it unwinds.
-
-    Args:
-        outer: what was raised already when it was tried.
-    """
+    """Find the system's error under that of ``torch.save``. ``outer``: the exception that was already active."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

@@ -1,7 +1,5 @@
-"""Random number generators of all ranks: torch's on the host and on the rank's GPU, NumPy's and Python's.
-
-In a checkpoint they are plain tensors, one row for each rank, so that it loads with ``weights_only=True``.
-"""
+"""Random number generators of all ranks: torch's on host and GPU, NumPy's and Python's. A checkpoint holds them as
+plain tensors, one row per rank, so that it loads with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch import device as Device
 
 from lightning_zero.device import accelerator_of
 
-_PYTHON = struct.Struct("<625I?d")  # words of the Mersenne Twister and its place, whether a normal one is kept, and it
+_PYTHON = struct.Struct("<625I?d")  # 625 ints: the Mersenne Twister; whether a normal is kept; it
 _NUMPY = struct.Struct("<624Ii?d")
 _MERSENNE = "MT19937"
 
@@ -42,7 +40,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def seeded(cls, seed: int, device: Device) -> Generators:
-        """As they are after ``seed`` (64 bits)."""
+        """Return the states after seeding with ``seed`` (64 bits)."""
         return cls(
             torch.Generator().manual_seed(seed).get_state(),
             random.Random(seed).getstate(),
@@ -51,7 +49,7 @@ class Generators(NamedTuple):
         )
 
     def restore(self, device: Device) -> None:
-        """NumPy's too, unless another kind of generator is in its place now."""
+        """Restore the states; NumPy's only if it uses the same kind of generator."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -60,11 +58,11 @@ class Generators(NamedTuple):
             accelerator_of(device).set_rng_state(self.cuda)
 
     def packed(self) -> dict[str, Tensor]:
-        """Bytes by name; as many on all ranks that train on the same kind of device."""
+        """Return bytes by name; of equal sizes on all ranks that train on the same type of device."""
         version, words, normal = self.python
         assert version == 3, version
         rows = {"torch": self.torch, "python": _bytes(_PYTHON.pack(*words, normal is not None, normal or 0.0))}
-        # The user may have put another generator in its place: then none is kept, which a place before all words says.
+        # If the user has replaced NumPy's generator, keep none; place -1 says so.
         words, place, has_normal, normal = [0] * 624, -1, 0, 0.0
         if self.numpy["bit_generator"] == _MERSENNE:
             words, place = self.numpy["state"]["key"].tolist(), self.numpy["state"]["pos"]
@@ -89,14 +87,8 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
-    """The states that ``rank`` goes on with.
-
-    With another number of ranks than was saved they are seeded anew from what was saved: ranks that had the same
-    numbers, all, have the same again, and ranks that had their own have their own.
-
-    Args:
-        table: ``[saved ranks, bytes]`` by name.
-    """
+    """Return the states with which ``rank`` continues. ``table`` holds ``[saved ranks, bytes]`` by name. If the number
+    of ranks has changed, seed from the saved states, with different seeds per rank if these differed."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

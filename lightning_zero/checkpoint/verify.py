@@ -1,4 +1,4 @@
-"""Compares checkpoints with their checksums: one for each record of a file, and of each box of a folder."""
+"""Compare checkpoints with their checksums: one per record of a file and per box of a folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class Report(NamedTuple):
-    """What a comparison with checksums has found.
+    """The result of a comparison with checksums.
 
     Attributes:
         checked: bytes that have a checksum.
         unknown: bytes that have none.
-        damage: the places that are not as they were written, in words.
+        damage: the damaged places, in words.
     """
 
     checked: int
@@ -37,17 +37,9 @@ NOTHING = Report(0, 0, [])
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Read a checkpoint and compare it with its checksums.
-
-    Args:
-        part, parts: look at every so many-th record only, from this one on.
-        long_work: shows how far it is.
-
-    Raises:
-        ConfigError: it is a folder, and no whole checkpoint.
-        OSError: the system's.
-        zipfile.BadZipFile: it is no file of torch.save, or was cut off.
-    """
+    """Read a checkpoint and compare it with its checksums; of ``parts`` ranks, rank ``part`` reads every ``parts``-th
+    record. Raises ConfigError for a folder that is no complete checkpoint; zipfile.BadZipFile for a file that
+    torch.save has not written or that was cut off; OSError from the system."""
     path, total = Path(path), NOTHING
     files = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
@@ -61,7 +53,7 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
     return total
 
 
-# Comparisons, each to be made before the next one is asked for.
+# These generators yield comparisons, each of which must run before the next is asked for.
 
 
 def _of_file(path: Path) -> Iterator[Callable[[], Report]]:
@@ -102,7 +94,7 @@ def _compare(file: Any, record: Record) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m lightning_zero.checkpoint verify PATH ...``"""
+    """Run ``python -m lightning_zero.checkpoint verify PATH ...``"""
     if not arguments:
         print("usage: python -m lightning_zero.checkpoint verify PATH ...")
         return 2
@@ -110,7 +102,7 @@ def main(arguments: list[str]) -> int:
     for path in arguments:
         try:
             found = check(path)
-        except Exception as error:  # whatever it is: it would not load
+        except Exception as error:  # whatever it is, the checkpoint would not load
             print(f"{path}: no checkpoint of torch.save, or not whole: {type(error).__name__}: {error}")
             worst = 1
             continue

@@ -1,4 +1,4 @@
-"""Small host-side messages by which ranks agree, also before there is a communicator."""
+"""Small host-side messages by which ranks agree, also before a communicator exists."""
 
 from __future__ import annotations
 
@@ -20,53 +20,47 @@ T = TypeVar("T")
 
 
 class FailedElsewhereError(RuntimeError):
-    """What all ranks were to do together has failed on another one; the message says which, and with what."""
+    """Raised when a joint action has failed on another rank. The message names that rank and its error."""
 
 
 class ApartError(RuntimeError):
-    """Ranks have come to different places; the message names them, on all ranks."""
+    """Raised on all ranks when ranks make different calls. The message names the calls."""
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
-    """Make this rank's :class:`Waits` for the ranks of ``group``, all of which call it.
+    """Make the :class:`Waits` of this rank for the ranks of ``group``. Collective.
 
-    Args:
-        device: where this rank trains; the others train on devices of the same type.
-    """
+    ``device``: where this rank trains. All ranks train on the same type of device."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
-    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # there nobody else is there
+    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
         waits.watch(number, hears_ends=backend != "nccl")
     return waits
 
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather a small object from each rank of ``group``, before there is a communicator. Blocking.
+    """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
-    Args:
-        what: the purpose, in words. If it differs between ranks, they have come to different calls, and all raise.
-
-    Raises:
-        TypeError: on all ranks: the object of one is none that :func:`dumps` takes.
-    """
+    ``what`` is the purpose in words. If it differs between ranks, all raise an ApartError. All raise a TypeError if
+    :func:`dumps` refuses the object of one rank."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather an object from each rank of a host-side group, with a bound, and compare what the ranks gather it for."""
-    if dist.get_backend(group) == "fake":  # a simulated world has nobody else
+    """Like :func:`gather_objects`, on a given host-side group. Collective."""
+    if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
         own = _row((what, value, None))
-    except TypeError as error:  # this rank takes part: the others would wait for it
+    except TypeError as error:  # this rank still takes part, because the others would wait for it
         own = _row((what, None, str(error)))
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     work = all_gather_single(sizes, torch.tensor([own.numel()]), group=group, async_op=True)
     waits.wait_work(work, what, patient=patient)
-    # All ranks send as many bytes as the longest object has, and the purpose travels with the value: so ranks that have
-    # come to different calls still exchange messages of equal size, and all of them find out and raise.
+    # Every rank sends as many bytes as the longest object has, and its purpose with the value. So ranks that make
+    # different calls still exchange messages of equal size, and all of them notice and raise.
     table = torch.empty(len(sizes), int(sizes.max()), dtype=torch.uint8)
     padded = torch.zeros(table.shape[1], dtype=torch.uint8)
     padded[: own.numel()] = own
@@ -91,13 +85,13 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` have come, as long as any of them is at work. Devices are not waited for."""
+    """Wait until all ranks of ``group`` arrive, while any of them is working. Ignores devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """The message that holds ``value``, and the sizes of those of all ranks. All raise if one rank has none to send."""
+    """Return the message with ``value`` and all ranks' message sizes. All raise if one cannot send. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -111,11 +105,9 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send an object of rank ``src`` to all. Blocking, as long as any rank is at work.
+    """Send an object of rank ``src`` to all ranks. Blocks as long as any rank is working. Collective.
 
-    Raises:
-        TypeError: on all ranks: it is none that :func:`dumps` takes.
-    """
+    All ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src
@@ -127,10 +119,8 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather ``row``, ``[bytes] uint8`` on the host, from all ranks on rank 0: ``[ranks, bytes]``. Blocking.
-
-    All rows are of the same length. Ranks other than 0 get None.
-    """
+    """Gather ``row``, ``[bytes] uint8`` on the host and equally long on all ranks, on rank 0: ``[ranks, bytes]``; None
+    elsewhere. Blocks. Collective."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
@@ -141,9 +131,7 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather an object from each rank of ``group`` on rank 0, in rank order. Blocking, as long as any rank is
-    at work. Other ranks get None.
-    """
+    """Gather an object per rank on rank 0, in rank order; None elsewhere. Blocks while ranks work. Collective."""
     own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own
@@ -162,28 +150,26 @@ def together(
     *,
     patient: bool = False,
 ) -> T:
-    """Run ``act`` on all ranks. Where it fails on one, all ranks raise, and none waits for it.
+    """Run ``act`` on all ranks. If it fails on one rank, all ranks raise and none waits. Collective.
+
+    A rank raises the error of its own ``act``. Else it raises the first failed rank's ConfigError, or a
+    FailedElsewhereError.
 
     Args:
-        what: the purpose, in words.
-        act: sends no message: a rank on which it fails would leave the others waiting for that.
-        undo: is called with the result of ``act`` on the ranks where ``act`` went well, if it failed on another one.
+        act: must send no message; else the other ranks would wait for a rank on which it failed.
+        undo: called with the result of ``act`` where it succeeded, if it failed on another rank.
         patient: ``act`` may take longer than ``stall_timeout_s``.
-
-    Raises:
-        Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
-            was, or a FailedElsewhereError that names the rank.
     """
     try:
         result = act()
     except Exception as error:
-        # This rank takes part although it has failed: the others are in the same gather, and would wait for it.
+        # This rank has failed but still takes part, because the others wait for it in the same gather.
         own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
         gather_objects(group, own, waits, what, patient=patient)
         raise
     try:
         answers = gather_objects(group, None, waits, what, patient=patient)
-    except BaseException:  # the others are gone, or somewhere else
+    except BaseException:
         undo(result)
         raise
     for rank, found in enumerate(answers):

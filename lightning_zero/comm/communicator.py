@@ -1,22 +1,18 @@
-"""Logical operations on whole buckets, their order and their counts.
+"""Collectives on whole buckets, their order and their counts.
 
-The engine asks for *logical* operations on whole buckets: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (which is
-the two of them, so that all stages add in the same order); and for ``exchange_parts``, of a step of whole tensors. A
-:class:`Transport` turns each into messages.
+The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (both, so that all stages
+add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends them as messages.
 
-Topology. Shards are divided among all ranks, or among those of a node (``planning/topology.py``). Then a reduced shard
-is summed over the nodes by a second message, and agreements still go over all ranks, so that all keep one order.
+Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
+message sums a reduced shard over the nodes. Agreements always go over all ranks.
 
-Groups. Gathers and reductions each have a process group of their own, because operations on one group must be issued
-in the same order on every rank and the two kinds interleave freely. Where the host waits for messages, the gather half
-of an all-reduce is issued when the first half is found complete, at moments that differ between ranks, so it has a
-third. Small host-side agreements run on a gloo group.
+All ranks must issue the operations of one group in the same order, and gathers and reductions interleave, so each kind
+has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first half
+complete, at a moment that differs between ranks. So this half has a third group.
 
-CUDA. Each kind runs on a stream of its own (``streams.py`` draws the order of events), by calls that queue on the
-current stream (``async_op=False``): so it has the stream's priority. With ``async_op=True`` NCCL takes a stream of its
-own, whose priority is that of compute. The host waits in neither case. An operation waits for what the stream that
-issues it has queued.
-"""
+On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
+another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
+queued."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ from lightning_zero.device import recording
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
-ABANDON_S = 10.0  # after an exception: how long messages in flight may take to arrive
+ABANDON_S = 10.0  # seconds that messages in flight may take to arrive after an exception
 _FIRST = "first messages"
 
 
@@ -46,10 +42,10 @@ class Sends(NamedTuple):
     """What passes send of one bucket.
 
     Attributes:
-        gathered: dtype of its parameters; None: they are not gathered.
-        reduced: dtype of the sums of its gradients; None: they are not reduced.
-        exchanged: dtype of gradients that travel by an all-to-all where that can be; None: by none.
-        sharded: a rank gets its slice of the sum, and not all of it.
+        gathered: dtype of the gathered parameters, or None.
+        reduced: dtype of the summed gradients, or None.
+        exchanged: dtype of gradients that travel by an all-to-all where the transport can, or None.
+        sharded: each rank gets only its slice of the sum.
     """
 
     numel: int
@@ -60,11 +56,7 @@ class Sends(NamedTuple):
 
 
 class Communicator(SmallMessages):
-    """Collectives of one engine over one group of ranks.
-
-    Attributes:
-        counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
-    """
+    """Collectives of one engine over one group. ``counts``: logical operations by kind and bucket."""
 
     def __init__(
         self,
@@ -77,11 +69,12 @@ class Communicator(SmallMessages):
         waits: Waits | None = None,
         even_alone: bool = False,
     ) -> None:
-        """
+        """Take process groups from the pool. Collective.
+
         Args:
-            topology: default: one node, all ranks share shards.
-            waits: of this rank, where there is something that waits for the group already.
-            even_alone: send the messages of a group of one rank, too.
+            topology: default: one node, shards divided among all ranks.
+            waits: of this rank, if they exist already.
+            even_alone: send messages even in a group of one rank.
         """
         super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -93,12 +86,10 @@ class Communicator(SmallMessages):
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
-        """Send once what passes will send of each unit, and keep nothing of it. On all ranks.
+        """Send once what passes will send of each unit, and drop the results. Collective.
 
-        NCCL makes the communicator of a group at its first message, and connects ranks for each algorithm, which it
-        chooses by kind and size, at the first message that takes it. The host then waits for the other ranks. In the
-        middle of a pass these may be waiting for another message of this rank.
-        """
+        NCCL connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a
+        pass the other ranks might be waiting for another message of this rank."""
         self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
         if self._groups is None or not self.queues:
             return
@@ -106,7 +97,7 @@ class Communicator(SmallMessages):
         self.sum_(number)
         self.broadcast(number, among="gather")
         self.broadcast(number, among="reduce")
-        if self.exchanges:  # each pair of ranks is connected at the first message between the two
+        if self.exchanges:  # each pair of ranks is connected at its first message
             ones = [1] * self.shard_size
             self.exchange_parts(self._zeros(self.shard_size, torch.uint8), ones, ones, _FIRST).wait()
         for unit in self._units:
@@ -134,16 +125,14 @@ class Communicator(SmallMessages):
     # -- logical operations -------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
-        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's slice is filled already.
+        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's is filled already. Collective.
 
-        Args:
-            of_node: with the slices of the ranks of this node, [node_size * n]. All nodes do so.
-        """
+        With ``of_node``, gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
-        """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
+        """Start several :meth:`all_gather` at once: one message where the device has streams. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
@@ -158,50 +147,41 @@ class Communicator(SmallMessages):
     def reduce_scatter(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
+        """Sum ``full`` [shard_size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
 
-        Args:
-            factor: the sum is multiplied by it.
-            total_dtype: of the sum, which is then made by an all-to-all (:attr:`exchanges`): parts of a narrower dtype
-                are added in this one, in an order that does not depend on their dtype. None: that of ``full``.
-        """
+        Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
+        in this dtype, in an order that does not depend on the dtype of the parts."""
         self._count("reduce_scatter", label, full, total_dtype)
         return Reduction(self._reduce(full, label, factor, total_dtype), *self._over_replicas(label))
 
     def all_reduce(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` over all ranks, which gives ``full``, or another tensor in ``total_dtype``. See
-        :meth:`reduce_scatter`."""
+        """Sum ``full`` over ranks, in place or in ``total_dtype``; see :meth:`reduce_scatter`. Collective."""
         self._count("all_reduce", label, full, total_dtype)
         first = self._reduce(full, label, factor, total_dtype, whole=True)
         if self._groups is None or self.queues:
             return Reduction(first)
 
         def gather(shard: Tensor) -> Pending:
-            # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
+            # The sum is complete now, so nothing reads the old contents of ``full`` any more.
             return self._gather(self._spread(shard, full), label, "second_half")
 
         return Reduction(first, *self._over_replicas(label), gather)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """``full``, or a tensor like it in the dtype of ``shard``, with ``shard`` at the place of this rank."""
+        """Put ``shard`` at this rank's place in ``full``, or in a copy of its dtype, and return the whole."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
-        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else it was summed there
+        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else the sum was written there
             own.copy_(shard)
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards, which gives what these have sent here.
+        """Send parts of ``data`` [bytes] to the ranks that share shards and receive theirs. Collective.
 
-        Ordered with reductions.
-
-        Args:
-            sizes: bytes for each rank, which lie in ``data`` in rank order.
-            out_sizes: bytes from each rank, in rank order; each is what that rank has in ``sizes`` for this one.
-        """
+        ``sizes`` and ``out_sizes`` are bytes to and from each rank, in rank order. Ordered with reductions."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -214,21 +194,15 @@ class Communicator(SmallMessages):
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
 
     def resume(self, what: str = "going on after an exception") -> None:
-        """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
+        """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
-        It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
-        first half complete, so ranks that raised in the same place may have issued different later halves. On groups
-        that were used so, the next message of one rank would be matched with an older message of another.
-
-        Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
-        stay, each is matched with its own and ends late, in the memory that it was issued with.
-
-        Args:
-            what: the purpose, in words.
-        """
+        A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
+        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
+        messages are not waited for: on replaced groups they may never end; on others they end late, in their own
+        memory."""
         if (before := self._groups) is not None:
             self.meet(None, what)
-            # Given back before the pool is asked, which gives out no groups on which the counts differ.
+            # First, because the pool gives out no groups whose counts differ between ranks.
             before.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
             if self._groups is not before:
@@ -236,7 +210,6 @@ class Communicator(SmallMessages):
         self.waits.count_anew()
 
     def close(self) -> None:
-        """End the threads and give the groups back."""
         self.waits.close()
         if self._groups is not None:
             self._groups.user = lambda: None
@@ -245,11 +218,10 @@ class Communicator(SmallMessages):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
-        """Issue a gather of ``full`` on the group of that name."""
         if self._groups is None or self._groups.gather is None:
-            # The current stream may be one that still brings the bytes.
+            # The current stream may still be copying the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
-        # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
+        # Counted apart from its all-reduce, because ranks issue it at different moments; see :meth:`resume`.
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
@@ -258,7 +230,6 @@ class Communicator(SmallMessages):
             return self._pending(kind, label, sent.works, sent.finish, stream, span)
 
     def _members(self, group: str) -> Members:
-        """Who takes part in messages of the group of that name."""
         assert self._groups is not None
         if group == "node_gather":
             return Members(self.node_rank, self.node_size, self._groups.node_gather)
@@ -267,15 +238,10 @@ class Communicator(SmallMessages):
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Pending:
-        """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
+        """Issue the sum over the ranks that share shards and, on a stream, the messages that follow it.
 
-        On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
-        all ranks.
-
-        Args:
-            factor: the slice's sum is multiplied by it.
-            whole: the sum of every slice is to come to all ranks, into ``full``. On a stream it does.
-        """
+        On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
+        ``whole``, all ranks then get the sums of all slices in ``full``."""
         if self._groups is None:
             return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor), kind="reduce")
         with self.streams.on("reduce") as stream:
@@ -288,21 +254,20 @@ class Communicator(SmallMessages):
                 )
             if factor != 1.0:
                 total = _multiplied(total, factor)
-            # Where nothing is queued, the messages that follow need a complete first sum, which the host finds when it
-            # lands it. Issued from here they would make the host wait for the first sum now.
+            # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
             finish = (lambda: self._rest_in_stream(total(), full, label, whole)) if self.queues else total
-            # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
-            # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
+            # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
+            # :meth:`Pending.wait` frees it.
             return self._pending("reduce", label, works, finish, stream, span, keep=full)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
-        """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
+        """Issue on the reduce stream the messages that follow the sum of this rank's slice, ``shard``."""
         assert self._groups is not None
         if self._groups.replicate is not None:
             self._issue_sum(shard, async_op=False)
         if not whole:
             return shard
-        # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
+        # On the reductions' group: each reduction issues all of its messages together, in one order on all ranks.
         if self._groups.reduce is not None:
             full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
@@ -310,22 +275,21 @@ class Communicator(SmallMessages):
 
     @staticmethod
     def _wait_in_stream(works: list[Any]) -> None:
-        """Make the current stream wait for messages that a backend has not queued on it."""
+        """Make the current stream wait for messages that the backend has not queued on it."""
         for work in works:
             work.wait()
 
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
-        """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
+        """Return what the host must issue after :meth:`_reduce`: the sum over the nodes, if any."""
         if self._groups is None or self._groups.replicate is None or self.queues:
             return []
         return [partial(self._sum_replicas, label)]
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
-        data = shard.cpu()  # itself, on the host
+        data = shard.cpu()  # no copy if on the host
         return Pending(self, label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
 
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
-        """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
         self._groups.issued["replicate"] += 1
         replicas = self.world_size // self.shard_size
@@ -343,17 +307,13 @@ class Communicator(SmallMessages):
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one.
-
-        Args:
-            span: of these messages, where somebody records.
-        """
+        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as current stream."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
             return Pending(self, label, works, finish, kind=kind, keep=keep)
         self._wait_in_stream(works)
-        # The event comes last: whoever waits for it also waits for what ``finish`` has queued behind them.
+        # Last: whoever waits for the event must also wait for what ``finish`` has queued.
         result = finish()
         if span is not None:
             span.end()
@@ -373,7 +333,7 @@ class Communicator(SmallMessages):
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
-            # What one rank receives, by whatever messages: every slice but its own, once for each half.
+            # Bytes that one rank receives: every slice but its own, once for each half.
             others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
                 recording.moved("reduce", others * full.itemsize)
@@ -384,14 +344,14 @@ class Communicator(SmallMessages):
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:
-    """End ``span`` when the last of ``works`` is over, in a thread of the backend."""
+    """End ``span`` when the last of ``works`` ends, on a thread of the backend."""
     left = len(works)
     if not left:
         span.end()
 
     def over(_: Any) -> None:
         nonlocal left
-        left -= 1  # under the GIL; a thread of the backend's calls it, maybe several
+        left -= 1  # under the GIL: several threads of the backend may call this
         if left == 0:
             span.end()
 

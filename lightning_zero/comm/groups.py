@@ -1,4 +1,4 @@
-"""Process groups of communicators. Groups are used again, because torch never frees them."""
+"""Process groups of communicators. Groups are reused, because torch never frees them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
-# Of messages that wait on a device, at least: a rank may be at work alone while the others, which wait with patience,
-# have queued what it has not. Within reach, because nothing else ends a device that hangs.
+# Of messages on a device: long, because other ranks may queue messages while one works alone; finite, because nothing
+# else ends a device that hangs.
 DEVICE_TIMEOUT_S = 3600.0
 
 OPERATIONS = (
@@ -35,13 +35,11 @@ OPERATIONS = (
 
 
 class GroupKind(NamedTuple):
-    """What groups are for.
+    """What decides whether groups can be reused.
 
     Attributes:
-        backend: that serves the engine's device.
-        in_streams: messages are queued on streams of the device, one behind the other, and the host does not wait.
+        in_streams: messages are queued on streams and the host does not wait.
         even_alone: make groups of one rank too.
-        stall_timeout_s: how long ranks wait for each other.
     """
 
     topology: Topology
@@ -53,26 +51,26 @@ class GroupKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator at a time. Those that would have one rank are None, unless wanted.
+    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``.
 
     Attributes:
-        issued: operations asked for so far on this rank, of each of :data:`OPERATIONS`.
-        user: the communicator, as long as it lives.
+        issued: operations that this rank has issued, for each of :data:`OPERATIONS`.
+        user: returns the communicator, or None when it is gone.
     """
 
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
-    replicate: Any  # the same shards on other nodes
-    node_gather: Any  # ranks of this node, of what units keep for the backward
+    replicate: Any  # ranks with the same shards on other nodes
+    node_gather: Any  # ranks of this node, for what units keep until the backward
     control: Any  # host-side, all ranks
     issued: Counter[str] = field(default_factory=Counter)
     user: Callable[[], object | None] = lambda: None
 
     @property
     def all_issued(self) -> list[int]:
-        """Of each of :data:`OPERATIONS`. Each kind goes over one group, in one order on all ranks: so where all these
-        numbers are equal, each message has its own on every other rank. Of their sum that does not hold."""
+        """Counts of each of :data:`OPERATIONS`. Each kind uses one group in one order, so where all counts agree
+        between ranks, every message has its counterparts. Equal sums would not be enough."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -99,29 +97,24 @@ class Groups:
 
 
 def backend_for(group: Any, device: torch.device) -> str:
-    """The backend that serves tensors of ``device`` in ``group``, where each kind of device may have its own
-    (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend for tensors of ``device``; a group may have several (``cpu:gloo,cuda:nccl``)."""
     served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return served.get(device.type, str(dist.get_backend(group)))
 
 
 def host_backend(parent: Any) -> str:
-    """The backend of agreements, which are a few integers: gloo exists in every build.
-
-    A simulated world (torch's fake process group) is of one process, with nobody for gloo to connect to.
-    """
+    """Return the backend of agreements: gloo, which every build has, or that of a simulated world."""
     backend = dist.get_backend(parent)
     return backend if backend == "fake" else "gloo"
 
 
 def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: float = 0.0) -> Any:
     name = f"lightning_zero: {name}"
-    # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
-    # that are no part of a module's process group, and the members would wait for them.
+    # Synchronize among members only; otherwise all ranks of the default group would have to call this.
     with _made_when_used():
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, backend=backend)
-    # An operation of gloo fails for good when the group's own timeout passes. A patient wait must be able to go on, so
-    # the timeout is set out of reach, and every wait has a bound of its own (``ranks/waits.py``).
+    # gloo's operations fail for good at their group's timeout, but patient waits must go on. So the timeout is out of
+    # reach, and every wait has its own bound (``ranks/waits.py``).
     if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
     elif backend == "nccl":
@@ -132,8 +125,8 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _made_when_used() -> Iterator[None]:
-    """Where the default group is bound to a device, NCCL would make the communicators of a new group at once, by a
-    split that all ranks of the default group must take part in: ranks that are not in the new group do not come."""
+    """Let NCCL make the communicators of a new group at first use. If the default group is bound to a device, NCCL
+    would make them at once by a split that needs all ranks of the default group."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -149,17 +142,13 @@ class _Parent(NamedTuple):
 
 
 class GroupPool:
-    """Groups are used again: torch never frees them, and each costs threads, sockets and milliseconds.
-
-    Communicators end when they are closed or collected as garbage, at moments that differ between ranks. So the ranks
-    agree on what is free, and take nothing where they issued different operations (after an exception).
-    """
+    """Process groups for reuse, because torch never frees them. Communicators end at moments that differ between ranks,
+    so ranks agree on which groups are free. Groups with differing operations (after an exception) are not reused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []
 
     def parent(self, group: Any) -> _Parent:
-        # By identity, which is safe as the list keeps each group alive: the id of one cannot come back as another's.
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
@@ -179,11 +168,10 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """The first set of groups that is free on all ranks, with equal numbers of operations issued."""
-        if not made:  # on all ranks or on none: sets are made by all ranks together
+        """Return the first set of groups that is free on all ranks with equal operation counts, or None. Collective."""
+        if not made:  # empty on all ranks or on none, because sets are made collectively
             return None
-        # -1: still used. A communicator's weak reference dies when the garbage collector comes by, at another moment on
-        # each rank. A rank that decided by itself would take groups that another rank does not take.
+        # -1: in use. Communicators are garbage-collected at different moments, so no rank may decide alone.
         used = [-1] * len(OPERATIONS)
         own = torch.tensor([groups.all_issued if groups.user() is None else used for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]

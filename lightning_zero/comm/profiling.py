@@ -1,4 +1,4 @@
-"""Ranges for ``torch.profiler``, and under CUDA for NVTX (``torch.autograd.profiler.emit_nvtx``)."""
+"""Ranges for ``torch.profiler``, and for NVTX under CUDA (``torch.autograd.profiler.emit_nvtx``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ _NOBODY: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def profiled(kind: str, what: str) -> contextlib.AbstractContextManager[None]:
-    """A range ``zero: <kind> <what>``, where somebody profiles this thread. Where nobody does it costs a call.
-
-    Args:
-        kind: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``.
-        what: a unit, or one of its buckets.
-    """
+    """Open a range ``zero: <kind> <what>`` if this thread is being profiled. ``kind``: ``gather``, ``wait for``,
+    ``reduce``, ``transfer`` or ``step``; ``what``: a unit or bucket."""
     if not torch.autograd._profiler_enabled():
         return _NOBODY
     return torch.profiler.record_function(f"zero: {kind} {what}")

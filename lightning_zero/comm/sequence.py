@@ -1,11 +1,10 @@
-"""Messages among the ranks that share a sequence: ``n`` adjacent ranks of all (``zero.sequence_parallel=n``).
+"""Messages among the ranks that share a sequence: ``n`` adjacent ranks (``zero.sequence_parallel=n``).
 
 ::
 
     4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
 
-On the host a message is waited for, with the bounds and names of every other one. On a device it is queued on the
-stream of compute, which reads what it brings.
+The host waits for a message of host tensors. Messages of a device are queued on the compute stream.
 """
 
 from __future__ import annotations
@@ -31,16 +30,11 @@ TOKENS = "a sum over the tokens of a sequence"
 
 
 class SequenceGroup:
-    """The ranks that share a sequence with this one, with their process groups.
-
-    Attributes:
-        rank, size: this rank's place among them, and how many they are.
-        counts: messages that were asked for, by kind.
-        waits: for other ranks; of the engine, as soon as there is one.
-    """
+    """The ranks that share a sequence with this rank. ``rank, size``: its place among them, and their number.
+    ``counts``: messages by kind. ``waits``: the engine's, once it exists."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
-        """All ranks of ``parent`` make it together."""
+        """Make the groups. Collective."""
         ranks = dist.get_process_group_ranks(parent)
         members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
         backend = backend_for(parent, device)
@@ -51,18 +45,17 @@ class SequenceGroup:
         self._group = make_group(members, "sequence", backend, waits.stall_timeout_s)
         self._control = make_group(members, "sequence, small", host_backend(parent))
         if device.type != "cpu":
-            # Now, where all ranks come: at the first message of a group NCCL has the host wait for the others, which
-            # may be waiting for another message of this rank in the middle of a step.
+            # Connect ranks now. At the first message of a group NCCL makes the host wait for the other ranks, which in
+            # the middle of a step may be waiting for another message of this rank.
             self.exchange(torch.zeros(size, 1, device=device))
             self.sum_(torch.zeros(1, device=device))
 
     @property
     def issued(self) -> tuple[tuple[str, int], ...]:
-        """Messages of each kind."""
         return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
-        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``, and receive one of each. Collective."""
+        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``, and receive one row from each rank. Collective."""
         self.counts["all_to_all"] += 1
         recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
         rows = rows.cpu() if self._through_host else rows
@@ -71,11 +64,10 @@ class SequenceGroup:
         return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values [elements] float64`` over the ranks, where all of them sum the same ``kind``. Collective.
+        """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
 
-        Raises:
-            ConfigError: they do not; on all ranks. On a device, for which the host does not wait, sums are NaN then.
-        """
+        If kinds differ, all raise a ConfigError. On a device, where the host does not wait, the sums are NaN
+        instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -102,20 +94,18 @@ class SequenceGroup:
             self.waits.wait_work(collective(group=self._group, async_op=True), label)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small object from each rank of the group."""
+        """Gather a small object from each rank of the group. Blocks. Collective."""
         self.counts["objects"] += 1
         return gather_on(self._control, value, self.waits, what)
 
 
-_made: list[SequenceGroup] = []  # torch never frees groups, so they are used again
+_made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
-    """The group of this rank. All ranks of ``parent`` call it.
+    """Return the group of this rank, a former one if all its ranks have issued equally many messages. Collective.
 
-    One that was there before is taken again where all ranks have issued as many messages on it: after an exception some
-    may have issued more, which the next message of another would be matched with.
-    """
+    After an exception counts may differ. Then a new message of one rank would be matched with an old one of another."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)
@@ -129,11 +119,7 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Ranks that are not there: for a rank that has whole sequences (``OnPaper(1)``), and on tensors without values.
-
-    Attributes:
-        sent: bytes that one rank would send.
-    """
+    """Simulated ranks, for whole sequences (``OnPaper(1)``) and tensors without values. ``sent``: bytes sent."""
 
     rank = 0
 
@@ -149,4 +135,4 @@ class OnPaper:
         return values
 
 
-Sharers = SequenceGroup | OnPaper  # the ranks that share a sequence, as those see them who compute with parts of it
+Sharers = SequenceGroup | OnPaper

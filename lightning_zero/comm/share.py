@@ -1,7 +1,4 @@
-"""What a rank shares with the others of its machine: memory, disks and cores.
-
-The ranks find out who is on one machine by telling each other, whoever has started them.
-"""
+"""What a rank shares with the other ranks of its machine: memory, disks and cores. Ranks tell each other."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's part of its machine.
-
-    Attributes:
-        local_rank: its place among the ranks of the machine, from 0.
-        local_ranks: how many there are.
-        cpus: cores that are its own, when all take as many.
-    """
+    """This rank's share of its machine. ``cpus``: its cores if all ranks of the machine take as many."""
 
     local_rank: int = 0
     local_ranks: int = 1
@@ -32,12 +23,12 @@ class Share(NamedTuple):
 
 
 def share_of_machine(comm: Communicator) -> Share:
-    """Find out this rank's part of its machine. All ranks call it."""
+    """Find out this rank's part of its machine. Collective."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     local_rank, local_ranks = neighbours(comm, machine())
-    # A launcher may have given each rank cores of its own, or all of them the same.
+    # A launcher may have given each rank separate cores, or all ranks the same ones.
     _, on_these_cores = neighbours(comm, f"{machine()} {cores}")
-    # A group may be a part of the job.
+    # The group may be only a part of the job.
     local_ranks = max(local_ranks, local_world_size() or 1)
     if comm.world_size > 1 and on_these_cores > 1:
         on_these_cores = max(on_these_cores, local_ranks)
@@ -46,28 +37,24 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """This rank's place among the ranks that pass an equal ``same``, and their number. All ranks call it."""
+    """Return this rank's place among the ranks that pass an equal ``same``, and their number. Collective."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
     (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))
 
 
 def ranks_on_disk(comm: Communicator, path: str | None) -> int:
-    """Ranks that share the disk of ``path`` with this one, on this machine. All ranks call it."""
+    """Count the ranks of this machine that share the disk of ``path``, including this one. Collective."""
     try:
         device = os.stat(path).st_dev if path else -1
     except OSError:
-        # Not raised here: the other ranks are on their way into the exchange below, and would wait for this one.
-        device = -1  # the path is refused when it is used
+        # Do not raise: the other ranks enter the exchange below and would wait for this one.
+        device = -1
     return neighbours(comm, f"{machine()} {device}")[1]
 
 
 def own_path(path: str, share: Share, rank: int) -> str:
-    """``path`` with ``$LOCAL_RANK``, ``$RANK`` and variables of this node's environment in it replaced.
-
-    Raises:
-        ConfigError: a variable that this rank does not have.
-    """
+    """Replace variables in ``path``. Raises ConfigError for a variable that this rank does not have."""
     place = {"LOCAL_RANK": str(share.local_rank), "RANK": str(rank)}
 
     def value(match: re.Match[str]) -> str:

@@ -1,9 +1,6 @@
-"""Small messages between the ranks of a communicator, for which the host waits: agreements, sums of a few numbers, and
-values of one rank for all.
+"""Small messages for which the host waits: agreements, sums of a few numbers, and broadcasts.
 
-They go over the host-side group, but for sums of what is on a device and for large values: those are ordered with the
-reductions, or with the gathers.
-"""
+They use the host-side group. Sums of device tensors and large values are ordered with the reductions or the gathers."""
 
 from __future__ import annotations
 
@@ -28,21 +25,17 @@ T = TypeVar("T")
 
 
 class SmallMessages:
-    """Who takes part in the messages of one communicator, and the small ones.
+    """The ranks of one communicator, and their small messages.
 
     Attributes:
-        rank, world_size: place among all ranks of the group.
-        shard_rank, shard_size: place among the ranks that share shards; all of them, or those of this node.
-        node_rank, node_size: place among the ranks of the node that share what units keep for the backward; a size of
-            0: they keep nothing.
-        replica: which copy of the shards this rank has a part of.
+        shard_rank, shard_size: place among the ranks that share shards: all ranks, or those of this node.
+        node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0: none.
+        replica: index of the copy of the shards that this rank is a part of.
         observers: called with (kind, label) when an operation is issued.
-        waits: for the other ranks.
-        place: what this rank is doing, in words; posted for the others' error messages.
-        streams: of the device, for every kind of transfer.
+        place: what this rank is doing, in words, for other ranks' error messages.
     """
 
-    _groups: Groups | None = None  # None: there is nobody else
+    _groups: Groups | None = None
     _transport: Any = None
 
     def __init__(
@@ -83,7 +76,7 @@ class SmallMessages:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set :attr:`place` inside. It stays after an exception: the others' messages say where this rank has left."""
+        """Set :attr:`place` inside. It stays after an exception, to tell other ranks where this one stopped."""
         before, self.place = self.place, place
         yield
         self.place = before
@@ -91,17 +84,15 @@ class SmallMessages:
     # -- values of one rank, agreements, sums ------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
-        """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
+        """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
 
-        Args:
-            among: which operations it is ordered with. Gathers that follow steps are issued by each rank as far as its
-                worker has got: a message that comes while these are going on belongs among the reductions.
-        """
+        ``among``: which operations it is ordered with. Use the reductions while gathers after a step may be in
+        progress, because each rank issues these as far as its worker thread has got."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
         data = (tensor.cpu() if host else tensor).contiguous()
-        flat_bytes = data.view(-1).view(torch.uint8)  # backends do not know every integer type
+        flat_bytes = data.view(-1).view(torch.uint8)  # backends do not support every integer type
         group = self.topology.shard_group_of(src)
         place = group.index(src)
         if self._groups.replicate is not None and self.shard_rank == place:
@@ -109,18 +100,14 @@ class SmallMessages:
             self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
         if (shards := getattr(self._groups, among)) is not None:
             self._wait_broadcast(flat_bytes, place, shards, among)
-        if data is not tensor:  # a contiguous copy, or one on the host
+        if data is not tensor:
             tensor.copy_(data)
 
     def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
         self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Send a message and have its result in ``tensor``, on the current stream.
-
-        Args:
-            kind: of the operations that it is ordered with: a group's messages all run on one stream.
-        """
+        """Send a message and wait for its result in ``tensor``, on the current stream. ``kind`` selects the stream."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -130,27 +117,25 @@ class SmallMessages:
         self.streams.wait(event)
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
+        """Send a small host tensor of rank 0 to every rank. Blocks, but not behind gathers in flight. Collective."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self._agree(work, "a small reduction")
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small object from each rank, in rank order.
+        """Gather a small object from each rank, in rank order. Blocks. Collective.
 
-        Args:
-            what: for, in words; the same on all ranks.
-        """
+        ``what``: the purpose, in words; the same on all ranks."""
         if self._groups is None:
             return [value]
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
+        """Like :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
+        """Like :meth:`meet` for large objects, on rank 0 alone. Other ranks get None. Collective."""
         if self.world_size == 1:
             return [value]
         return collect_objects(self._parent, value, self.waits, what)
@@ -158,19 +143,19 @@ class SmallMessages:
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
-        """See :func:`together`."""
+        """See :func:`together`. Collective."""
         return together(self._parent, self.waits, what, act, undo, patient=patient)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Blocking: sum a small tensor on its device over ranks, in place."""
+        """Sum a small tensor over ranks, in place on its device. Blocks. Collective."""
         return self._small(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Blocking: the maximum of a small tensor over ranks, in place; host tensors go by the host-side group."""
+        """Take the maximum of a small tensor over ranks, in place. Blocks. Collective."""
         return self._small(tensor, dist.ReduceOp.MAX)
 
     def exchange(self, *values: int) -> list[list[int]]:
-        """Blocking: some integers from each rank; for each, all ranks' in rank order."""
+        """Gather integers: for each argument, the values of all ranks in rank order. Blocks. Collective."""
         if self._groups is None:
             return [[value] for value in values]
         self._note("exchange", str(values[0]))
@@ -190,19 +175,18 @@ class SmallMessages:
         if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
-        # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
+        # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
         for group in groups:
             if group is not None:
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
         return tensor
 
     def _agree(self, work: Any, label: str) -> None:
-        """Wait for a small message."""
         with recording.stands("agree", label, on_host=True):
             self.waits.wait_work(work, label)
 
     def wait_work(self, work: Any, label: str) -> None:
-        """See :meth:`Waits.wait_work`: for a message that is no agreement."""
+        """Wait for a message that is no agreement."""
         self.waits.wait_work(work, label, agrees=False)
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Streams of one engine: one for each kind of transfer. On the host, which has none, everything here does nothing.
+"""Streams of one engine, one for each kind of transfer. On the host everything here does nothing.
 
 ::
 
@@ -9,13 +9,11 @@
     push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
-``e0`` is recorded when a transfer is issued, or earlier where it is known what the transfer depends on; ``e1`` when it
-has been queued. Memory that another stream reads is kept by its owner until compute has waited for ``e1``, so a later
-free on the compute stream is ordered behind it and no ``record_stream`` is needed.
+The owner keeps memory that another stream reads until compute has waited for ``e1``. So no ``record_stream`` is needed.
 
-Gathered parameters lie in memory of the gather stream's pool, which nothing else takes from. ``r`` is the last use of
-what was given back to it. A gather waits for the last ``r``, and for the last change of the values that ranks send:
-never for what compute has queued since, so it starts while that is still under way, however late it is issued.
+Gathered parameters lie in the gather stream's pool, which nothing else uses. ``r`` is the last use of memory given back
+to that pool. A gather waits for the last ``r`` and the last change of the values it sends, but not for what compute has
+queued since. So it can start while compute is still busy.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from torch import Tensor
 from lightning_zero.device.accelerator import Accelerator
 
 KINDS = ("gather", "reduce", "h2d", "push", "d2h")
-HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
+HELD = 2  # transfers to the host whose device memory is kept: the one under way and the next
 
 
 class Streams:
-    """The streams of one accelerator; none where it has none."""
-
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._held: deque[tuple[Any, Any]] = deque()
@@ -43,16 +39,13 @@ class Streams:
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
         self.are_there = bool(self._streams)
-        self._given_back: dict[Any, Any] = {}  # by the stream that used it last: an event behind that use
-        self._waited_for: dict[str, Sequence[Any]] = {}  # by kind: events that its stream has waited for
-        self._settled: Any = None  # an event behind the last change of what gathers send; None: of all that is queued
+        self._given_back: dict[Any, Any] = {}  # stream that last used given-back memory -> event after that use
+        self._waited_for: dict[str, Sequence[Any]] = {}  # kind -> events that its stream has waited for
+        self._settled: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the body on the stream of ``kind`` (given to the body; None where there is none).
-
-        Args:
-            after: the event to wait for; by default everything that the current stream has queued so far.
-        """
+        """Run the body on the stream of ``kind`` and pass the stream to it (None without streams). ``after``: the event
+        to wait for. Default: everything that the current stream has queued."""
         stream = self._streams.get(kind)
         if stream is None or (after is None and stream == self.accelerator.current_stream()):
             return contextlib.nullcontext(stream)
@@ -60,8 +53,8 @@ class Streams:
 
     @contextlib.contextmanager
     def _on(self, stream: Any, after: Any) -> Iterator[Any]:
-        # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
-        # queued kernels of the current stream still read, or read what these kernels have not written yet.
+        # Otherwise the body could overwrite memory that queued kernels still read, or read what they have not yet
+        # written.
         event = after if after is not None else self.accelerator.record()
         with self.accelerator.on(stream):
             self.accelerator.wait(event)
@@ -70,19 +63,18 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Inside, memory is taken from the pool of that stream. It is used inside :meth:`on_free_memory`."""
+        """Take memory from the pool of ``kind``'s stream inside. Use this memory inside :meth:`on_free_memory`."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, behind all who used memory that gathered parameters have given back,
-        and behind the last change of what is sent."""
+        """Run the body on the stream of ``kind``, after all uses of given-back memory and the last change of values to
+        send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None
             return
-        # Which block the allocator gives out nobody knows, so this waits for the last use of any. Uses of one stream
-        # come one after the other.
+        # The allocator may give out any block, so wait for the last use of each. Uses on one stream are ordered.
         events = [self.settled(), *self._given_back.values()]
         known, self._waited_for[kind] = self._waited_for.get(kind, ()), events
         with self.accelerator.on(stream):
@@ -92,28 +84,27 @@ class Streams:
             yield stream
 
     def give_back(self) -> None:
-        """Memory of gathered parameters has gone back to its pool; the current stream has used it until now."""
+        """Note that gathered parameters' memory went back to its pool; the current stream used it until now."""
         if self._streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
     def change(self) -> None:
-        """The current stream changes values that gathers send: those that are issued from here on come after it."""
+        """Note that the current stream changes values that gathers send. Later gathers wait for the change."""
         self._settled = None
 
     def settled(self) -> Any:
-        """An event behind the last change of what gathers send; None where there are no streams."""
+        """Return an event after the last change of what gathers send; None without streams."""
         if self._settled is None:
-            # Recorded now, by the first gather that needs it: one event for all that a step has changed.
+            # Record now, at the first gather that needs it: one event for all changes of a step.
             self._settled = self.accelerator.record()
         return self._settled
 
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory``, which a stream reads, until ``event``. It is of the current stream's pool, or the reduce
-        stream's. Beyond a few, these wait for the oldest; the host does not."""
-        # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
-        # overwrite it before the stream that reads it is done.
+        """Keep ``memory`` of the current or reduce stream's pool until ``event``, because another stream reads it.
+        Beyond :data:`HELD` blocks these two streams, not the host, wait for the oldest."""
+        # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
             oldest, _ = self._held.popleft()
@@ -122,11 +113,11 @@ class Streams:
                 pass
 
     def let_go(self) -> None:
-        """Keep nothing any more: the host has waited for the device."""
+        """Drop all kept memory, because the host has waited for the device."""
         self._held.clear()
 
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:
-        """A copy of a 0-d tensor on the host, and the event of its arrival; the host goes on."""
+        """Copy a 0-d tensor to the host. Return the copy and the event of its arrival; the host does not wait."""
         if not self.are_there:
             return number, None
         host = self.accelerator.host_memory(number.shape, number.dtype)
@@ -134,7 +125,7 @@ class Streams:
         return host, self.mark()
 
     def mark(self) -> Any:
-        """An event behind what the current stream has queued so far; None where there are no streams."""
+        """Return an event after what the current stream has queued so far; None without streams."""
         return self.accelerator.record()
 
     def wait(self, event: Any) -> None:

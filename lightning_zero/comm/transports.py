@@ -1,4 +1,4 @@
-"""How a logical operation becomes messages."""
+"""How logical operations become messages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
-# The names before torch 2.13 still exist there, but warn at every call.
+# torch 2.13 still has the older names but warns at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
-SUM_CHUNK = 1 << 18  # elements that are converted and added at a time
+DIRECT_MAX_RANKS = 8
+SUM_CHUNK = 1 << 18
 
 
 class Members(NamedTuple):
-    """Who takes part in a message: ``size`` ranks of ``group``, of which this one is ``rank``."""
+    """The ranks of a message: ``size`` ranks of ``group``; this one is ``rank``."""
 
     rank: int
     size: int
@@ -30,34 +30,27 @@ class Members(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Messages under way.
-
-    Attributes:
-        works: which the host is to wait for. None where messages are queued on the current stream.
-        finish: gives the result, after the works; called once, on whatever stream is to use it.
-    """
+    """Messages in flight. ``works``: the host must wait for these; empty if messages are queued on the current stream.
+    ``finish``: gives the result after the works; call it once, on the stream that uses the result."""
 
     works: list[Any]
     finish: Callable[[], Tensor]
 
 
 class Transport(Protocol):
-    """How a logical operation becomes messages. All methods are asynchronous and work on contiguous tensors.
-
-    Attributes:
-        exchanges: it can reduce by an all-to-all, after which each rank adds its parts itself (:func:`exchange`).
-        waits_on_host: for messages of a device too: they are not queued on its streams.
-    """
+    """How logical operations become messages. All methods are asynchronous, collective and need contiguous tensors.
+    ``exchanges``: it can reduce by :func:`exchange`. ``waits_on_host``: the host waits even for messages of a
+    device."""
 
     exchanges: bool
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n] in place; the slice of this rank is filled already."""
+        """Fill ``full`` [size * n] in place; this rank's slice is filled already. Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
-        """Fill several tensors like that: one by one, unless a transport knows better. The result is the first."""
+        """Fill several tensors as :meth:`gather` does. The result is the first tensor. Collective."""
         sent = [self.gather(full, among) for full in fulls]
 
         def finish() -> Tensor:
@@ -69,17 +62,14 @@ class Transport(Protocol):
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
-        """Sum ``full`` [size * n] over ranks, which gives this rank's sum [n].
+        """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective.
 
-        Args:
-            in_place: the sum may lie in ``full``, in the slice of this rank; else it lies in other memory.
-            total_dtype: of the sum, where it is to be made by :func:`exchange`; None: as is best, in the own dtype.
-        """
+        ``in_place``: the sum may lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: that of
+        ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
-        """Send a part of ``data`` [sum(sizes)] to each rank, and fill ``out`` [sum(out_sizes)] with theirs, in rank
-        order."""
+        """Send a part of ``data`` [sum(sizes)] to each rank and fill ``out`` with theirs, in rank order. Collective."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return Sent(_works(work), lambda: out)
 
@@ -97,10 +87,9 @@ class PlainTransport(Transport):
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
         if len(fulls) == 1 or not _queues(fulls[0]):
             return super().gather_all(fulls, among)
-        # One kernel of NCCL. As bytes: it is not said whether tensors of several dtypes may go together.
+        # As bytes: torch does not promise that tensors of several dtypes may go together.
         data = [full.view(torch.uint8) for full in fulls]
-        # The group itself is called: before torch 2.13 ``_coalescing_manager`` does not pass options on, and the
-        # message takes a stream of NCCL's own.
+        # Before torch 2.13 ``_coalescing_manager`` drops the options, and NCCL would use another stream.
         options = AllgatherOptions()
         options.asyncOp = False
         gather = getattr(among.group, "all_gather_single_coalesced", among.group.allgather_into_tensor_coalesced)
@@ -118,12 +107,12 @@ class PlainTransport(Transport):
 
 
 def _own(full: Tensor, among: Members) -> Tensor:
-    # A view of ``full`` at this rank's place: there NCCL gathers in place and needs no copy of the slice.
+    # A view of ``full`` at this rank's place: NCCL then gathers in place and copies nothing.
     return full.view(among.size, -1)[among.rank]
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Whether messages of ``tensor`` are queued on the current stream, so that nobody has to wait for a work."""
+    """Whether messages of ``tensor`` are queued on the current stream, so that no work needs a wait."""
     return tensor.device.type != "cpu"
 
 
@@ -132,16 +121,13 @@ def _works(work: Any) -> list[Any]:
 
 
 class DirectTransport(Transport):
-    """Broadcasts from each owner in place, and an all-to-all with a local sum in rank order.
-
-    On gloo at two ranks and 64 MiB this takes a sixth and a quarter of the library calls' time, and is issued in
-    0.2 ms where ``reduce_scatter_tensor`` blocks.
-    """
+    """Gather by broadcasts in place; reduce by an all-to-all and a local sum in rank order. On gloo at two ranks and 64
+    MiB they take a sixth and a quarter of the library's time, and do not block when issued."""
 
     exchanges = True
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        # In rank order on every rank: gloo matches messages of one group by the order in which they are issued.
+        # In rank order on every rank: gloo matches messages of one group by the order of issue.
         sent = [
             dist.broadcast(part, group_src=rank, group=among.group, async_op=not _queues(full))
             for rank, part in enumerate(full.view(among.size, -1))
@@ -155,19 +141,16 @@ class DirectTransport(Transport):
 
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
-    """Sum ``full`` [size * n] over ranks by an all-to-all: each rank adds its own parts, in ``total_dtype``.
+    """Sum ``full`` [size * n] over ranks by an all-to-all; each rank adds its parts in ``total_dtype``. Collective.
 
-    On the host they are added in rank order. On a device one kernel adds them, in an order that follows from their
-    number: for parts in bf16 as for the same values in fp32. See :meth:`Transport.reduce`.
-    """
+    The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
     rank, world_size, group = among
     if _queues(full):
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group, async_op=False)
         return Sent([], lambda: torch.sum(received.view(world_size, -1), 0, dtype=total_dtype))
     parts = full.view(world_size, -1)
-    # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first and on
-    # the last rank; those in the middle send themselves theirs too.
+    # This rank's part needs no copy. On middle ranks the rest is not contiguous, so they also send to themselves.
     low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
     received = torch.empty_like(parts[low:high])
     counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
@@ -176,8 +159,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
     )
 
     def total() -> Tensor:
-        # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and runs
-        # must agree to the bit.
+        # In rank order, because floating-point sums depend on it and all stages must agree to the bit.
         first, *others = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
         if total_dtype != full.dtype:
             return _sum_wide([first, *others], total_dtype)
@@ -185,7 +167,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
             return first
         for other in others[:-1]:
             first.add_(other)
-        # The sum shares memory with no other part, if it is not in place: who keeps it keeps no more than it.
+        # Unless in place, the sum shares no memory, so keeping it keeps no other part alive.
         into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
         return torch.add(first, others[-1], out=into)
 
@@ -193,8 +175,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
 
 
 def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of ``terms``, each [n], in order and in a wider ``dtype``: in pieces, which stay in the cache. A kernel
-    that adds another dtype converts all of it first, into memory of its own."""
+    """Sum ``terms``, each [n], in order in ``dtype``, in pieces that stay in the cache and need little memory."""
     first, *others = terms
     total = torch.empty_like(first, dtype=dtype)
     converted = torch.empty(min(SUM_CHUNK, len(total)), dtype=dtype)
@@ -206,15 +187,11 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HostTransport(Transport):
-    """Device tensors over a host-side backend, by copies through host memory: correct, not fast.
+    """Send device tensors over a host-side backend by copies through host memory: correct, not fast.
 
-    It serves groups that have only gloo for a GPU: several ranks on one GPU, which NCCL refuses, or a cluster without
-    NCCL.
-
-    The host waits for the device before it sends, and for the other ranks when the result is used: never where it
-    sends. Ranks issue some messages at different moments (after offloaded steps, and where they take other paths), and
-    one that waited there for the others would keep them waiting for its next message.
-    """
+    For GPU groups with gloo only. The host waits for the device when it sends, and for other ranks when the result is
+    used. Ranks issue some messages at different moments, so waiting earlier could keep others from this rank's next
+    message."""
 
     waits_on_host = True
 
@@ -224,7 +201,7 @@ class HostTransport(Transport):
 
     def gather(self, full: Tensor, among: Members) -> Sent:
         host = torch.empty_like(full, device="cpu")
-        _own(host, among).copy_(_own(full, among))  # waits for the device: the slice has been written before it is sent
+        _own(host, among).copy_(_own(full, among))  # waits for the device, so the slice is complete before it is sent
         sent = self._inner.gather(host, among)
         return Sent(sent.works, lambda: full.copy_(sent.finish()))
 
@@ -246,14 +223,9 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 
 
 def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
-    """The transport of ``zero.comm.transport``.
-
-    ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``; there, up to :data:`EXCHANGE_MAX_RANKS`, with an
-    all-to-all for reductions whose terms are narrower than their sum.
-
-    Args:
-        backend: that serves ``device``.
-    """
+    """Choose the transport for ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with few ranks, else
+    ``plain``, which up to :data:`EXCHANGE_MAX_RANKS` ranks reduces by an all-to-all where terms are narrower than their
+    sum."""
     host_side = backend == "gloo"
     if name is not TransportName.auto:
         transport = TRANSPORTS[name]()

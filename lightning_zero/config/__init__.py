@@ -1,12 +1,12 @@
-"""Every setting of lightning_zero, once: Hydra schema, Python API and documentation.
+"""Every setting of lightning_zero: Hydra schema, Python API and documentation.
 
 ::
 
-    groups      the dataclasses of zero/*: the schema of the Hydra groups, and the reference that a user reads
-    settings    ZeroConfig, all of them together: the arguments of ZeroStrategy
-    names       enums: what may be written for a setting, and ConfigError
+    groups      the dataclasses of zero/*: schema and reference
+    settings    ZeroConfig: all groups, the arguments of ZeroStrategy
+    names       enums of allowed values, and ConfigError
     values      types of settings, and sizes such as 80GB
-    rows        settings made from keywords, names of rows, and other settings
+    rows        makes settings from keywords, row names and other settings
 """
 
 from lightning_zero.config.groups import (

@@ -1,5 +1,4 @@
-"""The groups of settings: the schema of ``zero/*``. Each checks its own values, so that a bad one is refused before any
-process starts, with the key to change."""
+"""The groups of settings, the schema of ``zero/*``. Each checks its values before any process starts."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ class StageConfig:
     """Group ``zero/stage``: which roles are sharded over the ranks.
 
     Attributes:
-        name: ``zero0`` replicates everything (as DDP does); ``zero1`` shards optimizer state and master
-            weights; ``zero2`` gradients too; ``zero3`` parameters too. ``auto`` is for the strategy: it takes the
-            fastest row that fits, of this group and, under ``zero/offload=auto``, of that one too.
+        name: ``zero0`` replicates everything (like DDP); ``zero1`` shards optimizer state and master weights; ``zero2``
+            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest row that fits, of this
+            group and, under ``zero/offload=auto``, of that one.
     """
 
     name: Stage = Stage.zero3
@@ -41,7 +40,7 @@ class StageConfig:
 
 
 def check_rounding(stochastic: bool, precision: Precision) -> None:
-    """Only weights that rest in bf16 are rounded at a step."""
+    """Raise ConfigError unless weights rest in bf16, which alone are rounded at a step."""
     if stochastic and precision is not Precision.bf16_true:
         raise ConfigError(
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
@@ -51,7 +50,7 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
 
 
 def check_state_dtype(state: StateDtype, precision: Precision) -> None:
-    """State in bf16 is narrower than that beside masters of four bytes."""
+    """Raise ConfigError for bf16 state beside two-byte masters: it would not be narrower."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) or int8 with zero/precision="
@@ -61,7 +60,7 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
 
 
 def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtype: DType | None) -> None:
-    """Gradients travel in bf16, and are summed in fp32, where they are made in bf16 to be summed in fp32."""
+    """Raise ConfigError for bf16 messages unless gradients are made in bf16 and summed in fp32."""
     if wire is not GradCommDtype.bf16:
         return
     mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
@@ -87,16 +86,15 @@ class PrecisionConfig:
     """Group ``zero/precision``: the dtype of each role.
 
     Attributes:
-        name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 master, parameters gathered and
-            used in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with dynamic loss scaling) or
-            ``bf16_true``, ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows
-            ``Trainer(precision=)``.
-        reduce_dtype: what gradients travel in. ``None``: fp32; under the rows of one dtype, that.
-        grad_dtype: what gradients rest and accumulate in. ``None``: fp32; under the rows of one dtype, that.
-        fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
-            What parametrizations compute weights from keeps it too.
-        stochastic_rounding: under ``bf16_true``, compute steps in fp32 and round weights and optimizer state to bf16 up
-            or down at random, right on average; to nearest, changes below 1/512 of a weight are lost.
+        name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
+            in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
+            ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``.
+        reduce_dtype: of gradients in messages. ``None``: fp32; with one dtype everywhere, that one.
+        grad_dtype: of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
+        fp32_modules: class names (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So do
+            inputs of parametrizations.
+        stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 at random, right on
+            average; rounding to nearest would lose changes below 1/512 of a weight.
     """
 
     name: Precision | None = None
@@ -137,19 +135,17 @@ class OffloadConfig:
     """Group ``zero/offload``: the tier on which each role rests.
 
     Attributes:
-        name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` hold optimizer state and
-            master weights in host memory or in files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` the
-            parameters too (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, under
-            the budgets.
-        nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``. It may hold
-            ``$LOCAL_RANK``, ``$RANK`` and variables of each node's environment.
-        device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
-            under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes of host memory that one rank may hold at rest; what the machine has available is then not
-            looked at. ``None``: that is the bound.
-        nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
-        threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
-            them, less one for transfers where there are more than two.
+        name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` keep optimizer state and
+            master weights in host memory or files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` parameters too
+            (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, within the budgets.
+        nvme_path: folder for the files, which may contain ``$LOCAL_RANK``, ``$RANK`` and other variables of each node.
+            A preset string takes it from ``LIGHTNING_ZERO_NVME_PATH``.
+        device_budget: bytes of optimizer state, master weights and gradients on a rank's device under ``auto``.
+            ``None``: none on a CPU, half of the free memory on a GPU.
+        host_budget: bytes of host memory at rest of one rank. ``None``: bounded by the available memory.
+        nvme_budget: bytes of files of one rank. ``None``: the disk's free bytes.
+        threads: CPU threads of a rank's offloaded step. ``None``: the rank's share of the cores; of more than two, one
+            is left for transfers.
     """
 
     name: Offload = Offload.none
@@ -180,7 +176,7 @@ class OffloadConfig:
 
 
 def without_effect(row: Offload) -> list[str]:
-    """The settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
+    """List the settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
     found = []
     if "nvme" not in row.name and row is not Offload.auto:
         found += ["nvme_path", "nvme_budget"]
@@ -189,22 +185,22 @@ def without_effect(row: Offload) -> list[str]:
     if row is Offload.none:
         found += ["host_budget", "threads"]
     if row in (Offload.optimizer_nvme, Offload.nvme):
-        found.append("host_budget")  # nothing but gradients rests on the host there
+        found.append("host_budget")  # only gradients rest on the host there
     return found
 
 
 @dataclass(kw_only=True, slots=True)
 class UnitConfig:
-    """Which modules are units: what is gathered and dropped together. (It is reduced bucket by bucket.)
+    """Which modules are units. A unit is gathered and dropped as a whole.
 
     Attributes:
-        classes: class names of the modules that become units. Empty: found from the model (``_no_split_modules``
-            of Hugging Face models, else repeated blocks in ModuleList and Sequential; where these hold less than half
-            of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
-        min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
-        max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
-        whole_batch: class names; under ``zero.vertical_chunks`` units of these classes, or with such a module inside,
-            run on the whole batch.
+        classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else
+            repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
+            is divided into modules of at most an eighth of the model.
+        min_bytes: a module with fewer bytes (in the original dtype) stays with its parent.
+        max_bytes: larger units that were found automatically are divided into their children if possible.
+        whole_batch: class names; units of these classes, or containing one, run on the whole batch under
+            ``zero.vertical_chunks``.
     """
 
     classes: list[str] = field(default_factory=list)
@@ -225,22 +221,19 @@ class UnitConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
-    """Group ``zero/comm``: how the bytes travel.
+    """Group ``zero/comm``: how messages are sent.
 
     Attributes:
-        transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and
-            reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
-            ``auto`` chooses by backend and number of ranks.
-        hybrid_shard: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
-            (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
-            a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
-            nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
-            into half of the memory; else ``flat``.
-        grad_comm_dtype: what gradients travel in where autograd makes them in bf16 and they are summed in fp32.
-            ``auto``: in bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``:
-            as ``auto``, and an error where they would have to travel in fp32. See ``docs/communication.md``.
-        even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
-            GPU. It is slower, and trains the same.
+        transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and reduces
+            by an all-to-all and a local sum, which is several times faster on gloo with few ranks; ``auto`` chooses.
+        hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
+            gathers stay within nodes but ranks hold more; ``node_backward`` shards over all ranks, but each node keeps
+            units for the backward's gathers. ``auto`` takes ``node`` on several nodes of equal size if at most half of
+            the memory is used, else ``flat``.
+        grad_comm_dtype: of messages with bf16 gradients that are summed in fp32. ``auto``: bf16 wherever that gives the
+            same sums as ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be needed. See
+            ``docs/communication.md``.
+        even_alone: run collectives on a single rank too, to try a transport on one GPU. Slower, with the same results.
     """
 
     transport: Transport = Transport.auto
@@ -261,15 +254,14 @@ class CommConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """Group ``zero/checkpoint``: the form in which checkpoints are saved. Both are loaded at any setting.
+    """Group ``zero/checkpoint``: the form of saved checkpoints. Both forms load at any setting.
 
     Attributes:
-        name: ``full``: one ordinary file, which all ranks write, each its own ranges. ``sharded``: a folder in the
-            format of PyTorch's distributed checkpoints, which all ranks must see: each writes a file of its shards.
-        exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
-        verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
-            again goes on from it.
-        background: training goes on while a folder is written. What changes meanwhile is copied to host memory first.
+        name: ``full``: one ordinary file, written by all ranks. ``sharded``: a folder in the format of PyTorch's
+            distributed checkpoints, one file per rank; all ranks must see it.
+        exclude_frozen: leave out frozen parameters (adapters); a resumed run keeps its own.
+        verify: compare with checksums before loading. ``None``: when a restarted job resumes.
+        background: train on while a folder is written. Values that change meanwhile are copied to host memory first.
     """
 
     name: CheckpointFormat = CheckpointFormat.full
@@ -295,10 +287,10 @@ class CompileConfig:
     """Group ``zero/compile``: what ``torch.compile`` is applied to.
 
     Attributes:
-        name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
-            that the user has compiled stay as they are, under ``none`` too.
-        arguments: of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. Without a backend it is
-            ``inductor``, which needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
+        name: ``blocks`` compiles the forward of every unit but the root, one graph per class. Modules that the user has
+            compiled stay so, under ``none`` too.
+        arguments: of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. The default backend
+            ``inductor`` needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
     """
 
     name: Compile = Compile.none
@@ -329,11 +321,11 @@ class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
     Attributes:
-        sharding: what a rank steps: ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``: slices
-            by optimizers that are known to be element-wise, tensors by all others. ``slices`` declares the others
-            element-wise too: each element is computed from its own value, gradient and state alone.
-        state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
-            ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
+        sharding: whether a rank steps ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
+            slices for optimizers known to be element-wise, else tensors. ``slices`` declares other optimizers
+            element-wise: each element needs only its own value, gradient and state.
+        state_dtype: of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), ``bf16``, or
+            ``int8`` (8-bit codes with an exponent per 256 elements). Steps are computed in fp32.
     """
 
     sharding: Sharding = Sharding.auto
@@ -345,12 +337,12 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DebugConfig:
-    """What a run tells of itself.
+    """Settings for diagnosing a run.
 
     Attributes:
-        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
+        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG if matplotlib is
             installed.
-        timeline_steps: two numbers: steps of the optimizer before those that are recorded, and how many these are.
+        timeline_steps: two numbers: optimizer steps before the recording, and steps to record.
     """
 
     timeline: str | None = None

@@ -1,4 +1,4 @@
-"""The names that settings may have, as users type them: members of enums, which OmegaConf matches by name."""
+"""The enums of allowed values, as users type them. OmegaConf matches members by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message says what was expected, what was got, and the key to change."""
+    """A setting that cannot work. The message names the expected value, the given value, and the key to change."""
 
 
 class Stage(Enum):
@@ -21,7 +21,7 @@ class Stage(Enum):
 
 
 class Precision(Enum):
-    """The values are what Trainer(precision=) calls them."""
+    """The values are those of ``Trainer(precision=)``."""
 
     fp32 = "32-true"
     bf16 = "bf16-mixed"
@@ -53,7 +53,7 @@ class DType(Enum):
 
 
 class StateDtype(Enum):
-    """How wide optimizer state rests; ``fp32``: as the masters do."""
+    """The dtype of resting optimizer state. ``fp32``: the dtype of the masters."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -90,14 +90,14 @@ class GradCommDtype(Enum):
 
 
 class Sharding(Enum):
-    """What of a parameter an optimizer steps on a rank."""
+    """Whether a rank steps slices of parameters or whole tensors."""
 
     auto = "auto"
     slices = "slices"
     tensors = "tensors"
 
 
-# The groups of zero/* that a row's name chooses from.
+# The row names of each group of zero/*.
 ROWS: dict[str, type[Enum]] = {
     "stage": Stage,
     "precision": Precision,
@@ -107,7 +107,7 @@ ROWS: dict[str, type[Enum]] = {
 }
 
 
-# What others call a name of ours.
+# Other names for our values.
 OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
 OTHER_NAMES |= {"micro_batches": "vertical_chunks", "grad_wire": "grad_comm_dtype", "hierarchy": "hybrid_shard"}
@@ -115,7 +115,7 @@ OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64":
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """The name among ``known`` that ``given`` is another word for, or a misspelling of unless ``exact``."""
+    """Return the name in ``known`` that ``given`` is a synonym or (unless ``exact``) a misspelling of."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -124,11 +124,7 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
 
 
 def choose(group: str, name: Any) -> Any:
-    """The member of ``zero/<group>`` that ``name`` stands for.
-
-    Raises:
-        ConfigError: no such row; the message lists those there are.
-    """
+    """Return the member of ``zero/<group>`` called ``name``. Raises ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name

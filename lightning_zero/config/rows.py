@@ -1,4 +1,4 @@
-"""Makes settings: from keywords, from the names of rows, and with other rows in the place of some."""
+"""Make settings from keywords and row names, and replace rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from lightning_zero.config.values import kinds_of
 
 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
-    """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
+    """Make a :class:`ZeroConfig` from the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
     ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
-    ``comm``, ``optimizer`` and ``debug`` may be mappings; everything else is a field of :class:`ZeroConfig`.
-
-    Raises:
-        ConfigError: an unknown setting or a bad value.
+    ``comm``, ``optimizer`` and ``debug`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
@@ -36,25 +33,22 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 
 def offload_row(name: Offload) -> OffloadConfig:
-    """A row of ``zero/offload`` given by name alone: its folder comes from the environment."""
+    """Make the row of ``zero/offload`` called ``name``, with its folder from the environment."""
     return OffloadConfig(name=name, nvme_path=offload_row_path(name))
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """The folder for a row of ``zero/offload`` where no setting gives one."""
+    """Return the folder from the environment for a row of ``zero/offload`` that uses files."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
 
 
 def is_decided(config: ZeroConfig) -> bool:
-    """Whether ``config`` says which stage; ``auto`` is to be decided first."""
+    """Whether the stage is given, not ``auto``."""
     return config.stage.name is not Stage.auto
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """
-    Raises:
-        ConfigError: the stage is ``auto``, which only the strategy decides.
-    """
+    """Raise ConfigError if the stage is ``auto``, which only the strategy resolves."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 here, got auto, which ZeroStrategy decides at the start "
@@ -63,15 +57,12 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """``config`` with some stage where it is to be decided: buckets are the same at every stage, on every tier."""
+    """Replace stage ``auto`` by any stage, because the buckets are the same at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """The rows that ``auto`` has to choose from, with their settings: those that ``config`` names, or all of a group.
-
-    Rows that rest in files are left out where no folder is given.
-    """
+    """List the rows that ``auto`` may choose, with their settings. Rows with files need a given folder."""
     stages = [s for s in Stage if s is not Stage.auto] if not is_decided(config) else [config.stage.name]
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
@@ -91,15 +82,14 @@ def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
 def with_rows(
     config: ZeroConfig, stage: Any = None, offload: Any = None, *, settings: OffloadConfig | None = None
 ) -> ZeroConfig:
-    """``config`` with another row of ``zero/stage``, of ``zero/offload``, or both.
+    """Replace the row of ``zero/stage``, of ``zero/offload``, or both.
 
     Args:
-        stage: a row's name, or a stage's number; ``None``: as it is.
-        offload: a row's name; or a mapping or :class:`OffloadConfig`, whose settings are all that count.
-        settings: where ``offload`` is a name: those that go with its row are kept; default: of ``config``.
+        stage: a row's name or a stage's number; ``None``: keep.
+        offload: a row's name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep.
+        settings: for an ``offload`` name, where its other settings come from; default: ``config``.
 
-    Raises:
-        ConfigError: an unknown row, rows that do not go together, or a setting that has no effect with them.
+    Raises ConfigError for an unknown row, rows that exclude each other, or a setting without effect.
     """
     if stage is None and offload is None:
         raise ConfigError(
@@ -123,7 +113,7 @@ def with_rows(
 
 
 def _convert(key: str, value: Any) -> Any:
-    """A setting of :class:`ZeroConfig` as it is given: a row by its name, a group as a mapping."""
+    """Convert a row's name or a group's mapping to a value of :class:`ZeroConfig`."""
     if key == "offload" and isinstance(value, (str, Offload)):
         return offload_row(choose(key, value))
     kind: Any = kinds_of(ZeroConfig)[key]
@@ -131,7 +121,7 @@ def _convert(key: str, value: Any) -> Any:
     if not is_group or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        return kind(name=choose(key, value)) if key in ROWS else value  # which ZeroConfig refuses
+        return kind(name=choose(key, value)) if key in ROWS else value  # ZeroConfig refuses a wrong one
     allowed = set(kinds_of(kind))
     unknown = sorted(set(value) - allowed)
     if unknown:

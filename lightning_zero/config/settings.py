@@ -1,4 +1,4 @@
-"""All settings together, and which of them go with each other."""
+"""All settings together, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -36,27 +36,25 @@ class ZeroConfig:
     """All settings of the strategy: the group ``zero``.
 
     Attributes:
-        prefetch_bytes: bytes of gathered parameters that may be in flight or waiting ahead of compute. One unit is
-            always gathered ahead, whatever its size, unless this is 0, which turns prefetching off.
-        keep_gathered_bytes: bytes of units that stay gathered between forward and backward (the last units
-            first), which saves their second gather. The last unit of the forward always stays.
-        reduce_bucket_bytes: a bucket holds at most this many bytes of gradient (one parameter that is larger
-            travels alone): it bounds the buffers that a reduction needs.
-        activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
-            in backward; ``offload``: and these inputs wait in host memory.
-        vertical_chunks: the batch of a step goes through each unit but the root in so many parts, one after the other,
-            before the next unit: as many backwards of accumulation would, with one gather for all (vertical
-            accumulation). Needs ``activation_checkpointing``.
-        dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small exchange.
-        init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
-            of a module on the meta device need no others. A checkpoint that is loaded counts more.
-        stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
-            start of a run, the ranks that have not come.
-        gather_after_fit: whether the module is whole again after fit, test or predict, one copy per host, or stays
-            sharded. ``None``: whole where all hosts have room.
-        summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
-        sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
-            ranks have one batch. What rests is sharded over all ranks as always.
+        prefetch_bytes: bytes of parameters that may be gathered ahead of compute. One unit of any size is always
+            gathered ahead, unless this is 0.
+        keep_gathered_bytes: bytes of units, the last first, that stay gathered between forward and backward, which
+            saves their second gather. The last unit always stays.
+        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has its own. Bounds the buffers of
+            reductions.
+        activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
+            the backward; ``offload``: these inputs also wait in host memory.
+        vertical_chunks: parts of the batch that go through each unit one after the other before the next unit (vertical
+            accumulation): as many backwards, but one gather. Needs ``activation_checkpointing``.
+        dynamic_graph: ranks may take different paths through the model, and agree on every gather by a small message.
+        init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
+            device. A loaded checkpoint takes precedence.
+        stall_timeout_s: seconds that a rank waits for others before it raises with unit, ranks and places.
+        gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
+            room.
+        summary: print the table of units at the start, and planned and measured bytes at the end of training.
+        sequence_parallel: adjacent ranks that share each sequence by positions (Ulysses) and get the same batch. Shards
+            are divided over all ranks as always.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -150,7 +148,7 @@ class ZeroConfig:
 
 
 def check_accumulation(config: ZeroConfig) -> None:
-    """Backwards that add gradients up on each rank, before they travel, make them fp32."""
+    """Raise ConfigError for bf16 messages at stages 0 and 1 if gradients accumulate in fp32 before they are sent."""
     precision = config.precision
     adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
     if (
@@ -167,7 +165,7 @@ def check_accumulation(config: ZeroConfig) -> None:
 
 
 def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload) -> None:
-    """A shard of the node is of parameters that are gathered for the backward, and lies on the device."""
+    """Raise ConfigError for ``node_backward`` unless parameters are sharded and on the device."""
     if hybrid_shard is not HybridShard.node_backward:
         return
     if stage is not Stage.zero3:
@@ -188,7 +186,7 @@ _MOVES_PARAMS = {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
 
 
 def check_rows(stage: Stage, offload: Offload) -> None:
-    """Which rows of ``zero/offload`` go with which stages."""
+    """Raise ConfigError if the stage excludes the row of ``zero/offload``."""
     if offload is not Offload.none and stage is Stage.zero0:
         raise ConfigError(
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "

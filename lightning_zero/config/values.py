@@ -1,4 +1,4 @@
-"""What a setting may hold: its type is checked, whoever gives it; what may be written in another way is converted."""
+"""Check the types of settings and convert other spellings."""
 
 from __future__ import annotations
 
@@ -21,18 +21,11 @@ MIB = 1024 * 1024
 if TYPE_CHECKING:
     NBytes = int
 else:
-    NBytes = Annotated[Any, "bytes"]  # given as 256MB too, which Hydra would not take for an int
+    NBytes = Annotated[Any, "bytes"]  # 256MB is allowed too, which Hydra would refuse for an int
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Refuse what is not of its field's type; names become members of enums, paths and tuples become text and lists.
-
-    Args:
-        key: of the dataclass ``settings``: ``zero.comm``.
-
-    Raises:
-        ConfigError: with what was expected, what was got, and the key.
-    """
+    """Check the types of the settings of ``key`` (``zero.comm``), and convert other spellings. Raises ConfigError."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():
@@ -45,13 +38,12 @@ def check_types(key: str, settings: Any) -> None:
 
 @functools.cache
 def kinds_of(settings: type[object]) -> dict[str, Any]:
-    """The types of the fields of a dataclass."""
     hints = get_type_hints(settings, include_extras=True)
     return {f.name: hints[f.name] for f in fields(settings)}  # type: ignore[arg-type]
 
 
 def _taken(key: str, kind: Any, value: Any) -> Any:
-    """``value`` as a field of type ``kind`` holds it."""
+    """Convert ``value`` to the type of its field."""
     optional = NoneType in get_args(kind)
     if optional:
         if value is None:
@@ -66,10 +58,10 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
-    """``value`` as it is held, and what was expected in its place; nothing, if it is that."""
+    """Return the converted value, and what was expected: empty if the value is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
-        return value, ""  # which the settings check themselves
+        return value, ""  # the settings check it themselves
     if kind is bool:
         return value, "" if is_bool else "true or false"
     if kind is int:
@@ -94,10 +86,7 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
 
 
 def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
-    """
-    Raises:
-        ConfigError: a number is negative, or 0 where it may not be.
-    """
+    """Raise ConfigError for a negative number, and for 0 unless ``zero_ok``."""
     if value < 0 or (value == 0 and not zero_ok):
         bound = ">= 0" if zero_ok else "> 0"
         raise ConfigError(f"{key}: expected a number {bound}, got {value!r}. Change {key}.")
@@ -109,11 +98,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """``80GB``, ``74.5GiB`` or a plain number of bytes.
-
-    Raises:
-        ConfigError: it is nothing of that.
-    """
+    """Convert ``80GB``, ``74.5GiB`` or a number of bytes. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
     unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
     nbytes = Decimal(match[1]) * unit if match and unit else None

@@ -1,8 +1,8 @@
-"""The data of the main job.
+"""The data modules of the main job.
 
 ::
 
-    text       bytes of files, the default      sources    which files
-    dataset    tokens, by the package datasets  synthetic  made-up tokens
-    resumable  a loader that goes on in the middle of an epoch
+    text       bytes of text files, the default     sources    finds the files
+    dataset    tokenized text, by package datasets  synthetic  made-up tokens
+    resumable  a loader that continues in the middle of an epoch
 """

@@ -1,4 +1,4 @@
-"""Text as tokens of a tokenizer, by the package datasets: ``data=dataset``. It reads, maps and caches."""
+"""Load tokenized text by the package datasets: ``data=dataset``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 class DatasetText(LightningDataModule):
-    """Language modelling over a column of text of a dataset, or over files of text.
+    """Language modelling over a text column of a dataset, or over text files.
 
     Args:
-        path: a folder that ``save_to_disk`` has written; else a file, a folder or a glob of text.
-        split: of a folder with several: ``null`` is ``train``.
-        column: that holds the text; files are documents in the column ``text``.
-        tokenizer: a folder with a tokenizer of Hugging Face. ``null``: each byte is a token.
-        block_size, batch_size, val_fraction, split_seed, num_workers: as of
-            :class:`~lightning_zero.data.text.TextData`.
+        path: a folder written by ``save_to_disk``; else a text file, folder or glob.
+        split: of a folder with several splits; ``null``: ``train``.
+        column: that holds the text; each file is a document in the column ``text``.
+        tokenizer: a folder with a Hugging Face tokenizer. ``null``: each byte is a token.
+        block_size, batch_size, val_fraction, split_seed, num_workers: see :class:`~lightning_zero.data.text.TextData`.
 
-    Raises:
-        ConfigError: no such dataset, split, column or tokenizer; datasets or transformers is not installed.
+    Raises ConfigError if dataset, split, column, tokenizer or a package is missing.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class DatasetText(LightningDataModule):
             raise ConfigError(f"data.column: expected a column of text, got {dtype} in {column!r}. Change data.column.")
 
     def _pieces(self) -> Any:
-        """Pieces of ``block_size + 1`` tokens, which overlap by one: made once, found in the library's cache later."""
+        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. The library caches them."""
         from datasets.fingerprint import Hasher
 
         rows = self.dataset.select_columns([self.column])
@@ -134,7 +132,7 @@ def _bytes(texts: list[str]) -> list[list[int]]:
 
 
 def _tokenizer(folder: str) -> tuple[Encode, int, str]:
-    """A function to tokens, each text with the end-of-text token behind it; how many tokens there are; and a key."""
+    """Return a function that encodes texts (adding the end-of-text token), the vocabulary size, and a cache key."""
     files = [f for f in sorted(Path(folder).expanduser().glob("*")) if f.suffix in (".json", ".model", ".txt")]
     try:
         from datasets.fingerprint import Hasher
@@ -151,7 +149,7 @@ def _tokenizer(folder: str) -> tuple[Encode, int, str]:
             f"{str(error).splitlines()[0]} Set data.tokenizer=FOLDER (model=hf takes model.path), or "
             "data.tokenizer=null for bytes."
         ) from error
-    inner.model_max_length = 2**60  # no warning: text is cut into pieces after this
+    inner.model_max_length = 2**60  # avoid a warning: the text is cut later
     end = [] if inner.eos_token_id is None else [inner.eos_token_id]
 
     def encode(texts: list[str]) -> list[list[int]]:

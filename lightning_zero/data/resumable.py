@@ -1,10 +1,9 @@
-"""A shuffled loader that goes on in the middle of an epoch, also with another number of ranks or another batch size.
+"""A shuffled loader that continues in the middle of an epoch, also with other ranks or another batch size.
 
-The order of an epoch is one permutation for all ranks, of the seed and the epoch alone; ranks take turns in it. What
-was trained on is a number of items from its beginning::
+Seed and epoch alone give one permutation for all ranks, which take turns in it::
 
     order    | 7 3 | 9 1 | 4 8 | 0 2 | 6 5 |      batches of one item, two ranks
-                          ^ 4 items were had: two ranks go on with 4 8, four ranks with 4 8 0 2
+                          ^ 4 items are done: two ranks continue with 4 8, four ranks with 4 8 0 2
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class ShuffledFrom(DistributedSampler[Any]):
-    """:class:`DistributedSampler` whose first pass begins ``start`` items after the beginning of its epoch.
+    """A :class:`DistributedSampler` whose first pass skips the first ``start`` items of its epoch.
 
-    ``len`` is that of a whole epoch, of which Lightning counts the first batches as done.
+    ``len`` is that of a whole epoch, because Lightning counts the skipped batches as done.
 
     Attributes:
-        start: items that all ranks together have had in this epoch.
-        left: items of this rank to come in the first pass; ``None``: of a whole epoch.
+        start: items of this epoch that all ranks together have trained on.
+        left: items of this rank in the first pass; ``None``: of a whole epoch.
     """
 
     def __init__(self, data: Dataset[Any], *, num_replicas: int, rank: int, seed: int) -> None:
@@ -50,15 +49,11 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A loader whose place Lightning saves in checkpoints, as items of the epoch that all ranks have had.
-
-    Args:
-        trainer: knows the ranks, and how many batches were trained on; one that only was loaded does not count.
-    """
+    """A loader that saves its position, as trained items of the epoch over all ranks, in Lightning's checkpoints."""
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer
-        # As Lightning's own sampler has it: ranks that share a sequence have the same samples.
+        # Like Lightning's sampler: ranks that share a sequence get the same samples.
         shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
         sampler = ShuffledFrom(
             data,
@@ -88,7 +83,7 @@ class ResumableLoader(DataLoader[Tensor]):
         if self._trainer is None or not state:
             return
         assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
-        if state["whole"]:  # saved at the end of an epoch: the next one begins at its beginning
+        if state["whole"]:  # saved at the end of an epoch: start the next one
             self._recount(len(self))
             return
         steps = min(-(-state["items"] // self._items_per_step), len(self) - 1)
@@ -98,7 +93,7 @@ class ResumableLoader(DataLoader[Tensor]):
         self._recount(steps)
 
     def _recount(self, steps: int) -> None:
-        """Lightning counts the batches of this epoch, whose sizes may be others now."""
+        """Correct Lightning's count of batches in this epoch, because the batch size may have changed."""
         assert self._trainer is not None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         current, shift = progress.current, steps - _processed(progress)
@@ -107,6 +102,6 @@ class ResumableLoader(DataLoader[Tensor]):
 
 
 def _processed(progress: Any) -> int:
-    """Of an epoch or its batches; Lightning's types leave it out."""
+    """Return the processed count, which Lightning's types lack."""
     count: int = progress.current.processed
     return count

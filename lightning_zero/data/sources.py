@@ -1,4 +1,4 @@
-"""The files that ``data.path`` stands for. Without torch, whose import takes seconds: a wrong path is refused first."""
+"""Find the files of ``data.path``. Imports no torch (which takes seconds), so that a wrong path fails at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 from lightning_zero.config import ConfigError
 
-HEAD_NBYTES = 8192  # a file of a folder is text if there is no NUL in so many bytes
+HEAD_NBYTES = 8192  # a file without NUL in its first bytes is text
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
@@ -22,11 +22,7 @@ class Source(NamedTuple):
 
 
 def check_path(path: str | None) -> None:
-    """Refuse a path under which there is nothing. No file is read.
-
-    Raises:
-        ConfigError: says where it was looked for.
-    """
+    """Raise ConfigError if nothing exists at ``path``. No file is read."""
     if path is None:
         return
     text = os.path.expanduser(path)
@@ -40,11 +36,7 @@ def check_path(path: str | None) -> None:
 
 
 def find_sources(path: str | None) -> list[Source]:
-    """The files that ``data.path`` stands for, sorted; ``None`` is the standard library of this interpreter.
-
-    Raises:
-        ConfigError: nothing is there, or nothing that can be read.
-    """
+    """List the files of ``data.path``, sorted; ``None``: the standard library. Raises ConfigError if there is none."""
     if path is None:
         return _stat(_standard_library())
     check_path(path)
@@ -65,7 +57,7 @@ def _standard_library() -> list[Path]:
     root = sysconfig.get_path("stdlib")
     files: list[Path] = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # not entered: some are large
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # skip these folders: some are large
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Tokens that are made up, and can be learned: ``data=synthetic``. Nothing is read and nothing is written."""
+"""Make up learnable tokens: ``data=synthetic``. Reads and writes no files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ BRANCHES = 4  # tokens that may follow a token
 
 
 class Walks(Dataset[Tensor]):
-    """Items ``[block_size + 1] int64``: random walks on a graph where each token has :data:`BRANCHES` followers. So the
-    best model needs log2(4) = 2 bits for a token. An item follows from the seed and its number alone."""
+    """Random walks ``[block_size + 1] int64`` on a graph where each token has :data:`BRANCHES` followers.
+
+    The best loss is log2(4) = 2 bits per token. An item depends on the seed and its number alone.
+    """
 
     def __init__(self, n_items: int, first: int, block_size: int, vocab_size: int, seed: int) -> None:
         self.n_items, self.first, self.block_size, self.seed = n_items, first, block_size, seed
@@ -39,15 +41,15 @@ class Walks(Dataset[Tensor]):
 
 
 class SyntheticData(LightningDataModule):
-    """Batches as those of :class:`lightning_zero.data.text.TextData`, of made-up tokens.
+    """Made-up tokens in batches like those of :class:`lightning_zero.data.text.TextData`.
 
     Args:
-        vocab_size: tokens that there are.
-        block_size: tokens that the model sees at once; a batch is ``[batch_size, block_size + 1]``.
+        vocab_size: number of tokens.
+        block_size: context length; a batch is ``[batch_size, block_size + 1]``.
         batch_size: items per process.
-        n_train, n_val: items of training and of validation.
-        seed: of the graph and of all walks.
-        num_workers: processes that load data, for each training process.
+        n_train, n_val: items of training and validation.
+        seed: of the graph and the walks.
+        num_workers: loader processes per training process.
     """
 
     def __init__(
@@ -73,10 +75,7 @@ class SyntheticData(LightningDataModule):
         self.val_data = Walks(n_val, 0, block_size, vocab_size, seed)
 
     def check(self, world_size: int) -> None:
-        """
-        Raises:
-            ConfigError: there is no full batch of training for every process.
-        """
+        """Raise ConfigError if there is less than one training batch per process."""
         if self.n_train < self.batch_size * world_size:
             raise ConfigError(
                 f"data.n_train: expected at least a batch for each of {world_size} processes "

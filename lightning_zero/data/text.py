@@ -1,10 +1,10 @@
-"""Bytes of real text as tokens: ``data=text``, the default, which needs no other package.
+"""Use the bytes of text files as tokens: ``data=text``, the default. Needs no other package.
 
-The files are joined once into a flat file of bytes in a cache folder, which every process then maps::
+The files are joined once into a flat cache file, which every process maps::
 
     file 0 | 0 | file 1 | 0 | ... | file n | 0        one token per byte, 0 ends a document
     chunk 0   chunk 1   chunk 2   ...                 block_size tokens each; an item holds one token more
-    segment 0         segment 1         ...           neighbouring chunks: a whole segment is for training or validation
+    segment 0         segment 1         ...           neighbouring chunks, all for training or all for validation
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.data.sources import Source, find_sources, open_source
 from lightning_zero.device.cuda import gpu_count
 
-FORMAT = 1  # of the cache file; part of its name
+FORMAT = 1  # version of the cache file, part of its name
 SEGMENT_CHUNKS = 16
-MIN_SEGMENTS = 50  # a short text has shorter segments
+MIN_SEGMENTS = 50  # short texts get shorter segments
 
 
 class Split(NamedTuple):
@@ -39,7 +39,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Divide chunks into training and validation by whole segments; the same for the same arguments everywhere."""
+    """Divide chunks into training and validation by whole segments. Deterministic."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))
@@ -56,7 +56,7 @@ class Chunks(Dataset[Tensor]):
         self.chunks = chunks
         self.block_size = block_size
         self.path = path
-        self._tokens: np.memmap | None = None  # mapped by the process that reads: pickling a map would copy it
+        self._tokens: np.memmap | None = None  # mapped in the reading process, because pickling would copy it
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -72,17 +72,16 @@ class TextData(LightningDataModule):
     """Language modelling over text files, byte by byte.
 
     Args:
-        path: a file, a folder or a glob. Default: the Python sources of the interpreter's standard library.
-        block_size: tokens that the model sees at once; a batch is ``[batch_size, block_size + 1]``.
+        path: a file, folder or glob. Default: the Python sources of the standard library.
+        block_size: context length; a batch is ``[batch_size, block_size + 1]``.
         batch_size: items per process.
-        val_fraction: share of the text that is held out.
-        split_seed: which part that is.
-        cache_dir: where the joined bytes are kept. Default: ``lightning_zero`` in the user's cache folder, or
-            among the temporary files where that cannot be written.
-        num_workers: processes that load data, for each training process.
+        val_fraction: share of the text for validation.
+        split_seed: chooses that share.
+        cache_dir: folder of the joined file. Default: in the user's cache folder, or a temporary one if that is
+            read-only.
+        num_workers: loader processes per training process.
 
-    Raises:
-        ConfigError: no such file, too little text, a value out of range: at once, before any process starts.
+    Raises ConfigError before any process starts if a file is missing, the text too short, or a value out of range.
     """
 
     vocab_size = 256
@@ -121,11 +120,7 @@ class TextData(LightningDataModule):
         self.check(world_size=1)
 
     def check(self, world_size: int) -> None:
-        """Refuse a text that has no full batch for every process.
-
-        Raises:
-            ConfigError: names what is needed and what there is.
-        """
+        """Raise ConfigError if the text has less than one training batch per process."""
         n_chunks = (self.n_tokens - 1) // self.block_size
         found = len(self.split().train) if n_chunks >= 2 else 0
         where = f"{self.n_tokens} bytes in {len(self.sources)} files"
@@ -133,7 +128,7 @@ class TextData(LightningDataModule):
 
     @property
     def batch(self) -> str:
-        """What a batch is, in words."""
+        """Describe a batch in words."""
         shape = [self.batch_size, self.block_size + 1]
         return f"one tensor of tokens {shape}, int64 from 0 to 255: each a byte, and the target of the one before it"
 
@@ -168,19 +163,16 @@ class TextData(LightningDataModule):
         options = loader_options(self.num_workers)
         if train:
             return ResumableLoader(data, self.batch_size, trainer=self.trainer, drop_last=True, **options)
-        return DataLoader(data, batch_size=self.batch_size, **options)  # Lightning gives it a distributed sampler
+        return DataLoader(data, batch_size=self.batch_size, **options)  # Lightning adds a distributed sampler
 
 
 def loader_options(num_workers: int) -> dict[str, Any]:
-    """Arguments of the loaders of all data of the main job."""
+    """Return the DataLoader arguments that all data modules share."""
     return {"num_workers": num_workers, "pin_memory": gpu_count() > 0, "persistent_workers": num_workers > 0}
 
 
 def check_enough(found: int, needed: int, block_size: int, where: str) -> None:
-    """
-    Raises:
-        ConfigError: there are fewer pieces of text than all processes need for a batch.
-    """
+    """Raise ConfigError if ``found`` pieces of text are fewer than the ``needed`` ones."""
     if found < needed:
         raise ConfigError(
             f"data.path: expected text for at least one batch of training on each process ({needed} pieces of "
@@ -195,11 +187,7 @@ def check_whole_number(key: str, value: object, least: int) -> None:
 
 
 def _cache_folder(cache_dir: str | None) -> Path:
-    """The folder of the cache, made here so that one which cannot be written is refused before any process starts.
-
-    Where none is asked for and the user's cannot be written (a read-only image, a user without a home folder), it is
-    one among the temporary files.
-    """
+    """Create the cache folder before processes start. The default is temporary if the user's cannot be written."""
     if cache_dir:
         return _made(Path(os.path.expanduser(cache_dir)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -210,7 +198,7 @@ def _cache_folder(cache_dir: str | None) -> Path:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700)
         if not folder.is_dir() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise  # anyone can put something there
+            raise  # other users could write there
         return _made(folder / "cache")
 
 
@@ -235,7 +223,7 @@ def _key(sources: list[Source]) -> str:
 
 
 def _join(sources: list[Source], target: Path, expected_nbytes: int) -> None:
-    """Write aside and rename: no process ever maps half a file, and two jobs may do this at once."""
+    """Write aside and rename, because other processes and jobs may map or write the same file."""
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:

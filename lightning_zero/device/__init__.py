@@ -1,11 +1,11 @@
-"""The one seam to an accelerator: streams, events, pinned memory and the device of a thread. CUDA is named here only.
+"""The only seam to an accelerator: streams, events, pinned memory and the device of a thread.
 
 ::
 
     accelerator   the interface; its base class is the host, where everything happens at once
-    cuda          the same on a GPU, and which GPUs there are
+    cuda          a GPU, and which GPUs there are
     host_threads  how many threads kernels on the host take in a thread of ours
-    recording     what compute stands still for, what moves, and when: on clocks and by events
+    recording     what compute waits for, what moves, and when
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """What streams, events and pinned memory mean on ``device``."""
+    """Return the accelerator of ``device``."""
     return _KINDS.get(device.type, Accelerator)(device)

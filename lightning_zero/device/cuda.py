@@ -12,8 +12,6 @@ from lightning_zero.device.accelerator import Accelerator
 
 
 class Cuda(Accelerator):
-    """One GPU of this process."""
-
     has_streams = True
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +22,7 @@ class Cuda(Accelerator):
         return torch.cuda.get_device_name(self.device)
 
     def new_stream(self) -> Any:
-        # Copies and messages that are ready should not wait behind kernels that fill the GPU.
+        # High priority: ready copies and messages should not wait behind kernels that fill the GPU.
         return torch.cuda.Stream(self.device, priority=-1)
 
     def current_stream(self) -> Any:
@@ -65,14 +63,14 @@ class Cuda(Accelerator):
             raise MemoryError(f"CUDA error {code}")
 
     def unpin(self, memory: Tensor) -> None:
-        self._runtime("cudaHostUnregister", memory.data_ptr())  # the memory goes in any case
+        self._runtime("cudaHostUnregister", memory.data_ptr())  # the memory is freed in any case
 
     def _runtime(self, function: str, *arguments: int) -> int:
-        """Call a function of CUDA's runtime. Returns its error, which is then CUDA's last error no more."""
+        """Call a function of CUDA's runtime. Return its error and clear CUDA's last error."""
         with torch.cuda.device(self.device):
             code = int(getattr(torch.cuda.cudart(), function)(*arguments))
             if code != 0:
-                with contextlib.suppress(RuntimeError):  # torch raises the last error, once, behind the next kernel
+                with contextlib.suppress(RuntimeError):  # torch raises the last error, once, after the next kernel
                     torch.ones(1, device=self.device)
         return code
 
@@ -102,32 +100,31 @@ class Cuda(Accelerator):
 
 
 def gpu_count() -> int:
-    """How many GPUs this process can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def is_in_use() -> bool:
-    """Whether this process has begun to use CUDA, which one that is forked from it cannot go on with."""
+    """Whether this process has started to use CUDA; a fork of it then cannot use CUDA."""
     return torch.cuda.is_initialized()
 
 
 def gpu_nbytes() -> int:
-    """All memory of the first."""
+    """Return the total memory of the first GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that torch has."""
+    """Return the version of torch's NCCL."""
     return tuple(torch.cuda.nccl.version())
 
 
 def with_index(device: torch.device) -> torch.device:
-    """``device``, as tensors name it: a GPU that has no number is the current one. Threads are bound to a number."""
+    """Give a CUDA ``device`` without a number the current one. Threads are bound to a number."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def default_device() -> torch.device:
-    """This process's GPU, else the host."""
+    """Return this process's GPU, else the host."""
     return torch.device("cuda", torch.cuda.current_device()) if gpu_count() else torch.device("cpu")

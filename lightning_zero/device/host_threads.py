@@ -1,8 +1,5 @@
-"""How many threads torch's kernels take where a thread of ours calls them.
-
-``torch.set_num_threads`` sets more than that, and less: the number is also noted for all threads that are yet to come,
-and a thread that has never asked for its number takes the noted one at its first kernel, after it has set its own.
-"""
+"""Set how many threads torch's kernels use on one thread. ``torch.set_num_threads`` also notes the number for all later
+threads, and a thread that never asked for its number takes the noted one at its first kernel."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ _SETS = threading.Lock()
 
 
 def set_own_threads(count: int) -> None:
-    """Have kernels take ``count`` threads where this thread calls them; later threads take as many as before."""
-    if torch.get_num_threads() != count:  # this thread has asked now
+    """Make kernels use ``count`` threads when this thread calls them. Later threads keep their number."""
+    if torch.get_num_threads() != count:  # this call asks for the number first
         with setting_threads():
             torch.set_num_threads(count)
 
 
 @contextlib.contextmanager
 def setting_threads() -> Iterator[None]:
-    """Around calls of ``torch.set_num_threads``, in this thread or others: later threads take as many as before."""
+    """Undo for later threads the effect of ``torch.set_num_threads`` calls inside, on this thread or others."""
     asked, over = threading.Event(), threading.Event()
 
     def keep() -> None:
@@ -34,10 +31,10 @@ def setting_threads() -> Iterator[None]:
         torch.set_num_threads(noted)
 
     with _SETS:
-        # By a new thread, which takes the noted number; by this one it would be asked for and set as its own.
+        # On a new thread, which takes the noted number; asking here would set this thread's number.
         keeper = threading.Thread(target=keep, name="lightning_zero-threads")
         try:
-            with contextlib.suppress(RuntimeError):  # no more can be started
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 keeper.start()
                 asked.wait()
             yield

@@ -1,13 +1,13 @@
-"""Records what compute stands still for, how many bytes move, and when what is under way: seconds, of one process.
+"""Record what compute waits for, how many bytes move, and when each lane is busy, in seconds of one process.
 
 ::
 
-    compute : forward 0 |stands| forward 1 ...          exposed: what the others have not been quick enough for
+    compute : forward 0 |stands| forward 1 ...          exposed: compute waits for another lane
     gather  :  [unit 1 ]        [unit 2 ]               spans
     disk    :     [unit 2 ]
 
-A host has a clock. On a device's streams a moment is an event that is recorded, and that is asked for its time when it
-is over: nobody waits for it. Where nobody records, everything here costs a call.
+The host has a clock. On streams a moment is a recorded event, read when it is over, so nobody waits for it. Without a
+listener each function costs only a call.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from lightning_zero.device.accelerator import Accelerator
 
 COMPUTE = "compute"
 LANES = (COMPUTE, "gather", "reduce", "h2d", "d2h", "disk", "step")
-STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute stands still for
+STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute waits for
 MOVES = ("gather", "reduce", "sequence", "h2d", "d2h", "disk_read", "disk_write")
-MANY = 512  # events of waits that nobody has asked for: beyond it those that are over are taken in
+MANY = 512  # waits to keep before those that are over are added up
 
 _NOBODY: AbstractContextManager[None] = nullcontext()
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """A period of time.
 
     Attributes:
         lane: one of :data:`LANES`.
-        what: in words: a unit or bucket.
+        what: a unit or bucket, in words.
         begin, end: seconds of this process's clock (``time.perf_counter``).
-        waits_for: one of :data:`STANDS` where compute stood still for it, else empty.
+        waits_for: one of :data:`STANDS` if compute waited, else empty.
     """
 
     lane: str
@@ -59,11 +59,11 @@ class Open:
 
 
 class Recorder:
-    """What is recorded of this process, by everybody who listens.
+    """The recordings of this process, shared by all listeners.
 
     Attributes:
-        stood: seconds that compute has stood still, by what for; those of a device that are known so far.
-        moved: bytes that this rank has got or sent, by kind.
+        stood: seconds that compute has waited, by kind; of a device those known so far.
+        moved: bytes that this rank has received or sent, by kind.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -71,17 +71,17 @@ class Recorder:
         self.stood: defaultdict[str, float] = defaultdict(float)
         self.moved: Counter[str] = Counter()
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
-        self._waits = threading.local()  # ``inside``, of each wait that goes on: seconds that waits in it have taken
-        self._later: deque[tuple[str, Any, Any]] = deque()  # waits of streams
+        self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
+        self._later: deque[tuple[str, Any, Any]] = deque()
         self._lock = threading.Lock()
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
-        """Now: on the host's clock, or behind all that the current stream has queued."""
+        """Return the present time: of the host's clock, or after all that the current stream has queued."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
     def move(self, kind: str, nbytes: int) -> None:
-        with self._lock:  # transfers are asked for by several threads
+        with self._lock:  # several threads start transfers
             self.moved[kind] += nbytes
 
     def add(self, lane: str, what: str, begin: Any, end: Any, waits_for: str = "") -> None:
@@ -91,14 +91,14 @@ class Recorder:
     @contextmanager
     def standing(self, kind: str, what: str, *, on_host: bool) -> Iterator[None]:
         begin = self.moment(on_host=on_host)
-        waits: list[float] = self._waits.__dict__.setdefault("inside", [])  # each thread has its own
+        waits: list[float] = self._waits.__dict__.setdefault("inside", [])  # one list per thread
         waits.append(0.0)
         try:
             yield
         finally:
             end, inside = self.moment(on_host=on_host), waits.pop()
             if isinstance(begin, float):
-                # What a wait inside of this one has taken counts as that one's.
+                # A wait inside this one counts only for itself.
                 with self._lock:
                     self.stood[kind] += end - begin - inside
                 if waits:
@@ -111,7 +111,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
-        """:attr:`stood`, with all waits of streams that are over. The host waits for none."""
+        """Return :attr:`stood` with all waits of streams that are over. Does not wait."""
         with self._lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
@@ -119,24 +119,24 @@ class Recorder:
             return dict(self.stood)
 
     def moved_so_far(self) -> Counter[str]:
-        """A copy of :attr:`moved`: threads go on to count."""
+        """Return a copy of :attr:`moved`, because other threads continue to count."""
         with self._lock:
             return Counter(self.moved)
 
     def keep_spans(self) -> None:
-        """Keep spans from now on. The host waits for the device once: its clock is set beside the host's."""
+        """Keep spans from now on. Waits for the device once, to align its clock with the host's."""
         self._accelerator.synchronize()
         self._origin = self.moment(), time.perf_counter()
         self.spans = []
 
     def take_spans(self) -> list[Span]:
-        """The spans since :meth:`keep_spans`, and keep no more. The host waits for the device."""
+        """Return the spans since :meth:`keep_spans` and stop keeping spans. Waits for the device."""
         self._accelerator.synchronize()
         kept, self.spans = self.spans or [], None
         return [Span(lane, what, self._time(begin), self._time(end), why) for lane, what, begin, end, why in kept]
 
     def drop_spans(self) -> None:
-        """Keep no more, after an exception: nobody is waited for, as what a device waits for may never come."""
+        """Stop keeping spans after an exception, without waiting: the device's work may never end."""
         self.spans = None
 
     def _time(self, moment: Any) -> float:
@@ -151,7 +151,7 @@ _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
-    """Record from now on, until :func:`let_go` has been called as often as this."""
+    """Record from now on, until each call has been ended by :func:`let_go`."""
     global _recorder, _listeners
     if _recorder is None:
         _recorder = Recorder(accelerator)
@@ -160,7 +160,6 @@ def listen(accelerator: Accelerator) -> Recorder:
 
 
 def let_go() -> None:
-    """End one :func:`listen`."""
     global _recorder, _listeners
     _listeners -= 1
     if _listeners == 0:
@@ -169,7 +168,7 @@ def let_go() -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Inside, nothing is recorded: what is tried is no step of the run."""
+    """Record nothing inside, because a trial is no step of the run."""
     global _recorder
     before, _recorder = _recorder, None
     try:
@@ -179,43 +178,34 @@ def unheard() -> Iterator[None]:
 
 
 def keeper() -> Recorder | None:
-    """The recorder, if somebody keeps spans."""
+    """Return the recorder if it keeps spans, else None."""
     return _recorder if _recorder is not None and _recorder.spans is not None else None
 
 
 def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Around what compute stands still for: the host's wait, or that of the current stream.
-
-    Args:
-        on_host: the host waits, also where there is a device.
-    """
+    """Record a wait of compute inside: of the host with ``on_host`` or without a device, else of the current stream."""
     if _recorder is None or not _computes():
         return _NOBODY
     return _recorder.standing(kind, what, on_host=on_host)
 
 
 def _computes() -> bool:
-    """Whether this thread computes: one of the user's, or of autograd's. The package's own wait beside it."""
+    """Whether this thread computes (a thread of the user or autograd). Threads of this package wait beside compute."""
     return not threading.current_thread().name.startswith("lightning_zero")
 
 
 def moved(kind: str, nbytes: int) -> None:
-    """Count bytes that move."""
     if _recorder is not None:
         _recorder.move(kind, nbytes)
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span; None where nobody keeps spans.
-
-    Args:
-        on_host: of the host's clock, also where there is a device; else of the current stream.
-    """
+    """Begin a span; None if nobody keeps spans. ``on_host``: use the host's clock even if there is a device."""
     return None if _recorder is None or _recorder.spans is None else Open(_recorder, lane, what, on_host=on_host)
 
 
 def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Around what is a span; see :func:`begin`."""
+    """Record a span inside; see :func:`begin`."""
     opened = begin(lane, what, on_host=on_host)
     return _NOBODY if opened is None else _until_end(opened)
 

@@ -1,15 +1,15 @@
-"""The engine: shards one module over the ranks of a process group. ``sharding.py`` makes one.
+"""The engine shards one module over the ranks of a process group. ``sharding.py`` makes it.
 
-Where to look::
+::
 
-    engine       what may be asked of an engine
+    engine       what callers may ask of an engine
     build        checks and hooks of a new one
     units        what is sharded, in which buffers, and where it rests
     passes       forward and backward: gathers, gradients, reductions
     vertical     units in chunks of the batch, all chunks before the next unit
     steps        optimizers and offloaded steps
-    whole        state dicts, gather, norms
-    torch_modes  the modes of torch that all of this runs in
+    whole        state dicts, gather, restage
+    torch_modes  sets torch's modes for engine work
 """
 
 from __future__ import annotations
@@ -46,15 +46,11 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Inside the ``with``, parameters hold their full master values; what is written to them is kept.
+    """Show full master values in parameters inside the ``with``, and keep what is written to them. Collective.
 
-    Masters are fp32, or of the one dtype under ``*_true`` and ``fp64``.
-
-    All ranks enter it. They write the same values, or ``from_rank`` names the rank whose values count.
-
-    Args:
-        target: a module, a parameter or several.
-        grads: ``param.grad`` holds the full reduced gradient inside, and changes to it are kept too.
+    Masters are fp32, or of the one dtype under ``*_true`` and ``fp64``. All ranks write the same values, or
+    ``from_rank`` names the rank whose values count. With ``grads``, ``param.grad`` holds the full reduced gradient, and
+    changes to it are kept too.
     """
     engine, params = _resolve(target)
     with show_full(engine, params, from_rank=from_rank, grads=grads):
@@ -62,7 +58,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
 
 
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
-    """The norm of the reduced gradients over all ranks, between backward and step: a 0-d tensor. All ranks call it."""
+    """Return the norm of the reduced gradients, 0-d, between backward and step. Collective."""
     engine, params = _resolve(target)
     return engine.sharded_grads.total_norm(map(engine.place_of, params), norm_type)
 
@@ -70,11 +66,7 @@ def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for sharded gradients; returns the norm before clipping. All ranks call it.
-
-    Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-    """
+    """Clip sharded gradients as ``torch.nn.utils.clip_grad_norm_`` does. Return the norm before it. Collective."""
     engine, params = _resolve(target)
     places = [engine.place_of(param) for param in params]
     return engine.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

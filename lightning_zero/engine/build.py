@@ -1,4 +1,4 @@
-"""Builds parts of an engine: what may be refused first, and what is put around and into the modules."""
+"""Build parts of an engine: checks, and hooks and wrappers of modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: Any
 ) -> list[describe.UnitGroup]:
-    """Describe the units of ``module``, after the checks that may refuse it on one rank alone. Sends no message."""
+    """Check settings and module, and describe the units. Sends no message, as one rank alone may raise."""
     found = module.__dict__.get(ENGINE)
     if found is not None and found.shards(module):
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
@@ -59,7 +59,7 @@ def describe_checked(
 def replace_forwards(
     module: nn.Module, units: Sequence[Unit], passes: Passes, vertical: Vertical, config: ZeroConfig, pin_memory: bool
 ) -> dict[str, UnitForward]:
-    """Have units compute their forwards again in the backward, in chunks or whole, where that is asked for."""
+    """Wrap forwards of units that recompute in the backward or run in chunks, if the settings ask for it."""
     names = [unit.name for unit in units]
     in_chunks, around = set[str](), set[str]()
     if config.vertical_chunks > 1:
@@ -84,11 +84,7 @@ def register_hooks(
     precision: Precision,
     refuse: Callable[[str], None],
 ) -> None:
-    """Register the hooks on modules.
-
-    Args:
-        refuse: raises where a call of the module would see placeholders.
-    """
+    """Register the hooks on modules. ``refuse`` raises if a call of the module would see placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

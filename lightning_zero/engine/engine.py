@@ -1,10 +1,10 @@
-"""The engine: one sharded module, its parts, and what may be asked of it. No Lightning here.
+"""The engine shards one module. Nothing in this file knows Lightning.
 
 ::
 
     hooks ---> passes ---> order        gathers, in one order on all ranks
-                      ---> reducer      gradients, over the ranks into shards
-                      ---> sharded_grads  what users see of gradients; grad_norms
+                      ---> reducer      reduces gradients into shards
+                      ---> sharded_grads  ``param.grad`` as users see it; grad_norms
                       ---> after_step   offloaded steps, and the gathers that follow steps
     optimizers ---> around_step ---> all of these
 """
@@ -64,46 +64,35 @@ from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.timeline.record import Timeline
 
-# Weakly: the module owns its engine, and both go together. A table that held engines would keep every module alive to
-# which an engine leads, through a hook of an optimizer, say.
+# Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
+# say). Strong ones would keep such modules alive.
 LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _close_tiers(tiers: Tiers, pid: int) -> None:
-    """Close the tiers of an engine that is gone, but not in a forked child, where only a copy of it is gone."""
-    # A finalizer runs in a forked child too. There it would remove the parent's files and locks.
+    # In a forked child the finalizer would remove the parent's files and locks.
     if os.getpid() == pid:
         tiers.close()
 
 
 def _instances() -> set[int]:
-    """Numbers of the tiers in files that engines of this process have."""
+    """Return the numbers of the file tiers that engines of this process use."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that shards ``module``, if ``module`` is the root of one."""
+    """Return the engine whose root is ``module``, or None."""
     return next((engine for engine in engines() if engine.shards(module)), None)
 
 
 def engines() -> list[Engine]:
-    """All live engines of this process."""
     return list(LIVE)
 
 
 class Engine:
-    """ZeRO for one module over one process group.
+    """ZeRO for one module over one process group. ``units`` begins with the root and follows ``named_modules``."""
 
-    Attributes:
-        units: the root first, then in the order of ``named_modules``.
-        comm: collectives, their counts and observers.
-        optimizers: what steps this engine's shards.
-        vertical: runs units in chunks, where that is asked for.
-        compiled: what ``torch.compile`` has a part in.
-        long_work: shows on one rank what takes long.
-    """
-
-    # A module that is whole holds its engine, and a copy or a pickle of it is a plain module.
+    # A whole module holds its engine; a copy or pickle of the module must be a plain module.
     def __deepcopy__(self, memo: Any) -> None:
         return None
 
@@ -124,18 +113,14 @@ class Engine:
         has_values: bool = False,
         long_work: LongWork | None = None,
     ) -> None:
-        """
-        Args:
-            make_stepper: chooses how an optimizer of this engine is to be stepped.
-        """
         self.config = config
         self._make_stepper = make_stepper
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
-        self._closing: Any = None  # what closes the tiers
-        self.host_copy: shown.HostCopy | None = None  # the module whole, between runs
+        self._closing: Any = None
+        self.host_copy: shown.HostCopy | None = None  # the whole module between runs
         first = group is None or dist.get_rank(group) == 0
         self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
         share = self._shard(module, group, device, node, sources, has_values)
@@ -156,7 +141,7 @@ class Engine:
         build.register_hooks(module, self.units, self.passes, config, self.precision, self._fence.refuse)
         for unit in self.units:
             unit.before_drop = self.writes.take_over
-        # Last: an engine whose construction raises is found nowhere.
+        # Last, so that nobody finds an engine whose construction raised.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
 
@@ -169,7 +154,7 @@ class Engine:
         sources: Mapping[str, Tensor] | None,
         has_values: bool,
     ) -> Share:
-        """Check everything that can be refused, then make the units. Returns this rank's share of its machine."""
+        """Check the settings, then make the units. Return this rank's share of its machine. Collective."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
@@ -202,7 +187,7 @@ class Engine:
             self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
             forget()
         except BaseException:
-            # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
+            # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.
             self.tiers.close()
             waits.close()
             make_plain(module.parameters())
@@ -256,21 +241,19 @@ class Engine:
         )
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
-        """Each unit's row of tiers."""
         tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
         self.take_tiers(tiers)
         return rows
 
     def take_tiers(self, tiers: Tiers) -> Callable[[], object]:
-        """Have ``tiers``, and close them when the engine is gone. Those of before are closed then too, unless what this
-        returns is called."""
+        """Use ``tiers``, and close them with the engine. Return a function that leaves the previous ones open."""
         before, self.tiers = self._closing, tiers
-        # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
+        # The finalizer also runs when the process ends. It must not hold the engine, which it would keep alive.
         self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
         return before.detach if before is not None else lambda: None
 
     def close_tiers(self) -> None:
-        """Close the tiers at the end of the process that has made them; nothing can be asked of the engine then."""
+        """Close the tiers when the process that made them ends. The engine cannot be used afterwards."""
         if self._closing is not None:
             self._closing()
 
@@ -281,7 +264,6 @@ class Engine:
         return module
 
     def shards(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the one that this engine shards."""
         return self._module() is module
 
     @property
@@ -290,7 +272,7 @@ class Engine:
 
     @property
     def shown(self) -> list[Bucket]:
-        """The buckets that are inside a ``gather()``."""
+        """Return the buckets that a ``gather()`` shows now."""
         return [bucket for bucket in self.buckets if bucket.is_plain]
 
     @property
@@ -302,11 +284,7 @@ class Engine:
         return self.comm.world_size
 
     def place_of(self, param: nn.Parameter) -> Place:
-        """Where a parameter lives.
-
-        Raises:
-            ConfigError: it is not a parameter of the sharded module.
-        """
+        """Return the bucket and slot of ``param``. Raise a ConfigError if it is not in the sharded module."""
         place = self._places.get(id(param))
         if place is None:
             raise ConfigError(
@@ -319,28 +297,27 @@ class Engine:
         return id(param) in self._places
 
     def placeholders_allowed(self) -> contextlib.AbstractContextManager[None]:
-        """Allow state dict calls of the module to see placeholders, for callers that put values in their place."""
+        """Let state dict calls of the module see placeholders. The caller replaces them by values."""
         return self._fence.lowered()
 
     @outside_autograd
     def settle(self) -> None:
-        """Wait for steps and the gathers that follow them: masters may be read and changed from here on.
+        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective.
 
-        On all ranks: after an exception they first agree on whether their groups can still be used.
+        After an exception ranks first agree on whether their groups can still be used.
         """
         self.passes.recover()
         self.after_step.settle()
 
     def settle_gradients(self) -> None:
-        """Wait until gradients are what users' code has left of them: those that it has cleared are gone then."""
+        """Apply users' pending changes of gradients, such as clearing them."""
         self.sharded_grads.settle()
 
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
-        """Follow new masters of ``changed`` buckets. On all ranks. See :meth:`AroundStep.masters_changed`.
+        """Update compute parameters after masters have changed in buckets ``changed``, already pushed. Collective.
 
-        Args:
-            changed: default: all; then this rank's own compute parameters are brought up to date here too.
+        None: push and update all buckets.
         """
         if changed is None:
             changed = set(self.buckets)
@@ -349,23 +326,20 @@ class Engine:
                     bucket.push()
         self.around_step.masters_changed(changed)
 
-    # -- the model ----------------------------------------------------------------------------------------------------
-
     @outside_autograd
     def sync_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks, if they have changed on any rank since. On all ranks."""
+        """Send rank 0's buffers to all ranks if buffers of any rank have changed since the last call. Collective."""
         self._buffer_sync.sync(self.module)
 
     @outside_autograd
     def release(self) -> None:
-        """Undo the sharding on all ranks: plain full parameters on the engine's device, no hooks, no groups.
+        """Undo the sharding: full plain parameters on the engine's device, no hooks, no groups. Collective.
 
-        Raises:
-            RuntimeError: ranks have written different values to parameters since the last backward.
+        Raises RuntimeError if ranks have written different values to parameters since the last backward.
         """
         shown.hide_whole(self, keep=False)
         self.timeline.close()
-        # What was written before an exception may differ, and is nobody's concern any more.
+        # Writes before an exception may differ between ranks.
         confirms = not self.passes.aborted
         self.abort()
         self.passes.recover("engine.release(), which all ranks must call")
@@ -379,8 +353,7 @@ class Engine:
             full = bucket.full_master()
             bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
             for info in bucket.params:
-                # A copy: as a view each parameter would keep the memory of its whole bucket, and torch.save would write
-                # it.
+                # Copy: a view would keep the whole bucket in memory, and torch.save would write all of it.
                 info.param.data = info.param.data.to(info.dtype, copy=True)
                 info.param.grad = None
         disown(info.param for unit in self.units for info in unit.infos())
@@ -393,20 +366,18 @@ class Engine:
         LIVE.discard(self)
 
     def restage(self, stage: Any = None, offload: Any = None, *, follow: Sequence[Follow] = ()) -> None:
-        """Go on with another row of ``zero/stage``, of ``zero/offload``, or both: between two steps, on all ranks.
+        """Change the row of ``zero/stage``, of ``zero/offload``, or both, between two steps. Collective.
 
-        Values go from shard to shard, a bucket at a time: parameters, masters, gradients, and the state of optimizers,
-        which stay the same objects. Which ranks share shards stays as it is.
+        All values move from shard to shard, a bucket at a time. Optimizers stay the same objects, and the groups of
+        ranks that share shards stay the same.
 
         Args:
-            stage: a row's name, or the stage's number; ``None``: as it is.
-            offload: a row's name, which keeps the settings that go with it; or all settings of the group.
-            follow: called for each bucket before it moves, to move what somebody else holds of it.
+            stage: a row's name or the stage's number; None: unchanged.
+            offload: a row's name, or all settings of the group. A name keeps the other settings of the group.
+            follow: called for each bucket before it moves.
 
-        Raises:
-            ConfigError: rows that do not go together or have no room, other rows on some ranks, or a step that is under
-                way; on all ranks, and nothing has changed.
-            Exception: while values moved. Every use of the engine raises from then on.
+        Raises ConfigError on all ranks, before any change, if rows do not fit or ranks differ, or inside a step.
+        If moving values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with shown.set_aside(self):
@@ -416,56 +387,45 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the module shows whole parameters on the host, as plain tensors, between runs."""
+        """Return whether parameters are plain whole tensors on the host, between runs."""
         return self.host_copy is not None and self.host_copy.is_shown
 
-    # -- whole values -------------------------------------------------------------------------------------------------
+    # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(
         self, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
     ) -> dict[str, Any]:
-        """On all ranks: ``module.state_dict()`` with full values on the host; by default empty on other ranks than 0.
+        """Return ``module.state_dict()`` with full values on the host; by default empty except on rank 0. Collective.
 
-        Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
-        module, and its parameters are replaced by their values. Tied parameters share one tensor. With ``hollow`` these
-        have no values: ``whole/values.py``.
-
-        Args:
-            trainable_only: leave parameters out that are frozen.
+        The module's own ``state_dict`` makes the dict, overrides included. Tied parameters share one tensor.
+        ``trainable_only`` leaves out frozen parameters. With ``hollow`` tensors have no values (``whole/values.py``).
         """
         return state_dicts.module_state(self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """On all ranks, each with the same full ``state``: load it into the shards."""
+        """Load a full ``state``, the same on all ranks, into the shards. Collective."""
         with shown.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
     ) -> dict[str, Any]:
-        """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
-        By default empty on other ranks than 0. With ``hollow`` tensors have no values.
+        """Return the optimizer's full ``state_dict()`` on the host; by default empty except on rank 0. Collective.
 
-        Raises:
-            ConfigError: ``optimizer`` does not step this engine's shards.
+        With ``hollow`` tensors have no values. Raises ConfigError if ``optimizer`` does not step this engine's shards.
         """
         return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
-        takes its slices.
-
-        Raises:
-            ConfigError: the param groups or shapes differ from the optimizer's.
-        """
+        """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
         state_dicts.load_optimizer(self, optimizer, state)
 
-    # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
+    # -- passes (passes/passes.py): callers mark steps and backwards ---------------------------------------------------
 
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.
+        """Enter a step, in which modules and root parameters can be used. Collective.
 
-        All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
+        With ``evaluation`` the pass ends with the scope, otherwise with the next backward.
         """
         if self.is_whole:
             return self._scope_between_runs(key, evaluation)
@@ -482,43 +442,35 @@ class Engine:
             yield
 
     def backward_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward that all ranks run: at its end every bucket is reduced."""
+        """Mark a backward. At its end all buckets are reduced. Collective."""
         return self.passes.backward_scope()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward()`` inside :meth:`backward_scope`."""
+        """Call ``loss.backward()`` inside :meth:`backward_scope`. Collective."""
         with self.backward_scope():
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
-
-        Raises:
-            ConfigError: on all ranks: ``zero.comm.grad_comm_dtype=bf16`` asks for what their sum does not fit into.
-        """
+        """Accumulate gradients unreduced, at stages 0 and 1. Raise a ConfigError under ``grad_comm_dtype=bf16``."""
         check_accumulation(self.config)
         return self.reducer.no_sync()
 
     def abort(self) -> None:
-        """Bring every unit to rest after an exception. Starts no collective, and waits a bounded time for others."""
+        """Reset every unit after an exception. Starts no collective; waits a bounded time for those in flight."""
         self.passes.abort()
 
     def rest(self) -> None:
-        """Come to rest between runs: end the open pass, and wait for steps and gathers in flight. On all ranks."""
+        """End the open pass, and wait for steps and gathers in flight, when a run ends. Collective."""
         self.passes.leave()
-        whole = not self.after_step.has_failed  # else whatever has failed has been raised
+        whole = not self.after_step.has_failed  # if a step has failed, its error was raised before
         if whole:
-            self.after_step.settle()  # after an exception, too, when the others may be gone: no agreement
+            self.after_step.settle()  # not self.settle(): after an exception other ranks may be gone
         self.timeline.run_ends(together=whole and not self.passes.aborted)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
-        """Make ``optimizer`` step this engine's shards.
-
-        Raises:
-            ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
-        """
+        """Step shards by ``optimizer``. Raise a ConfigError if it cannot, or has other parameters. Collective."""
         make = partial(self._make_stepper, self, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)

@@ -1,4 +1,4 @@
-"""A head and its loss in chunks of tokens, so that the logits of a whole batch never exist."""
+"""Compute a head and its loss in chunks of tokens, so that the logits of a whole batch never exist."""
 
 from __future__ import annotations
 
@@ -31,25 +31,22 @@ def chunked_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``loss(head(hidden), targets)``, with as many of the logits at a time as one of ``chunks`` has.
+    """Return ``loss(head(hidden), targets)``, with the logits of one chunk in memory at a time.
 
-    In the backward the logits of each chunk are computed again. Gradients are those of the whole: of the head's
-    parameters they are added in fp32 where an engine shards them.
+    The backward computes the logits of each chunk again. Gradients are those of the whole batch; under an engine those
+    of the head's parameters are summed in fp32.
 
     Args:
-        head: takes ``[tokens, width]`` to logits ``[tokens, ...]``; it sees no other shape than that.
-        loss: takes logits ``[tokens, ...]`` and targets ``[tokens]`` to the loss of each token ``[tokens]``. Default:
-            cross entropy, in fp32. A module, or a function whose own parameters are those of ``head``.
-        hidden: ``[..., width]``.
-        targets: ``[...]``, of the same sizes.
+        head: a module that maps ``[tokens, width]`` to logits ``[tokens, ...]``.
+        loss: maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``. Default: cross entropy in
+            fp32. A module, or a function without parameters other than those of ``head``.
+        hidden: ``[..., width]``, with targets ``[...]``.
         chunks: default: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one.
-        ignore_index: targets that do not count: their losses become 0.
-        reduction: ``mean``: over the tokens that count, of the whole batch: exact, also where chunks have different
-            numbers of them (NaN if none counts). ``sum``, or ``none``: the losses, in the shape of ``targets``.
+        ignore_index: targets whose losses become 0.
+        reduction: ``mean`` over the counted tokens of the whole batch (NaN if there are none), ``sum``, or ``none``.
 
-    Raises:
-        ConfigError: a ``head`` that is no module, sizes that do not fit, a ``loss`` that does not give one number for
-            each token, or an unknown ``reduction``.
+    Raises ConfigError for a ``head`` that is no module, sizes that do not fit, a ``loss`` that does not return one
+    number per token, or an unknown ``reduction``.
     """
     if not isinstance(head, nn.Module):
         raise ConfigError(
@@ -69,7 +66,7 @@ def chunked_loss(
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     counts = wanted != ignore_index
     of_tokens = _losses(head, loss or _cross_entropy(ignore_index), flat, wanted, count)
-    of_tokens = torch.where(counts, of_tokens, 0)  # a loss of the user's may not know of them
+    of_tokens = torch.where(counts, of_tokens, 0)  # a user's loss may not know ``ignore_index``
     if reduction == "none":
         return of_tokens.view(targets.shape)
     total = of_tokens.sum()
@@ -80,7 +77,7 @@ def chunked_loss(
 
 
 def chunks_of(head: nn.Module) -> int:
-    """``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one."""
+    """Return ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     engine = _engine_of(head)
@@ -89,7 +86,7 @@ def chunks_of(head: nn.Module) -> int:
 
 @contextlib.contextmanager
 def assuming(chunks: int) -> Iterator[None]:
-    """Inside, heads are run in ``chunks`` without an engine: where only sizes are asked."""
+    """Run heads in ``chunks`` without an engine, for callers that only ask sizes."""
     token = _ASSUMED.set(chunks)
     try:
         yield
@@ -103,7 +100,7 @@ def _engine_of(head: nn.Module) -> Engine | None:
 
 
 def _keep_gathered(head: nn.Module, engine: Engine) -> None:
-    """Have the units of the parameters of ``head`` stay gathered from their next use until the pass ends."""
+    """Keep the units of the head's parameters gathered from their next use until the pass ends."""
     own = {id(param) for param in head.parameters()}
     for unit in engine.units[1:]:
         if unit.reshards and any(id(info.param) in own for info in unit.infos()):
@@ -132,7 +129,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
     in_backward: Context = contextlib.nullcontext
     if engine is not None:
         in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
-        if count > 1:  # also for few tokens: another rank may have more, and gathers are of all
+        if count > 1:  # also with few tokens: another rank may have more, and gathers are collective
             _keep_gathered(head, engine)
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
@@ -144,6 +141,6 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         call = Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward)
         found.append(call(trains=trains) if engine is None else engine.vertical.run(call, trains=trains))
     if divided < len(targets) or not found:
-        with in_chunk():  # a few tokens fewer than there are chunks; a head that is a unit does not divide them again
+        with in_chunk():  # the remainder, fewer tokens than chunks; a head that is a unit must not divide them
             found.append(function(hidden[divided:], targets[divided:]))
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -1,8 +1,8 @@
-"""The tensors that an optimizer steps whole on this rank, and their state.
+"""Keep the tensors that an optimizer steps whole on this rank, and their state.
 
-A *stand-in* takes the place of a parameter in the optimizer's param groups inside of a step: a plain Parameter of the
-same shape and strides, which has values for the time of a step only. The optimizer's state is by stand-ins. It lies on
-the rank that owns the tensor (on all ranks where masters are replicated), and rests where the bucket's masters rest.
+A *stand-in* replaces a parameter in the optimizer's param groups during a step: a plain Parameter of the same shape and
+strides, with values during a step only. It is the key of the optimizer's state, which lies on the owner's rank (on all
+ranks if masters are replicated), on the tier of the bucket's masters.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from lightning_zero.pretrained.stored import StoredTensor
 class WholeTensor:
     """A parameter that is stepped whole.
 
-    Attributes:
-        owner: the rank, of those that share shards, that steps it, and saves its state.
-        group, place: its param group, and its place there.
-        stand_in: where this rank steps it.
+    The rank ``owner`` of its shard group steps it and saves its state. ``place`` is its index in the param group
+    ``group``. Ranks that do not step it have no ``stand_in``.
     """
 
     bucket: Bucket
@@ -45,7 +43,7 @@ class WholeTensor:
 
     @property
     def key(self) -> nn.Parameter:
-        """The stand-in, by which the optimizer keeps its state; this rank has one."""
+        """Return the stand-in, the key of the optimizer's state. This rank must have one."""
         assert self.stand_in is not None
         return self.stand_in
 
@@ -55,7 +53,7 @@ class WholeTensor:
 
     @property
     def travels(self) -> bool:
-        """Whether its shards are on several ranks."""
+        """Return whether the tensor's shards are on several ranks."""
         return self.bucket.plan.shards_master and self.bucket.comm.shard_size > 1
 
     @property
@@ -64,32 +62,27 @@ class WholeTensor:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank steps it."""
         return self.is_replicated or self.is_owner
 
 
-Key = tuple[Bucket, int]  # with a slot
-Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a tensor of state: it, and a flat view that a home holds
+Key = tuple[Bucket, int]  # bucket and slot
+Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: that tensor, and its flat view in a home
 
 
 class Owned:
-    """The whole tensors of one optimizer and their state.
-
-    Attributes:
-        tensors: all of them, also those of other ranks.
-    """
+    """The whole tensors of one optimizer, including those of other ranks, and their state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors: dict[Key, WholeTensor] = {}
-        self._carriers: dict[Bucket, dict[WholeTensor, Carriers]] = {}  # of what rests off the device
+        self._carriers: dict[Bucket, dict[WholeTensor, Carriers]] = {}  # of state that rests off the device
         self._stepped: set[Key] = set()
-        self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # state that rests elsewhere, and is on the device now
+        self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # resting state, while a copy is on the device
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def take(self, wanted: Sequence[WholeTensor]) -> None:
-        """Follow the param groups. Of tensors that are gone the state is dropped; others stay the same objects."""
+        """Follow the param groups: drop the state of tensors that have left, and keep the objects of the others."""
         found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key in [key for key in self.tensors if key not in found]:
             self.drop(key)
@@ -111,10 +104,10 @@ class Owned:
             param = tensor.info.param
             grows = param.is_floating_point() or param.is_complex()
             tensor.stand_in = nn.Parameter(_nothing(tensor), requires_grad=grows)
-            tensor.stand_in.__dict__.update(param.__dict__)  # what users note on parameters, for their optimizers
+            tensor.stand_in.__dict__.update(param.__dict__)  # users' attributes of parameters, which a class may read
 
     def here(self, bucket: Bucket) -> Iterator[WholeTensor]:
-        """Those of a bucket that this rank steps."""
+        """Yield the tensors of a bucket that this rank steps."""
         for info in bucket.params:
             tensor = self.tensors.get((bucket, info.slot))
             if tensor is not None and tensor.stand_in is not None:
@@ -127,13 +120,13 @@ class Owned:
         self._stepped |= {(tensor.bucket, tensor.info.slot) for tensor in tensors}
 
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Whether any of the bucket's tensors has been stepped: the same on all ranks."""
+        """Return whether any of the bucket's tensors has been stepped. It is the same on all ranks."""
         return any(other is bucket for other, _ in self._stepped)
 
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give a stand-in its values [shape], and its gradient. What it has of state comes to the same device."""
+        """Give a stand-in its values [shape] and gradient, and copy its state to their device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -152,11 +145,7 @@ class Owned:
         return found
 
     def settle(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Have the state of a bucket's tensors rest beside its masters, whose home is open.
-
-        Args:
-            only: these; others may be on the device, for a step that is to come.
-        """
+        """Move state to the tier of the bucket's masters, whose home is open. ``only``: the state of these tensors."""
         if bucket.plan.home_tier is Tier.device:
             return
         before = self._carriers.get(bucket, {})
@@ -180,17 +169,17 @@ class Owned:
         every = [pair for carriers in now.values() for pair in carriers.values()]
         bucket.home.adopt(self, [carrier for _, carrier in every])
         for leaf, carrier in every:
-            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # it has been given other memory
+            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # the home has moved it
                 leaf.data = carrier.as_strided(leaf.shape, leaf.stride(), carrier.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
-        """Tensors of state that this rank holds of a bucket."""
+        """Yield the state tensors that this rank holds of a bucket."""
         for tensor in self.here(bucket):
             for name, leaf in leaves_of(self.state(tensor)):
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """By slot, the state that this rank saves, without its values."""
+        """Return the state that this rank saves, by slot, with leaves for tensors."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -198,7 +187,7 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, Sliced]]:
-        """Tensors of state that this rank saves, each flat as it lies in memory; the home need not be open."""
+        """Yield the state tensors that this rank saves, flat in memory order. The home need not be open."""
         carriers = self._carriers.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -207,7 +196,6 @@ class Owned:
                 yield tensor, name, leaf, Sliced(flat, 0, leaf.numel())
 
     def drop(self, key: Key) -> None:
-        """The optimizer has no such parameter any more."""
         tensor = self.tensors.pop(key)
         self._stepped.discard(key)
         if tensor.stand_in is not None and self._optimizer.state.pop(tensor.stand_in, None):
@@ -215,7 +203,6 @@ class Owned:
                 self.settle(tensor.bucket)
 
     def clear(self) -> None:
-        """Drop all state, and all owners."""
         for bucket in self.buckets():
             for tensor in self.here(bucket):
                 self._optimizer.state.pop(tensor.key, None)
@@ -224,12 +211,7 @@ class Owned:
         self.tensors, self._stepped, self._carriers = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
-        """Set the state of a bucket's tensors.
-
-        Args:
-            states: of all parameters that have any, with whole tensors in memory or in files.
-            dtype_of: of a tensor of state, where it is known.
-        """
+        """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files."""
         with opened(bucket.home, changed=True) as master:
             for key in [(bucket, info.slot) for info in bucket.params]:
                 if key in states and key in self.tensors:
@@ -244,7 +226,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose home is gone, and have stand-ins as its new plan says."""
+        """Drop the state of a bucket whose home is gone, and make stand-ins by its new plan."""
         self._carriers.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -257,13 +239,13 @@ DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]
 
 
 def _nothing(tensor: WholeTensor) -> Tensor:
-    """A tensor of its shape without memory of that size."""
+    """Make a tensor of the parameter's shape that takes no memory."""
     bucket = tensor.bucket
     return torch.zeros((), dtype=bucket.dtypes.master, device=bucket.comm.device).expand(tensor.info.shape)
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """All elements [numel] in the order of memory; a copy where they have gaps or lie on each other."""
+    """View all elements [numel] in memory order; copy if they have gaps or overlap."""
     if strides_of(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -274,20 +256,20 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """What other ranks are told of a value of state; small tensors lie on the host, in copies."""
+    """Return what other ranks get of a value of state: a leaf, or a small tensor on the host."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
 
 
 def _is_alone(leaf: Tensor) -> bool:
-    """Whether a tensor is without gaps, and nothing else is in its memory."""
+    """Return whether a tensor is on the host, without gaps, and alone in its storage."""
     alone = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
     return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
 
 
 def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
-    """``leaf`` on the host, in memory of its own: where it was before, if it has kept its form."""
+    """Copy ``leaf`` to the host, into its former memory if shape, strides and dtype still match."""
     if _is_alone(leaf):
         return leaf
     at_home = before.get(name)
@@ -297,7 +279,7 @@ def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
 
 
 def _copied(leaf: Tensor, device: torch.device) -> Tensor:
-    """A copy without gaps, whose dimensions lie in memory in the same order."""
+    """Copy ``leaf`` without gaps, with its dimensions in the same memory order."""
     made = torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device=device)
     return made.copy_(leaf.detach())
 
@@ -311,7 +293,7 @@ def _taken(state: Mapping[str, Any], tensor: WholeTensor, device: torch.device, 
             return value.clone()
         if value.shape == tensor.info.shape:
             strides = tensor.info.strides
-        else:  # in a file it has those of a contiguous tensor
+        else:  # tensors in files are contiguous
             strides = torch.empty(value.shape, device="meta").stride() if leaf is not value else strides_of(value)
         dtype = dtype_of(tensor, name) or value.dtype
         return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).copy_(value.detach())

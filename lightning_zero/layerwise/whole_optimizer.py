@@ -1,15 +1,11 @@
-"""Makes the user's optimizer step whole tensors, each on the rank that owns it.
+"""Step whole tensors with the user's optimizer, each on the rank that owns it.
 
-For optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for classes that nothing is known
-of. Masters and gradients stay flat shards; inside of a step they travel to owners, in windows of adjacent units, and
-the class's own ``step`` gets tensors of the parameters' own shapes, as it does in one process.
-
-::
+This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. A step
+sends masters and gradients of a window of adjacent units to the owners, calls the class's own ``step`` on tensors of
+the parameters' shapes, and sends new masters back. Replicated tensors are stepped in place::
 
     main     | arrive 0 | step 0 ............ | arrive 1 | land 0 | step 1 ............ | arrive 2 ...
-    messages | there 0  | there 1 ..          | back 0 ..         | there 2 ..          | back 1 ..
-
-There go masters and gradients, back go masters. What is replicated, or all on one rank, is stepped where it is.
+    messages | send 0   | send 1 ..           | send back 0 ..    | send 2 ..           | send back 1 ..
 """
 
 from __future__ import annotations
@@ -57,17 +53,15 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 _log = logging.getLogger(__name__)
 
-MOST_ROUTES = 1000  # that are remembered
+MOST_ROUTES = 1000  # limit of the cache of routes
 _PARTIAL = (
     "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
     "checkpoint."
 )
-_FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
+_FINE, _TELLS, _FAILED = range(3)  # how a step ended on a rank; _TELLS: it has an outcome for the other ranks
 
 
 class WholeOptimizer(Stepper):
-    """Steps whole tensors, of which each rank has some."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -80,12 +74,9 @@ class WholeOptimizer(Stepper):
     ) -> None:
         """
         Args:
-            numbers: of the buckets, in the order of units.
-            window_nbytes: bytes of gradients that travel at a time.
-            unprobed: an optimizer that cannot be tried is trusted.
-
-        Raises:
-            ConfigError: it cannot be stepped so.
+            numbers: the index of each bucket, in the order of units.
+            window_nbytes: bytes of gradients that are sent at a time.
+            unprobed: accept an optimizer that could not be tried.
         """
         super().__init__(optimizer, around)
         self._comm, self._numbers = comm, numbers
@@ -118,22 +109,18 @@ class WholeOptimizer(Stepper):
         self.owned.fill(bucket, states, lambda tensor, name: None)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
-        """The dtype of a tensor of state, where the class was seen to make it."""
+        """Return the dtype in which the class makes the state ``name`` of ``tensor``, if the trial has shown it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
 
     def _try(self) -> None:
-        """Find out what the class does with its param groups of now.
-
-        Raises:
-            ConfigError: it cannot be stepped so.
-        """
+        """Try the class with its present param groups. Raise a ConfigError if it cannot step tensors apart."""
         place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
             self.optimizer,
             lambda p: place_of(p).bucket.dtypes.master,
             self._comm.device,
-            true_shapes=not of_torch,  # torch's classes (Muon, Adafactor) treat tensors of all sizes alike
+            true_shapes=not of_torch,  # torch's classes (Muon, Adafactor) treat tensors of all sizes the same way
         )
         self._probed_groups = len(self.optimizer.param_groups)
         if self.probed.untried and self._comm.rank == 0:
@@ -155,10 +142,7 @@ class WholeOptimizer(Stepper):
         self._arranged = []
 
     def _check_probed(self) -> None:
-        """
-        Raises:
-            ConfigError: its tensors cannot be stepped apart, or that is not known.
-        """
+        """Raise a ConfigError if the class couples tensors, or could not be tried."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
@@ -194,7 +178,7 @@ class WholeOptimizer(Stepper):
                     values = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=bucket.comm.device)
                     if tensor.is_here:
                         values.copy_(own[slot, leaf.name])
-                    if tensor.travels:  # from the owner, of several replicas that of the first
+                    if tensor.travels:  # broadcast by the owner in the first replica
                         bucket.comm.broadcast(values, bucket.comm.topology.shard_groups[0][tensor.owner])
                     yield slot, leaf, values
 
@@ -216,7 +200,7 @@ class WholeOptimizer(Stepper):
         )
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Of each tensor of state that a tensor will have, as small tensors were seen to have it."""
+        """Return the bytes of each state that ``tensor`` will have, as the trial has shown it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
 
@@ -242,7 +226,7 @@ class WholeOptimizer(Stepper):
     # -- owners and windows -----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """Give parameters that are new in the param groups, or trained since, an owner. Others keep theirs."""
+        """Follow changes of the param groups: give new and newly trainable parameters an owner. Others keep theirs."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
@@ -261,7 +245,7 @@ class WholeOptimizer(Stepper):
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
         limit = self._window_nbytes
         if self.probed.couples or not any(t.travels or t.bucket.plan.home_tier is not Tier.device for t in wanted):
-            limit = sys.maxsize  # nothing travels: one call, as in one process
+            limit = sys.maxsize  # nothing is sent: one call, as in one process
         windows = split_windows(nbytes, [t.bucket.plan.unit for t in wanted], limit)
         costs = [matrix_work(t.info.shape) for t in wanted]
         owners = choose_owners(
@@ -277,7 +261,7 @@ class WholeOptimizer(Stepper):
     def _find_route(self, buckets: Sequence[Bucket], travellers: Sequence[Traveller]) -> Route:
         key = tuple(self._numbers[bucket] for bucket in buckets), tuple(travellers)
         if key not in self._routes:
-            if len(self._routes) > MOST_ROUTES:  # other parameters have a gradient at each step
+            if len(self._routes) > MOST_ROUTES:  # the set of parameters with gradients changes from step to step
                 self._routes.clear()
             layouts = [bucket.layout for bucket in buckets]
             self._routes[key] = find_route(travellers, layouts, self._comm.shard_rank)
@@ -288,14 +272,14 @@ class WholeOptimizer(Stepper):
     def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
-        # Where no tensor has a gradient, all are shown to the class without one: it may count the step.
+        # If no tensor has a gradient, the class still sees all of them without one: it may count the step.
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
             window.completes.difference_update(*(later.buckets for later in windows[place + 1 :]))
-        # Hooks of the user's run once, around all windows, and find the parameters in the param groups.
+        # The user's hooks run once around all windows, and see the parameters in the param groups.
         hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(lambda _: self._step_windows(windows))
         with (
             torch.inference_mode(False),
@@ -305,7 +289,7 @@ class WholeOptimizer(Stepper):
             recording.span("step", f"{len(changed)} buckets"),
         ):
             hooked(self.optimizer)
-        self.optimizer.__dict__["_opt_called"] = True  # what a scheduler looks for
+        self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
         self.owned.stepped(tensor for window in listed for tensor in window)
         return changed
 
@@ -330,7 +314,7 @@ class WholeOptimizer(Stepper):
                     if error is None and window.here:
                         parts.call(self._lists(window))
                 except Exception as raised:
-                    # The other ranks wait for the messages of this one. All raise when all windows are over.
+                    # Go on with the messages, for which other ranks wait. All raise after the last window.
                     error = raised
                 window.send_back()
                 for last in before:
@@ -342,19 +326,14 @@ class WholeOptimizer(Stepper):
         self._agree(parts.outcome, error)
 
     def _lists(self, window: Window) -> list[list[tuple[int, Tensor]]]:
-        """Of each param group the tensors of a window that this rank steps, in the group's order."""
+        """List the tensors of ``window`` that this rank steps, for each param group in its order."""
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
         for tensor in sorted(window.here, key=lambda tensor: tensor.place):
             lists[tensor.group].append((tensor.place, tensor.key))
         return lists
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """Raise on all ranks what was raised on one, and have what is kept for a group on all.
-
-        Raises:
-            Exception: what the step of this rank has raised.
-            FailedElsewhereError: it was raised on another one.
-        """
+        """Raise an error of one rank on all ranks; else apply the outcome of the step on all ranks. Collective."""
         outcomes = [outcome]
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
@@ -378,15 +357,9 @@ class WholeOptimizer(Stepper):
 
 
 class Window:
-    """Tensors that are stepped at a time. The methods are called in their order here, on all ranks.
+    """Tensors that are stepped together. All ranks call the methods in the order in which they are defined.
 
-    Attributes:
-        completes: buckets that are stepped when this window is; those of a later one are not.
-
-    Args:
-        tensors: the same on all ranks, those of other owners too.
-        used: ids of the parameters that have a gradient.
-        find: the way of what travels, on this rank.
+    ``tensors`` includes those of other owners. ``used`` holds the ids of parameters with a gradient.
     """
 
     def __init__(
@@ -405,15 +378,14 @@ class Window:
         there = [traveller_of(tensor, self.buckets, self._with_grad) for tensor in self._travel]
         self._route = find(self.buckets, there) if there else None
         self._pending: Pending | None = None
-        self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # of what has travelled: values and gradient
+        self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # received values and gradients, by id of the tensor
         self.completes = set(self.buckets)
         first = self.buckets[0].label
         self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
 
-    # -- there ----------------------------------------------------------------------------------------------------
+    # -- to the owners --------------------------------------------------------------------------------------------
 
     def begin_open(self) -> None:
-        """Start reading what rests in files."""
         for bucket in self.buckets:
             bucket.home.begin_open()
 
@@ -422,7 +394,7 @@ class Window:
             bucket.home.open(to_write=True)
 
     def send(self) -> None:
-        """Send shards of masters and gradients to the owners."""
+        """Start sending shards of masters and gradients to the owners. Collective."""
         if (route := self._route) is None:
             return
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
@@ -439,7 +411,7 @@ class Window:
         )
 
     def arrive(self) -> None:
-        """Give the stand-ins of this rank their values and gradients."""
+        """Wait for the message, and give this rank's stand-ins their values and gradients."""
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
             for tensor in self._travel:
@@ -472,7 +444,7 @@ class Window:
         return values, torch.empty_like(values) if id(tensor.info.param) in self._with_grad else None
 
     def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
-        """Values and gradient of a tensor all of which is on this rank: views where they rest on the device."""
+        """Return values and gradient of a tensor that this rank holds whole: views if they rest on the device."""
         bucket, device = tensor.bucket, self._comm.device
         values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
         if id(tensor.info.param) not in self._with_grad:
@@ -480,11 +452,11 @@ class Window:
         assert bucket.grad is not None
         return values, bucket.part_of(bucket.grad, tensor.info).to(device, values.dtype)
 
-    # -- and back ---------------------------------------------------------------------------------------------------
+    # -- and back to the shards -------------------------------------------------------------------------------------
 
     def send_back(self) -> None:
-        """Send new values of this rank's tensors to where their shards rest."""
-        self._flat = {}  # gradients go now; stand-ins hold the values
+        """Start sending new values of this rank's tensors to their shards. Collective."""
+        self._flat = {}  # frees the gradients; stand-ins hold the values
         for tensor in self.here:
             tensor.key.grad = None
             if not tensor.travels:
@@ -507,11 +479,7 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Have new masters and new state where they rest. Files are still being written afterwards.
-
-        Returns:
-            Why state has found no room. It is not raised: other ranks wait for the messages of this one.
-        """
+        """Write new masters and state to homes. Return errors, not raise them: other ranks wait for this rank."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
@@ -524,14 +492,13 @@ class Window:
                 self._owned.settle(bucket, self.here)
             except Exception as error:
                 failed = error
-            # Once: what a push sends may be on its way to the device for long, and is not written to meanwhile.
+            # Only once per bucket: a push may still be copying to the device, and its source must not change.
             if bucket in self.completes:
                 bucket.push()
             bucket.home.close(changed=True)
         return failed
 
     def settle(self) -> None:
-        """Wait until files are written."""
         for bucket in self.buckets:
             bucket.home.settle()
 
@@ -540,16 +507,12 @@ class Window:
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Elements [numel] at a byte of a message."""
+    """View ``numel`` elements at byte ``start`` of a message."""
     return data[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def traveller_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Traveller:
-    """A tensor of a window of these buckets.
-
-    Args:
-        with_grad: ids of the parameters that have a gradient.
-    """
+    """Describe ``tensor`` for :func:`find_route`; ``with_grad`` holds ids of the parameters that have a gradient."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Traveller(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

@@ -1,8 +1,1 @@
-"""The models of the main job.
-
-::
-
-    gpt             the default one
-    hugging_face    causal LMs of transformers
-    language_model  what they have in common
-"""
+"""The models of the main job: ``gpt`` (the default), ``hugging_face`` and their base class in ``language_model``."""

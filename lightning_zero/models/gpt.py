@@ -1,7 +1,7 @@
-"""A small GPT, the model that the main job trains by default.
+"""A small GPT, the default model of the main job.
 
-``GPT`` is an ordinary ``nn.Module``: nothing in it knows about sharding, but it asks where its tokens are in their
-sequence. Its blocks sit in a ``ModuleList``, which is where the engine finds its units.
+``GPT`` knows nothing of sharding, except that it asks for its tokens' positions in their sequence. The engine takes the
+blocks of its ``ModuleList`` as units.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROTARY_BASE = 10_000.0
 
 
 class Block(nn.Module):
-    """One transformer block: causal attention and an MLP, each behind a norm and a residual."""
+    """A transformer block: causal attention and MLP, each with pre-norm and residual."""
 
     def __init__(self, d_model: int, n_head: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """``x [batch, length, d_model]``; ``rotation [1, 2, length, head_width / 2]``, the same for the whole batch."""
+        """``x [batch, length, d_model]``; ``rotation [1, 2, length, head_width / 2]``."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -59,7 +59,7 @@ def rotations(positions: Tensor, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn pairs of elements of ``x [batch, heads, length, head_width]`` by angles that grow with the position."""
+    """Apply rotary embedding to ``x [batch, heads, length, head_width]``."""
     cos, sin = rotation.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
@@ -68,12 +68,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 class GPT(nn.Module):
     """Decoder-only transformer: ``tokens [batch, length] int64 -> logits [batch, length, vocab_size]``.
 
-    Args:
-        position: what tells where a token is: an embedding that is ``learned``, as GPT-2 has it, or a ``rotary`` one,
-            which has no parameters and learns sooner.
-
-    Raises:
-        ConfigError: a size that cannot work; the message names the key of the Hydra group ``model``.
+    ``position``: a ``learned`` embedding, as in GPT-2, or ``rotary``, which has no parameters and learns sooner. Raises
+    ConfigError, with the key of the group ``model``, for impossible sizes.
     """
 
     def __init__(
@@ -113,15 +109,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(d_model, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
-        self._init_weights(n_layer, std=0.5 * d_model**-0.5)  # GPT-2's 0.02 at its width
+        self._init_weights(n_layer, std=0.5 * d_model**-0.5)  # equals GPT-2's 0.02 at its width
         if tie_weights:
             self.head.weight = self.embed.weight
 
     def _init_weights(self, n_layer: int, std: float) -> None:
         for name, p in self.named_parameters():
-            if name.endswith(
-                ("proj.weight", "down.weight")
-            ):  # keeps the variance of the residual stream, as GPT-2 does
+            if name.endswith(("proj.weight", "down.weight")):  # keeps the variance of the residual stream, as in GPT-2
                 nn.init.normal_(p, std=std / math.sqrt(2 * n_layer))
             elif p.ndim >= 2:
                 nn.init.normal_(p, std=std)
@@ -129,7 +123,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits; with ``targets [batch, length]`` the nats of each of them instead, from logits in chunks."""
+        """Return logits, or with ``targets [batch, length]`` the loss of each token in nats, from logits in chunks."""
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:
@@ -149,12 +143,7 @@ def _check_sizes(sizes: dict[str, Any]) -> None:
 
 
 class LitGPT(LanguageModel):
-    """A :class:`GPT` that learns to predict the next token; see :class:`LanguageModel`.
-
-    Args:
-        optimizer, warmup_steps, min_lr_ratio: see :class:`LanguageModel`.
-        sizes: the other arguments are those of :class:`GPT`.
-    """
+    """A :class:`GPT` that is trained as :class:`LanguageModel` describes. ``sizes``: arguments of :class:`GPT`."""
 
     def __init__(
         self,

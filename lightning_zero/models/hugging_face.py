@@ -1,4 +1,4 @@
-"""Causal language models of transformers in the main job: ``model=hf``, from a folder or from a configuration."""
+"""Train causal language models of transformers: ``model=hf``, from a folder or a configuration."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 
 
 class LitCausalLM(LanguageModel):
-    """Any ``AutoModelForCausalLM``, trained as :class:`LanguageModel` says.
+    """Any ``AutoModelForCausalLM``, trained as :class:`LanguageModel` describes.
 
-    Under ``ZeroStrategy`` it is built on the meta device, and each rank reads its shards of the folder
-    (``zero.init_from``, which the group file sets): no rank holds the whole model. Without it the folder is read by
-    ``from_pretrained``.
+    Under ``ZeroStrategy`` the model is built on the meta device, and each rank reads its shards of the folder
+    (``zero.init_from``), so that no rank holds the whole model. Other strategies use ``from_pretrained``.
 
     Args:
-        path: a folder with ``config.json`` and safetensors files, as ``save_pretrained`` writes it. Nothing is
-            downloaded.
-        config: settings of the model's configuration: those that differ from ``path``'s, or without a ``path`` all of
-            them, with ``model_type`` (``llama``, ``gpt2``).
+        path: a folder as ``save_pretrained`` writes it. Nothing is downloaded.
+        config: settings that replace those of ``path``, or without ``path`` all settings, with ``model_type``.
         optimizer, warmup_steps, min_lr_ratio: see :class:`LanguageModel`.
 
-    Raises:
-        ConfigError: no such folder, no such kind of model, or a setting that its configuration does not have.
+    Raises ConfigError if the folder, the kind of model or a setting is unknown.
     """
 
     def __init__(
@@ -52,8 +48,8 @@ class LitCausalLM(LanguageModel):
             return
         from transformers import AutoModelForCausalLM
 
-        auto: Any = AutoModelForCausalLM  # has no types
-        dtype = torch.get_default_dtype()  # of Trainer(precision=), whatever the file has
+        auto: Any = AutoModelForCausalLM  # it has no types
+        dtype = torch.get_default_dtype()  # set by Trainer(precision=), whatever the file holds
         if self._shards():
             with torch.device("meta"):
                 self.model = auto.from_config(self.config, dtype=dtype)
@@ -62,10 +58,10 @@ class LitCausalLM(LanguageModel):
         else:
             self.model = auto.from_config(self.config, dtype=dtype)
         assert self.model is not None
-        self.model.train()  # from_pretrained leaves it in eval mode
+        self.model.train()  # from_pretrained leaves the model in eval mode
 
     def _shards(self) -> bool:
-        """Whether someone gives the parameters their values, or nobody needs any (a plan of memory)."""
+        """Whether parameters need no values now: the strategy reads them later, or a memory plan needs none."""
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         if torch.get_default_device().type == "meta":
@@ -87,11 +83,7 @@ class LitCausalLM(LanguageModel):
 
 
 def read_config(path: str | None, settings: dict[str, Any]) -> Any:
-    """The configuration of a model.
-
-    Raises:
-        ConfigError: as :class:`LitCausalLM` says.
-    """
+    """Read the configuration of a model. Raises ConfigError as :class:`LitCausalLM`."""
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
@@ -131,7 +123,7 @@ def read_config(path: str | None, settings: dict[str, Any]) -> Any:
 
 
 def _check_settings(config: Any, settings: dict[str, Any]) -> None:
-    """transformers keeps what it does not know, and never looks at it."""
+    """Refuse unknown settings, which transformers would ignore."""
     for key in settings:
         if not hasattr(config, key):
             close = nearest(key, set(config.to_dict()))

@@ -1,4 +1,4 @@
-"""What is common to the language models of the main job: steps, metrics, the learning rate, and text out of them."""
+"""The base class of the main job's language models: steps, metrics, learning rate, and text generation."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torchmetrics import MeanMetric
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart, mean_over_tokens
 
-SHOWN_EVERY = 10  # batches between two losses in the progress bar, where nothing is logged
+SHOWN_EVERY = 10  # batches between updates of the progress bar where nothing is logged
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class LanguageModel(LightningModule):
-    """Next-token training of a module whose ``forward`` takes ``tokens [batch, length] int64`` to logits
-    ``[batch, length, vocab_size]``.
+    """Next-token training of a ``forward`` that maps tokens to logits.
 
-    A batch is a tensor of tokens ``[batch, length + 1]``. Bits per byte are bits per token divided by the data's
-    ``bytes_per_token`` (1 where the data has none), so that models with other tokens can be compared.
+    Tokens are ``[batch, length] int64``, logits ``[batch, length, vocab_size]``, and a batch of data is ``[batch,
+    length + 1]``. Bits per byte are bits per token divided by the data's ``bytes_per_token`` (default 1), so that
+    models with different tokens can be compared.
 
     Args:
-        optimizer: makes the optimizer from a list of param groups, as ``functools.partial(torch.optim.SGD, lr=0.1)``
-            does. Default: AdamW at 3e-3. It gets those of :func:`decay_groups`.
-        warmup_steps: steps over which the learning rate rises; from there it falls by a cosine.
-        min_lr_ratio: what share of the learning rate is left at the end of training.
+        optimizer: makes the optimizer from the param groups of :func:`decay_groups`, such as
+            ``functools.partial(torch.optim.SGD, lr=0.1)``. Default: AdamW at 3e-3.
+        warmup_steps: steps of warmup, before a cosine decay.
+        min_lr_ratio: share of the learning rate at the end of training.
 
     Attributes:
-        vocab_size: tokens that there are.
-        context: tokens that ``forward`` takes at most; ``None``: any number.
+        vocab_size: number of tokens.
+        context: most tokens that ``forward`` takes; ``None``: any number.
     """
 
     vocab_size: int
@@ -53,14 +53,14 @@ class LanguageModel(LightningModule):
         self._train_loss: Tensor | None = None  # of the last batch
 
     def _losses(self, batch: Tensor) -> Tensor:
-        """Nats of each token ``[batch, length]``."""
+        """Loss of each token in nats, ``[batch, length]``."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none").view(
             batch.shape[0], -1
         )
 
     def split_sequence(self, batch: Tensor, part: SequencePart) -> Tensor:
-        """Under ``zero.sequence_parallel``: a part's tokens, and the one that its last token is to predict."""
+        """Take a part's tokens and the target of its last token, under ``zero.sequence_parallel``."""
         return part.of(batch, overlap=1)
 
     def _bits_per_byte(self, nats: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = mean_over_tokens(self._losses(batch))
-        # Read where it is logged, every few steps. The progress bar's values Lightning reads after every batch, and the
-        # read of a value on a GPU waits for all that the GPU has to do: see :meth:`on_train_batch_end`.
+        # Logged values are read every few steps. Lightning reads progress bar values after every batch, which would
+        # wait for the GPU: see :meth:`on_train_batch_end`.
         self.log("train_loss", loss)
         self._train_loss = loss.detach()
         self.log("lr", _on_host(self.trainer.optimizers[0].param_groups[0]["lr"]))
@@ -88,7 +88,7 @@ class LanguageModel(LightningModule):
         self.log(name, self.bits_per_byte, prog_bar=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Bits per byte of each text of the batch ``[batch]``: how much it surprises the model."""
+        """Bits per byte of each text of the batch, ``[batch]``."""
         return self._bits_per_byte(mean_over_tokens(self._losses(batch), dim=1))
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
@@ -107,9 +107,9 @@ class LanguageModel(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
-        """Continue ``tokens [batch, length]``; returns ``[batch, length + max_new_tokens]``.
+        """Continue ``tokens [batch, length]`` and return ``[batch, length + max_new_tokens]``. Collective.
 
-        Deterministic for a seed, so that all ranks of a sharded model run the same calls and agree on the text.
+        The seed makes the text deterministic, so that all ranks of a sharded model make the same calls.
         """
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
         for _ in range(max_new_tokens):
@@ -120,12 +120,12 @@ class LanguageModel(LightningModule):
 
 
 def _on_host(value: float) -> Tensor:
-    """What ``log`` takes as it is. A number it would send to the device, and the host would wait for that."""
+    """Make a host tensor for ``log``, which would send a number to the device and wait."""
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Param groups in which matrices decay and vectors (biases, norms) do not."""
+    """Make param groups: matrices with weight decay, vectors (biases, norms) without."""
     trainable = [p for p in params if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2]},
@@ -134,7 +134,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """The factor on the learning rate at each step; constant after the warmup where training has no end."""
+    """Return the factor of the learning rate by step. It stays constant after warmup if training has no end."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

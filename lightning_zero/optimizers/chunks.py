@@ -1,13 +1,12 @@
-"""Steps a run in pieces that stay in the cache, where its dtype differs from that of its gradient or arithmetic.
+"""Step a run in pieces, where its dtype differs from its gradient's or the arithmetic's.
 
-Gradients in a lower dtype than the master, and a bf16 master that is rounded stochastically, need wider copies for the
-arithmetic. Whole copies would take as much memory as the shards; torch's element-wise optimizers give the same numbers
-for pieces, which are multiples of 256 elements, as for the whole.
+Gradients below the master's dtype, and stochastically rounded bf16 masters, need wider copies. Copies of pieces stay in
+the cache and take little memory. torch's element-wise optimizers give equal numbers for pieces of a multiple of 256.
 
-Stochastic rounding. bf16 has 8 bits of mantissa: rounded to nearest, a change below 1/512 of a weight is lost. Rounded
-up with the probability of the part that is cut off, changes are right on average (Gupta et al. 2015, arXiv:1502.02551;
-Zamirai et al. 2020, arXiv:2010.06192, for bf16). The numbers come from a hash of the element's place and the step: the
-same at every stage, tier and number of ranks.
+Stochastic rounding: bf16 has 8 bits of mantissa, and rounding to nearest loses a change below 1/512 of a weight.
+Rounding up with the probability of the part that is cut off is right on average (Gupta et al. 2015, arXiv:1502.02551;
+for bf16 Zamirai et al. 2020, arXiv:2010.06192). A hash of element and step gives the random numbers: they are the same
+at every stage, tier and number of ranks.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ from torch.optim import Optimizer
 
 from lightning_zero.optimizers.known import is_elementwise
 
-CHUNK = 1 << 18  # elements for each thread: parameter, gradient and two states in fp32 are 4 MiB, which stay in cache
-MAX_CHUNK = 1 << 22  # elements; the cache that cores share is bounded
-DEVICE_CHUNK = 1 << 24  # on a GPU each piece is a step of its own, of several kernels: few, and large
+CHUNK = 1 << 18  # elements per thread: parameter, gradient and two states in fp32 take 4 MiB of cache
+MAX_CHUNK = 1 << 22  # elements; cores share a bounded cache
+DEVICE_CHUNK = 1 << 24  # large on a GPU, where each piece launches several kernels
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
 
 
 def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
-    """fp32 ``values`` [n] rounded to bf16, up with the probability of the fraction that is cut off.
+    """Round fp32 ``values`` [n] to bf16, up with the probability of the fraction that is cut off.
 
-    Args:
-        first: index of the first value; with ``salt`` it names the random numbers, which are a pure function of both.
+    The noise is a function of ``salt`` and ``first``, the index of the first value.
     """
     noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
     noise ^= _as_int32(salt)
     for shift, multiplier in ((16, _M1), (15, _M2)):
-        noise ^= (noise >> shift) & ((1 << (32 - shift)) - 1)  # the shift of a signed integer brings its sign along
+        noise ^= (noise >> shift) & ((1 << (32 - shift)) - 1)  # mask the sign bits that a signed shift brings in
         noise *= multiplier
     noise = (noise >> 16) & 0xFFFF
     bits = values.view(torch.int32)
@@ -46,8 +44,8 @@ def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
 
 
 def salt_of(*parts: object) -> int:
-    """A number that differs for different ``parts``, the same in every process."""
-    # Not ``hash()``, which gives other numbers in each process: ranks would round differently, and so would a rerun.
+    """Hash ``parts`` to a number that is the same in every process."""
+    # Not ``hash()``, which differs between processes: ranks and reruns would round differently.
     salt = 0x9E3779B9
     for byte in "/".join(map(str, parts)).encode():
         salt = ((salt ^ byte) * 0x01000193) & 0xFFFFFFFF  # FNV-1a
@@ -59,8 +57,7 @@ def _as_int32(value: int) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """The dtype of the arithmetic of a step in pieces; ``rounds``: stochastically."""
-    # Of one dtype, and rounded as torch rounds, it is stepped in that dtype: as it would be in one piece.
+    """Return the dtype of the arithmetic of a step in pieces. ``rounds``: stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 
@@ -74,20 +71,18 @@ def step_in_chunks(
     factor: Tensor | None = None,
     rounding: tuple[int, int] | None = None,
 ) -> None:
-    """``optimizer`` steps ``run`` [n] with ``grad`` [n] in pieces; in fp32, where they differ or are rounded.
+    """Step ``run`` [n] with ``grad`` [n] in pieces, in the dtype of :func:`dtype_of_step`.
 
     Args:
-        optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
-        group: that param group; its ``params`` are replaced.
-        factor: 0-d, what ``grad`` is multiplied by; itself it stays as it is.
-        rounding: index of the run's first element and a salt, to round parameters and state stochastically to
-            the run's dtype.
+        optimizer: one of torch's element-wise ones, with ``run``'s state in ``state``.
+        group: its one param group; its ``params`` are replaced.
+        factor: 0-d, multiplies ``grad`` without changing it.
+        rounding: index of the run's first element and a salt, to round parameters and state stochastically.
     """
     state = optimizer.state[run]
     step = type(optimizer).step
     wide = dtype_of_step(run, grad, rounds=rounding is not None)
-    # Each piece starts from the state of before: a step count that the first piece has raised would be raised again by
-    # each piece after it.
+    # Each piece starts from the state before the step: each would raise a shared step count once more.
     before = dict(state)
     after: dict[str, Any] = {}
     scaled: Tensor | None = None
@@ -95,7 +90,7 @@ def step_in_chunks(
         piece = run[low:high].to(wide)
         part = grad[low:high]
         if factor is not None:
-            # In memory of its own, which stays in the cache: the gradient is read once, and not written.
+            # Reuse one buffer, which stays in the cache.
             scaled = torch.empty_like(part) if scaled is None else scaled[: len(part)]
             part = torch.mul(part, factor, out=scaled)
         piece.grad = part.to(device=run.device, dtype=wide)
@@ -133,7 +128,7 @@ def _copy_of(value: Any) -> Any:
 def _write_back(whole: Tensor, low: int, piece: Tensor, name: str, rounding: tuple[int, int] | None) -> None:
     target = whole[low : low + piece.numel()]
     if target.data_ptr() == piece.data_ptr():
-        return  # of the same dtype: stepped in place
+        return  # the piece is a view: stepped in place
     if rounding is None or whole.dtype is not torch.bfloat16:
         target.copy_(piece)
         return

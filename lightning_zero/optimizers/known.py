@@ -1,9 +1,4 @@
-"""Knows torch's optimizers: which of them work on slices, and what the step of each expects.
-
-A run is stepped by the step of the optimizer's own class, on tensors that the class has not seen as parameters. So the
-engine has to know which steps are element-wise, which state is element-wise (and which is one number for a tensor),
-which state a step expects to find, and when torch's fused kernel gives right numbers.
-"""
+"""Know which of torch's steps and states are element-wise, which state a step expects, and when fused kernels work."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.planning.state_dtype import BLOCK, ROW
 
-# Optimizers of torch that compute every element from that element's value, gradient and state alone.
+# Each element depends on its own value, gradient and state alone.
 ELEMENTWISE = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -36,38 +31,38 @@ PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch'
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The element-wise optimizer of torch that it is, or is derived from."""
+    """Return torch's element-wise optimizer that ``optimizer`` is or derives from, if any."""
     return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
 
 
 def without_hooks(step: Any) -> Any:
-    """The step inside of torch's wrapper, which torch puts around the ``step`` of every class that was ever used."""
+    """Return the step inside of the wrapper that torch puts around ``step`` of every class in use."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's element-wise ones, not overridden."""
+    """Return whether the step is that of one of torch's element-wise optimizers, not overridden."""
     base = base_of(optimizer)
     return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
 
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
-    """Whether a state value has an element for every element of the run (and not, say, a step count)."""
+    """Return whether a state has one element per element of the run; a step count, say, has not."""
     whole = isinstance(value, Tensor) and (value.shape == tensor.shape or _is_packed(value, tensor))
     return whole and name not in PER_TENSOR
 
 
 def _is_packed(value: Tensor, tensor: Tensor) -> bool:
-    """Whether ``value`` is state in 8 bits for the elements of ``tensor``."""
+    """Return whether ``value`` is 8-bit state of ``tensor``."""
     packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW
     return packed and value.shape[0] * BLOCK == tensor.numel()
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Make the state that a step expects to find.
+    """Make the state that a step expects.
 
-    torch's Adagrad makes it when it is built (2.11 only then), for parameters. Its fused SGD cannot step runs that have
-    momentum beside new ones; zeros are what these start from.
+    torch's Adagrad makes state in its constructor only (2.11). Its fused SGD cannot mix runs with and without momentum,
+    so new runs get zeros.
     """
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         for tensor in tensors:
@@ -83,33 +78,33 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
 
 
 def _for_both_parts(tensor: Tensor, value: float) -> complex:
-    """``value`` for both parts of a complex parameter, which torch steps as two numbers."""
+    """Return ``value`` for both parts of a complex parameter, which torch steps as two reals."""
     return complex(value, value) if tensor.is_complex() else value
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of torch's class with the same state and a copy of the hyperparameters, without params and hooks."""
+    """Copy ``optimizer`` with the same state and copied hyperparameters, without params and hooks."""
     shadow: Optimizer = object.__new__(base_of(optimizer) or type(optimizer))
     shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not callable(v)})
     shadow.param_groups = [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
         for group in optimizer.param_groups
     ]
-    # Without hooks: the user's run once a step, around the eager part, and not once for each bucket in the worker.
+    # The user's hooks run once a step, not for each bucket in the worker.
     shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
-    """Element-wise tensors of state that a step of ``optimizer`` leaves for ``probe``, its small parameter."""
+    """Count the element-wise states that a step of ``optimizer`` makes for its small parameter ``probe``."""
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
+    """Count element-wise states per parameter by stepping a small one; 0 for unknown classes."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]
@@ -126,13 +121,13 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Whether to take torch's fused kernel, where the user has chosen no implementation. No other is fast on a CPU."""
+    """Return whether to use torch's fused kernel, the only fast one on a CPU, if the user has not chosen one."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:
-            return False  # momentum does not start at zero then, and the fused kernel starts all runs or none
+            return False  # dampened momentum does not start at zero, and the kernel starts all runs or none
         if any(p.device.type == "cpu" and p.itemsize < 4 for p in params):
-            return False  # torch's fused kernel gives wrong numbers for bf16 on the CPU (2.13)
+            return False  # the fused kernel is wrong for bf16 on a CPU (2.13)
     if any(p.is_meta for p in params):
-        return False  # torch refuses it there
+        return False  # not supported by torch
     return free and isinstance(optimizer, FUSED) and all(p.is_floating_point() for p in params)

@@ -1,8 +1,7 @@
-"""Dynamic loss scaling for fp16, with the arithmetic of ``torch.amp.GradScaler``.
+"""Scale the loss dynamically for fp16, with the arithmetic of ``torch.amp.GradScaler``.
 
-The loss is multiplied by ``scale``; gradients are divided by it as they leave autograd, in fp32, so that they travel
-and rest as true gradients, whatever the stage and tier. A step is skipped by all ranks if any of them holds a gradient
-that is not finite.
+Gradients are divided by the scale in fp32 as they leave autograd, so they travel and rest unscaled. All ranks skip a
+step if any rank has a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -15,16 +14,11 @@ from lightning_zero.config import ConfigError
 
 
 class LossScaler:
-    """The scale and its history.
+    """The scale and its history. Raises ConfigError for a factor on the wrong side of one.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without overflow.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: steps.
-
-    Raises:
-        ConfigError: a factor on the wrong side of one.
+        growth_factor: multiplies the scale after ``growth_interval`` steps in a row without overflow.
+        backoff_factor: multiplies the scale after an overflow.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class LossScaler:
 
     @classmethod
     def like(cls, scaler: Any) -> LossScaler:
-        """With the settings of a ``torch.amp.GradScaler``."""
+        """Copy the settings of a ``torch.amp.GradScaler``."""
         return cls(
             scaler._init_scale if scaler.is_enabled() else 2.0**16,
             scaler.get_growth_factor() if scaler.is_enabled() else 2.0,
@@ -56,15 +50,15 @@ class LossScaler:
         )
 
     def get_scale(self) -> float:
-        """The scale, by the name that ``torch.amp.GradScaler`` has for it: callbacks log it."""
+        """Return the scale, for callbacks that log it as of ``torch.amp.GradScaler``."""
         return self.scale
 
     def is_enabled(self) -> bool:
-        """Always, as a ``torch.amp.GradScaler`` says that scales."""
+        """Return True, as an enabled ``torch.amp.GradScaler`` does."""
         return True
 
     def update(self, *, overflowed: bool) -> None:
-        """A step was made, or skipped because of an overflow."""
+        """Adapt the scale after a step, or after a step was skipped because of an overflow."""
         if overflowed:
             self.scale *= self.backoff_factor
             self._good_steps = 0
@@ -77,7 +71,7 @@ class LossScaler:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of ``torch.amp.GradScaler.state_dict``."""
+        """Use the keys of ``torch.amp.GradScaler.state_dict``."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,

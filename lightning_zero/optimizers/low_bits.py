@@ -1,35 +1,29 @@
-"""Optimizer state in bf16 or 8 bits (``zero.optimizer.state_dtype``): what the bits mean, and how a step writes them.
+"""Optimizer state in bf16 or 8 bits (``zero.optimizer.state_dtype``): its format, and steps that write it.
 
 ::
 
     bf16 | 16 bits for each value                                                  | [n] bfloat16
     int8 | a code of 8 bits for each value, and an exponent for a block of 256     | [n / 256, 257] uint8
 
-**Codes.** A code is a number of 8 bits with an exponent of its own, as in the maps of 8-bit optimizers (Dettmers et al.
-2021, arXiv:2110.02861): small and large values of a block are equally precise. Three bits are its fraction, and
+**Codes.** A code is an 8-bit float, as in the maps of 8-bit optimizers (Dettmers et al. 2021, arXiv:2110.02861), with 3
+bits of fraction. Signed values have 4 bits of exponent: 15 powers of two, with 1/8 of the least as the least value.
+Values >= 0 (second moments) have 5: 31 powers of two, whose square roots have about the range of the first moment. A
+positive value is never stored as 0, because a step divides by it ("zero-point problem": Li et al. 2023,
+arXiv:2309.01507). A block's scale is a power of two, so every code is exactly a bf16 number. Checkpoints hold these
+numbers, which encode to the same codes again (:meth:`Format.store`).
 
-- values with a sign have 4 bits of exponent: 15 powers of two, and 1/8 of the least of them as the least value;
-- values that are never negative (second moments) have 5 bits: 31 powers of two. The first moment is divided by their
-  square root, which has about the range of the first moment. A positive value is never stored as 0, because a step
-  would divide by it ("zero-point problem": Li et al. 2023, arXiv:2309.01507).
+**Steps.** A piece of the state is widened to fp32 into :class:`PieceMemory`, torch's own optimizer steps it, and it is
+rounded back. Pieces are whole blocks, so results do not depend on how pieces, runs or shards are cut. Each thread steps
+its own pieces with one-threaded kernels, because a step's fifty short kernels would wait for their slowest threads.
 
-The values of a block share a power of two and no other factor, so every code stands for a bf16 number, exactly.
-Checkpoints hold these bf16 numbers, and encode to the same codes again (:meth:`Format.store`).
-
-**Steps.** :class:`PieceMemory` widens a piece of the state to fp32, torch's own optimizer steps it, and it is rounded
-back. A piece is a number of whole blocks, and each value depends on its element (or block) alone, so results do not
-depend on where pieces, runs or shards are cut. Each thread steps one piece after the other with kernels of one thread:
-a kernel that is divided over threads ends with the slowest of them, and a step has some fifty short kernels.
-
-**Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth of itself, less than half a unit
-in the last place of bf16 (1/512 to 1/256): rounded to nearest, it would never change. So a step rounds up with the
-probability of the fraction that is cut off. The random bits are a function of the parameter's name, the element's place
-in it, the step and the state, and so are the same at every stage, tier and number of ranks::
+**Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth, less than half a unit in the last place
+of bf16, and rounding to nearest would lose it. So a step rounds up with the probability of the fraction that is cut
+off. Random bits depend only on the parameter's name, the element's index in it, the step and the state::
 
     parameter | span 0, of 2^18 elements | span 1       | ...
-    table     |      ....[  span 1  ].......[  span 0  ].....|    a hash gives the place of a span's bits
+    table     |      ....[  span 1  ].......[  span 0  ].....|    a hash places each span in one table of bits
 
-One table holds all bits, because a hash of each element would take longer than the step.
+Hashing each element would take longer than the step.
 """
 
 from __future__ import annotations
@@ -56,13 +50,13 @@ from lightning_zero.planning.state_dtype import BLOCK, ROW, TABLE_NBYTES, pieces
 FRACTION = 3  # bits
 _SHIFT = 23 - FRACTION
 _ONE = 0x3F800000  # 1.0
-_NOT_FINITE = -128  # in the place of an exponent: all of the block is NaN
+_NOT_FINITE = -128  # replaces the exponent of a block that is not finite; all its values then read as NaN
 BITS = 16  # random bits for each value
 STORE_CHUNK = 1 << 20  # elements
 
 
 class Stretch(NamedTuple):
-    """Random bits for the elements ``[start, stop)`` of what is rounded: [stop - start] int32, not to be changed."""
+    """Random bits for the elements ``[start, stop)`` of a piece: [stop - start] int32, read-only."""
 
     start: int
     stop: int
@@ -70,7 +64,7 @@ class Stretch(NamedTuple):
 
 
 class Scratch:
-    """Memory for conversions of up to ``numel`` elements, for one after the other."""
+    """Buffers for one conversion at a time, of up to ``numel`` elements."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.one, self.two = (torch.empty(numel, dtype=torch.int32, device=device) for _ in range(2))
@@ -78,12 +72,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one tensor of state rests.
-
-    Attributes:
-        dtype: ``bf16`` or ``int8``.
-        signed: values may be negative.
-    """
+    """The format of one tensor of state. ``signed``: values may be negative."""
 
     dtype: StateDtype
     signed: bool
@@ -93,36 +82,34 @@ class Format:
         return self.dtype is StateDtype.int8
 
     def zeros(self, numel: int, device: torch.device) -> Tensor:
-        """What stands for ``numel`` zeros."""
         if not self.is_packed:
             return torch.zeros(numel, dtype=torch.bfloat16, device=device)
         assert numel % BLOCK == 0, f"a run of {numel} elements cuts a block of {BLOCK}"
         return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
 
     def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """What of ``whole`` stands for the elements ``[low, high)``, which end between blocks."""
+        """View the elements ``[low, high)`` of ``whole``. Both are multiples of the block."""
         if not self.is_packed:
             return whole[low:high]
         assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
         return whole[low // BLOCK : high // BLOCK]
 
     def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """What of ``whole`` stands for ``numel`` elements from ``start`` on, the end of the last block included."""
+        """View ``numel`` elements of ``whole`` from ``start`` on, extended to the end of the last block."""
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
 
     def widen(self, part: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """The values that ``part`` stands for, into ``out`` [n] fp32."""
+        """Decode ``part`` into ``out`` [n] fp32, and return it."""
         if not self.is_packed:
             return out.copy_(part)
-        # The number that has the code in its bits, and begins at 1/2: see :meth:`_encode`. From 1 on, where codes have
-        # an exponent, it is the value itself, and below 1 the value is twice its distance to 1/2. (A table of values
-        # takes longer to look into.)
+        # Put the code into the top bits of a float >= 1/2, see :meth:`_encode`. From 1 on (codes with an exponent) the
+        # float is the value; below 1 the value is twice its distance to 1/2. A table of values would be slower.
         bits = out.view(torch.int32)
         if self.signed:
             scratch = scratch or Scratch(len(out), out.device)
             half = scratch.one[: len(out)]
-            half.view(-1, BLOCK).copy_(part[:, :BLOCK].view(torch.int8))  # the sign in the first bit
+            half.view(-1, BLOCK).copy_(part[:, :BLOCK].view(torch.int8))  # int8 extends the sign
             half.mul_(1 << _SHIFT).bitwise_and_(-0x78000001).add_(_ONE - (1 << 23))
             distance = scratch.two[: len(out)].view(torch.float32)
             torch.ops.aten.softshrink.out(half.view(torch.float32), 0.5, out=distance)
@@ -142,18 +129,17 @@ class Format:
         noise: Sequence[Stretch] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Round ``values`` [n] fp32, which are overwritten, into ``part``.
+        """Round ``values`` [n] fp32 into ``part``, and overwrite ``values``.
 
-        Args:
-            noise: random bits, in the sum of which with what is cut off a carry rounds up; where there are none it is
-                cut off. None: to nearest.
+        ``noise`` is added before bits are cut off, so that a carry rounds up; values without noise are truncated.
+        None: round to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
         elif noise is None:
             part.copy_(values)
         else:
-            # Another NaN may carry into its sign. A look for one is cheap where it need not be waited for.
+            # Noise could carry a NaN's bits into its sign. On a CPU it is faster to look for NaN first.
             if values.device.type != "cpu" or values.amax().isnan():
                 values.masked_fill_(values.isnan(), torch.nan)
             bits = values.view(torch.int32)
@@ -162,7 +148,7 @@ class Format:
             part.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
     def _encode(self, values: Tensor, part: Tensor, noise: Sequence[Stretch] | None, scratch: Scratch) -> None:
-        # Few passes, each over memory that is there: what they take is most of a step's time.
+        # Memory passes take most of a step's time: few passes, and no new memory.
         bits, code = values.view(torch.int32), scratch.two[: len(values)]
         beside = scratch.one[: len(values)]
         if self.signed:
@@ -172,11 +158,11 @@ class Format:
             torch.clamp(bits, min=0, max=1, out=beside)  # 1 where positive
         blocks = values.view(-1, BLOCK)
         most = blocks.amax(1, keepdim=True)
-        # The least power of two under which no value is rounded up beyond the largest code.
+        # The least power of two for which no value rounds up beyond the largest code.
         exponent = ((most.view(torch.int32) + ((1 << _SHIFT) - 1)) >> 23) - 127
         exponent.clamp_(_least(self.signed), 127)
-        # Of a value x, in units of the power from which on codes are linear, the code is in the bits of max(2x, 1 + x):
-        # of 2x where codes have an exponent, and below 1 of 1 + x, which goes in the equal steps between 1 and 2.
+        # In units of the power above which codes have an exponent, the top bits of max(2x, 1 + x) hold the code of x:
+        # those of 2x where codes have an exponent, and of 1 + x where codes are linear (x below 1).
         blocks.mul_(((128 + _above(self.signed) - exponent) << 23).view(torch.float32))
         exponent.masked_fill_(~most.isfinite(), _NOT_FINITE)
         one, largest = _bounds(self.signed, values.device)
@@ -196,7 +182,7 @@ class Format:
         part[:, BLOCK:].copy_(exponent.bitwise_and_(0xFF))
 
     def values(self, part: Tensor) -> Tensor:
-        """The values that ``part`` stands for, exactly: [n] bf16."""
+        """Decode ``part`` exactly: [n] bf16."""
         if not self.is_packed:
             return part
         found = torch.empty(len(part) * BLOCK, dtype=torch.bfloat16, device=part.device)
@@ -207,8 +193,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Put ``values`` [n], of any dtype and device, into ``part``: those that it can stand for as they are, others
-        rounded to nearest. The last block may be filled in part. Returns whether any was rounded."""
+        """Round ``values`` [n], of any length and dtype, to nearest into ``part``. Return whether any value changed."""
         rounded = False
         for low in range(0, len(values), STORE_CHUNK):
             given = values[low : low + STORE_CHUNK]
@@ -228,18 +213,18 @@ def _exponent_bits(signed: bool) -> int:
 
 
 def _least(signed: bool) -> int:
-    """The least exponent of a block: its least value is a normal number then, in fp32 and bf16."""
+    """Return the least exponent of a block. Its least value is then a normal number in fp32 and bf16."""
     return -126 + FRACTION + _above(signed)
 
 
 def _above(signed: bool) -> int:
-    """Powers of two between a block's exponent and that from which on codes are linear."""
+    """Return how many powers of two lie between the linear codes and the block's exponent."""
     return (1 << _exponent_bits(signed)) - 2
 
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of what has the code in its bits: 1, which is the code 0, and what is the largest code. 0-d fp32."""
+    """Return the floats whose top bits hold code 0 (it is 1.0) and the largest code: 0-d fp32."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest
@@ -247,7 +232,7 @@ def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _powers(signed: bool, device: torch.device) -> Tensor:
-    """By the byte of a block's exponent: the power from which on its codes are linear. [256] fp32"""
+    """Return the power below which codes are linear, by the byte of a block's exponent: [256] fp32."""
     exponent = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.int32)
     power = ((exponent - _above(signed) + 127) << 23).view(torch.float32)
     return power.masked_fill(exponent == _NOT_FINITE, torch.nan).to(device)
@@ -257,15 +242,13 @@ _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash wi
 _TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
 
 Places = Sequence[tuple[Fragment, str]]
-"""The fragments of a run, in order, counted from the run's start; each with the name of its parameter."""
+"""Fragments of a run in order, in elements from the run's start, each with its parameter's name."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Those of the piece ``[low, high)`` of a run, in order; none for what lies between parameters.
+    """Return the random bits of the elements ``[low, high)`` of a run in its ``step``-th step; padding gets none.
 
-    Args:
-        step: how many steps there are with this one.
-        number: of the state.
+    ``number`` counts the optimizer's states.
     """
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
@@ -273,7 +256,7 @@ def random_bits(places: Places, low: int, high: int, step: int, number: int, dev
         start, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
         if fragment.start >= high:
             break
-        shift = fragment.offset - fragment.start  # from the run to the parameter
+        shift = fragment.offset - fragment.start  # run index to parameter index
         while start < last:
             span, inside = divmod(start + shift, _SPAN)
             stop = min(last, start + _SPAN - inside)
@@ -285,7 +268,7 @@ def random_bits(places: Places, low: int, high: int, step: int, number: int, dev
 
 @lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
-    """[_TABLE] int32, of which :data:`BITS` are random, the same in every process."""
+    """Return [_TABLE] int32 with :data:`BITS` random bits each, the same in every process."""
     bits = torch.arange(_TABLE, dtype=torch.int64)
     for shift, multiplier in _MIX:
         bits = ((bits ^ (bits >> shift)) * multiplier) & 0xFFFFFFFF
@@ -303,26 +286,26 @@ M = TypeVar("M")
 
 
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
-    """Have ``work`` take ``items`` in a thread for each of ``memories``; they end with it. Any error is raised."""
-    left = iter([*items])  # an item goes to one thread: a list's iterator is asked under the interpreter's lock
+    """Run ``work`` on ``items`` in one thread per memory, and wait for all threads. Raise the first error."""
+    left = iter([*items])  # a list's iterator gives each item to one thread, thanks to the interpreter's lock
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
     def run(memory: M) -> None:
-        # Asked first: a thread that has never asked for its number takes, at its first kernel, that which was set last
-        # in any thread. That would not be 1 by then, and each of these threads would have a team of its own.
+        # Ask first: otherwise the thread's first kernel takes the number that any thread has set last, which is not 1
+        # by then, and each of these threads starts a team of its own.
         torch.get_num_threads()
         torch.set_num_threads(1)
         ready.release()
         try:
-            with torch.inference_mode(False), torch.no_grad():  # modes are those of a thread
+            with torch.inference_mode(False), torch.no_grad():  # torch's modes are per thread
                 work(left, memory)
         except BaseException as error:
             errors.append(error)
 
-    # New ones for each call: those of a pool would be gone in a process that is forked.
+    # New threads for each call: a forked process would lack those of a pool.
     running: list[threading.Thread] = []
     with setting_threads():
-        with contextlib.suppress(RuntimeError):  # no more can be started, because of a limit or as the interpreter ends
+        with contextlib.suppress(RuntimeError):  # the system's limit of threads, or the interpreter is ending
             for number, memory in enumerate(memories):
                 thread = threading.Thread(target=run, args=(memory,), name=f"lightning_zero-pieces_{number}")
                 thread.start()
@@ -333,10 +316,10 @@ def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memor
         thread.join()
     if errors:
         raise errors[0]
-    work(left, memories[0])  # what nobody has taken
+    work(left, memories[0])  # the rest, if no thread could be started
 
 
-# State with an element for each element of a parameter, and whether it may be negative.
+# Element-wise state of each optimizer, and whether its values may be negative.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.Adam: _MOMENTS,
@@ -349,11 +332,11 @@ STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.Adadelta: {"acc_delta": False, "square_avg": False},
     torch.optim.SGD: {"momentum_buffer": True},
 }
-_MAKES = threading.Lock()  # state, by one thread
+_MAKES = threading.Lock()
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
-    """How each state rests, by name; empty where it rests as torch makes it."""
+    """Return the format of each state by name; empty if torch's own format is kept."""
     base = base_of(optimizer)
     if state is StateDtype.fp32 or base is None:
         return {}
@@ -361,7 +344,7 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 
 
 class _Memory:
-    """Memory for pieces of up to ``numel`` elements, for one after the other: fixed, and counted in the plan."""
+    """Buffers for one piece at a time, of up to ``numel`` elements. The plan counts their fixed size."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -375,38 +358,29 @@ class _Memory:
 
 
 class PieceMemory:
-    """Memory of the threads that step pieces, for one run after the other, whichever optimizer steps it.
-
-    It stays for the runs that follow: new memory would be given by the system page by page, in each of them.
-    """
+    """Memory of the threads that step pieces. Runs and optimizers reuse it: new memory would fault in page by page."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
 
     def lend(self, threads: int, numel: int, device: torch.device) -> list[_Memory]:
-        """One for each of ``threads``, for pieces of ``numel`` elements."""
         for number in range(threads):
             if number < len(self._held) and self._held[number].numel >= numel:
                 continue
-            del self._held[number : number + 1]  # what is too small goes before there is more
+            del self._held[number : number + 1]  # free the small one before allocating
             self._held.insert(number, _Memory(numel, device))
         return self._held[:threads]
 
     def clear(self) -> None:
-        """Give it back; what is lent goes when it is not used any more."""
         self._held = []
 
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """A step of ``run`` [n] with ``grad`` [n], whose state rests as ``formats`` say.
+    """A step of ``run`` [n] with ``grad`` [n], whose ``state`` rests in ``formats``. ``step`` counts from 1.
 
-    Attributes:
-        state: of the run; what a step makes is put into it.
-        places: of the run.
-        step: how many steps there are with this one.
-        factor: 0-d, what ``grad`` is multiplied by; itself it stays as it is.
-        rounding: index of the run's first element and a salt, to round parameters in bf16 stochastically.
+    The 0-d ``factor`` multiplies ``grad`` without changing it. ``rounding``, the index of the run's first element and a
+    salt, rounds bf16 parameters stochastically.
     """
 
     run: Tensor
@@ -419,7 +393,7 @@ class NarrowStep:
     rounding: tuple[int, int] | None = None
 
     def by(self, optimizer: Optimizer, memory: PieceMemory) -> None:
-        """Have it done by the step of ``optimizer``, one of torch's element-wise ones, with one param group."""
+        """Do the step with ``optimizer``, one of torch's element-wise ones with one param group."""
         run = self.run
         chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)
         pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]
@@ -427,7 +401,7 @@ class NarrowStep:
         before, after = dict(self.state), dict[str, Any]()
 
         def take(pieces: Iterator[tuple[int, int]], memory: _Memory) -> None:
-            own = shadow_of(optimizer)  # with a param group of its own
+            own = shadow_of(optimizer)  # its param group is used by this thread only
             for low, high in pieces:
                 after.update(self._piece(own, before, memory, low, high))
 
@@ -437,7 +411,7 @@ class NarrowStep:
             take(iter(pieces), memories[0])
         self.state.update({name: value for name, value in after.items() if name not in self.formats})
         if isinstance(optimizer, torch.optim.SGD):
-            # It counts no steps. Here they name the random bits, also those of the steps that follow a checkpoint.
+            # SGD counts no steps; the count seeds the random bits, also after a checkpoint.
             self.state["step"] = torch.tensor(float(self.step))
 
     def _piece(
@@ -448,7 +422,6 @@ class NarrowStep:
         low: int,
         high: int,
     ) -> dict[str, Any]:
-        """Step the elements ``[low, high)``. Returns their state after it."""
         part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
         piece = part if part.dtype == wide else memory.buffer("param", high - low, wide).copy_(part)
         piece.grad = self._grad(low, high, wide, memory)
@@ -469,7 +442,6 @@ class NarrowStep:
         return after
 
     def _whole(self, name: str) -> Tensor:
-        """A state of the run, which the first piece makes."""
         with _MAKES:
             if self.state.get(name) is None:
                 self.state[name] = self.formats[name].zeros(self.run.numel(), self.run.device)
@@ -485,9 +457,8 @@ class NarrowStep:
     def _widened(
         self, state: Mapping[str, Any], memory: _Memory, low: int, high: int, wide: torch.dtype
     ) -> dict[str, Any]:
-        """The state of the elements ``[low, high)`` as a step takes it."""
         found: dict[str, Any] = {}
-        # By numbers: optimizers name their states differently, and share this memory.
+        # Named by number, because optimizers with other names of states share this memory.
         buffers = {name: f"state {number}" for number, name in enumerate(self.formats)}
         for name, value in state.items():
             if name in self.formats and value is not None:
@@ -495,7 +466,7 @@ class NarrowStep:
                 out = memory.buffer(buffers[name], high - low, torch.float32)
                 found[name] = form.widen(form.part(value, low, high), out, memory.scratch).to(wide)
             else:
-                # Each piece starts from the numbers of before: a step count would be raised once by each piece.
+                # Copied, because each piece would raise a shared step count.
                 found[name] = value.clone() if isinstance(value, Tensor) else value
         return found
 

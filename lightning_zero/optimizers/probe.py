@@ -1,8 +1,7 @@
-"""Tries an optimizer before training: may its tensors be stepped apart, and what does it keep?
+"""Try an optimizer before training: may ranks step its tensors apart, and what state does it keep?
 
-A class of the user's says nothing of that. Its copies, with the user's settings, step the same tensors in one call and
-in several, and everything must come out equal to the bit: small tensors for a dozen steps, and then, for a few, tensors
-of the model's own shapes, because a class may treat tensors of some sizes otherwise.
+Copies of the optimizer step the same tensors in one call and in several, and must agree to the bit: small tensors for a
+dozen steps, then tensors of the model's shapes for a few, because a class may treat some sizes differently.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from lightning_zero.optimizers.trial import Trial, trying
 
 
 class Probed(NamedTuple):
-    """What was found.
+    """The results of a trial.
 
     Attributes:
-        couples: what a step does to a tensor depends on the others that it steps.
-        steps_all: it changes a tensor that has no gradient, or its state, too; or that is not known.
-        hides_empty: it cannot stand a param group without tensors.
-        states: by param group, number of dimensions and dtype, the tensors of state of a parameter.
-        failed: why it could not be tried.
-        untried: shapes of parameters that were too large to be tried.
+        couples: a step of a tensor depends on the other tensors in the same call.
+        steps_all: a step may change tensors without a gradient, or their state.
+        hides_empty: a step fails if a param group has no tensors.
+        states: the states of a parameter, by param group, number of dimensions and dtype.
+        failed: the error of the trial.
+        untried: shapes of parameters that were too large to try.
     """
 
     couples: bool = False
@@ -47,16 +46,12 @@ def probe(
     *,
     true_shapes: bool = True,
 ) -> Probed:
-    """Step copies. Neither the optimizer nor random numbers of others are changed; sends no message.
+    """Step copies of ``optimizer``. Sends no message, and leaves the optimizer and random numbers as they are.
 
-    Args:
-        dtype_of: that of a parameter's master.
-        true_shapes: try tensors of the parameters' own shapes, too.
-
-    Raises:
-        ConfigError: its step sends messages, or calls a closure, itself.
+    ``dtype_of`` returns the dtype of a parameter's master. Raises ConfigError if the step sends messages or calls a
+    closure itself.
     """
-    if device.type == "meta":  # nothing could be compared there
+    if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
     with trying(type(optimizer).__qualname__, device):
         found = _probe_small(optimizer, dtype_of, device)
@@ -88,9 +83,9 @@ def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.
             apart.run(in_parts=True, hides_empty=hides_empty)
         except ConfigError:
             raise
-        except Exception:  # then all tensors are needed in each call
+        except Exception:  # the class may need all param groups in each call
             continue
         couples, states = not same(together.result(), apart.result()), together.states()
-        # Of a group that is hidden at each call nothing would be counted.
+        # The trial saw nothing of groups that are hidden in each call.
         return Probed(couples, together.steps_all() or hides_empty, hides_empty, states)
     return Probed(couples=True, states=together.states())

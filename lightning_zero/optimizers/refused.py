@@ -1,7 +1,6 @@
-"""What is refused of an optimizer before it is tried: told by its class and its settings, without ranks and parameters.
+"""Refuse optimizers by class and settings alone, before they are tried.
 
-So the main job can say it before any process starts (``app/parts.py``); each rank asks again, for the optimizers that a
-module makes itself.
+The main job checks before any process starts (``app/parts.py``); ranks check again optimizers that a module makes.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ _KEY = "zero.optimizer.state_dtype"
 
 
 def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochastic_rounding: bool) -> bool:
-    """Refuse an optimizer that cannot work under ``settings``. Returns whether it steps whole tensors.
-
-    Raises:
-        ConfigError: why not, and what to change.
-    """
+    """Raise a ConfigError if ``optimizer`` cannot work under ``settings``. Return whether it steps whole tensors."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             f"optimizer.differentiable: expected false, got true ({type(optimizer).__qualname__}): a step of shards is "
@@ -43,16 +38,11 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
 
 
 def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
-    """Whether ``zero.optimizer.sharding`` has an optimizer step whole tensors."""
     return sharding is Sharding.tensors or (sharding is Sharding.auto and not is_known(optimizer))
 
 
 def _check_slices(optimizer: Optimizer, sharding: Sharding, *, stochastic_rounding: bool) -> None:
-    """Refuse optimizers that cannot step slices of parameters.
-
-    Raises:
-        ConfigError: its state is in few bits already; or to round stochastically, it must be one of torch's.
-    """
+    """Raise a ConfigError for 8-bit classes as ``slices``, and for stochastic rounding by classes not torch's."""
     kind = type(optimizer)
     if sharding is Sharding.slices:
         _refuse_own_low_bits(optimizer)
@@ -64,10 +54,7 @@ def _check_slices(optimizer: Optimizer, sharding: Sharding, *, stochastic_roundi
 
 
 def _refuse_changes_outside(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigError: it changes parameters outside of its step, where it would find neither values nor state.
-    """
+    """Raise a ConfigError if the class changes parameters outside of its step, while they have no values."""
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(
             f"optimizer: {type(optimizer).__qualname__} has train() and eval(), by which it changes parameters outside "
@@ -77,10 +64,7 @@ def _refuse_changes_outside(optimizer: Optimizer) -> None:
 
 
 def _refuse_own_closure(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigError: its step cannot do without a closure.
-    """
+    """Raise a ConfigError if the step requires a closure."""
     parameters = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
     needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if needs:
@@ -88,10 +72,7 @@ def _refuse_own_closure(optimizer: Optimizer) -> None:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigError: it keeps state in few bits itself, for tensors of some sizes only, and runs are not of these sizes.
-    """
+    """Raise a ConfigError if the class stores state in few bits for some sizes of tensors: runs have other sizes."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
@@ -105,11 +86,7 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
 
 
 def _check_narrow(optimizer: Optimizer, state: StateDtype) -> None:
-    """Refuse optimizers whose state cannot rest in fewer bits.
-
-    Raises:
-        ConfigError: why, and what to change.
-    """
+    """Raise a ConfigError if the optimizer's state cannot rest in fewer bits."""
     if state is StateDtype.fp32:
         return
     kind = type(optimizer)
@@ -142,10 +119,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype) -> None:
 
 
 def _refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
-    """
-    Raises:
-        ConfigError: state of an optimizer that steps whole tensors is to rest in fewer bits.
-    """
+    """Raise a ConfigError if state of whole tensors should rest in fewer bits."""
     if state is not StateDtype.fp32:
         kind = type(optimizer)
         raise ConfigError(
@@ -163,7 +137,7 @@ def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
             "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
         )
     given: Any = optimizer.__dict__.get("step")
-    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's, which counts
+    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's wrapper that counts steps
         given = given.__wrapped__
     if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
         raise ConfigError(

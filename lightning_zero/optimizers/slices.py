@@ -1,8 +1,7 @@
-"""Tries an optimizer that is declared element-wise, before training: do slices step as tensors do?
+"""Try before training whether an optimizer that users declare element-wise steps slices as it steps tensors.
 
-Small tensors, and then some of the model's own shapes, are cut as for ranks, and each of two ranks steps slices of its
-own. They must come out as the tensors do, but not to the bit: vectorised kernels compute the last elements of a tensor
-with other roundings.
+Small tensors, then some of the model's shapes, are cut as for two ranks. Results are compared with a tolerance:
+vectorised kernels round the last elements of a tensor differently.
 """
 
 from __future__ import annotations
@@ -17,24 +16,16 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError
 from lightning_zero.optimizers.trial import MOST_TRUE, Trial, step_of, trying
 
-CLOSE = 1e-3  # of the largest change in a step
-SLICES, RANKS = 3, 2  # unequal, so that the ranks' lists are of other lengths than those of whole tensors
+CLOSE = 1e-3  # relative to the largest change in a step
+SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of whole tensors
 
 
-Cut = Callable[[nn.Parameter], Sequence[int]]  # how many elements each slice of a parameter has, over all ranks
+Cut = Callable[[nn.Parameter], Sequence[int]]  # lengths of the slices of a parameter over all ranks
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
-    """Refuse a class that is declared element-wise and is not.
-
-    Args:
-        dtype_of: of the masters of its parameters.
-
-    Raises:
-        ConfigError: what is declared element-wise is not, as small tensors or some of its parameters' shapes show; or
-            its step calls a closure itself.
-    """
+    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself."""
     if differs_in_slices(optimizer, dtype_of, cut, device):
         raise ConfigError(
             "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
@@ -44,11 +35,10 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
 
 
 def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> bool:
-    """Whether tensors change otherwise than slices of them. False where that cannot be told: their step fails, draws
-    random numbers, or has state from the beginning.
+    """Return whether slices change otherwise than whole tensors.
 
-    Raises:
-        ConfigError: its step calls a closure itself.
+    False if that cannot be told: the step fails, draws random numbers, or has state from the constructor. Raises
+    ConfigError if the step calls a closure itself.
     """
     if optimizer.state or device.type == "meta":
         return False
@@ -82,11 +72,7 @@ def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
 
 
 def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """How a trial's tensors change in each step, flat; and numbers that the class notes in its param groups.
-
-    Args:
-        rank: whose slices are stepped; None: all tensors are.
-    """
+    """Return the change of each tensor in each step, and the numbers in param groups. ``rank``: its slices only."""
     groups = trial.optimizer.param_groups
     if rank is not None:
         for group in groups:

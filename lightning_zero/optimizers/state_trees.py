@@ -1,4 +1,4 @@
-"""Tensors inside of a parameter's state, in any nesting of mappings and lists."""
+"""Handle the tensors inside a parameter's state, in any nesting of mappings and lists."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class StateShape(NamedTuple):
-    """A tensor of state, as it depends on its parameter.
+    """The shape of a state as a function of its parameter's shape.
 
     Attributes:
-        name: its way in the state, such as ``exp_avg`` or ``Q/0``.
-        sides: for each dimension, that of the parameter which it is as long as, or a negative constant length.
+        name: path in the state, such as ``exp_avg`` or ``Q/0``.
+        sides: for each dimension the parameter's dimension of equal length, or a negative constant length.
     """
 
     name: str
@@ -25,7 +25,6 @@ class StateShape(NamedTuple):
     dtype: torch.dtype
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """For a parameter of ``shape``."""
         numel = 1
         for side in self.sides:
             numel *= -side if side < 0 else shape[side]
@@ -38,7 +37,7 @@ def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of more than one element inside of a parameter's state, each with its way there."""
+    """Yield tensors of more than one element in a state, with their paths."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield name, value
@@ -49,7 +48,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy the mappings and lists of a state, with ``change(way, leaf)`` in the place of all that is neither."""
+    """Copy mappings and lists of a state, and replace every other value by ``change(path, value)``."""
 
     def inside(key: Any, item: Any) -> Any:
         return map_tree(item, change, f"{name}/{key}" if name else str(key))
@@ -69,7 +68,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Copy a state, with ``change(way, tensor)`` in the place of the tensors of :func:`leaves_of`."""
+    """Copy a state, and replace the tensors of :func:`leaves_of` by ``change(path, tensor)``."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )
@@ -77,11 +76,7 @@ def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for a tensor of a parameter's state, in what ranks tell each other.
-
-    Attributes:
-        name: its way in the state; see :func:`leaves_of`.
-    """
+    """Describes a tensor of state in messages between ranks. ``name`` is its path, see :func:`leaves_of`."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,20 +89,20 @@ class Leaf:
 
 
 def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
-    """Copy a state that has a :class:`Leaf` for each tensor, with other values in their place."""
-    # A copy of what else there is: a plain optimizer would add to a step count as often as it is shared.
+    """Copy a state, and replace each :class:`Leaf` by ``value_of(leaf)``."""
+    # Deep, because a plain optimizer would raise a shared step count once for each parameter.
     return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """In the order of the entry, which is one on all ranks."""
+    """List the leaves in the order of the entry, which is the same on all ranks."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested values are equal, tensors to the bit."""
+    """Return whether nested values are equal, tensors to the bit. Values that cannot be compared count as equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
         return alike and same_bits(one.flatten(), other.flatten())
@@ -117,13 +112,13 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     try:
         return bool(one == other) or getattr(type(one), "__eq__", None) is object.__eq__
-    except Exception:  # it cannot be compared
+    except Exception:
         return True
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two flat tensors of one dtype and device are equal to the bit, NaN and all."""
+    """Return whether flat tensors of one dtype and device are equal to the bit, NaN included."""
     first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
     if first.shape == second.shape and all((t.storage_offset() | t.numel()) % 8 == 0 for t in (first, second)):
-        first, second = first.view(torch.int64), second.view(torch.int64)  # a third of the time
+        first, second = first.view(torch.int64), second.view(torch.int64)  # three times as fast
     return torch.equal(first, second)

@@ -1,7 +1,4 @@
-"""A copy of an optimizer, with the user's settings, that steps other tensors: small ones, or some of true shapes.
-
-Neither the optimizer nor random numbers of others are changed, and no message is sent.
-"""
+"""Step a copy of an optimizer, with the user's settings, on small tensors or on tensors of the model's shapes."""
 
 from __future__ import annotations
 
@@ -25,25 +22,25 @@ from lightning_zero.optimizers.known import without_hooks
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
 from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
 
-# Of small tensors: all unequal, so that a state's sides tell where they come from, and large enough that a product of
-# matrices and the same one inside of a batch differ in their roundings.
+# Sides of small tensors. They differ, so that a state's sides tell which sides of the parameter they are, and are large
+# enough that a matrix product and a batched one round differently.
 SIDES = (11, 19, 3, 5, 2)
-# Of the gradients, step by step: some classes do nothing but look at the first, some act at limits (a largest norm) or
-# from the tenth step on.
+# Gradient scales by step: some classes only look at the first gradient, some act at limits (a largest norm) or from the
+# tenth step on.
 SCALES = (1.0, 1.0, 1e3, 1e-2, 1.0, 1.0, 1.0, 10.0, 1.0, 1.0, 1.0, 1.0)
 FEWEST, MOST_SMALL = 4, 400  # steps at least; steps of small tensors in a trial
-MOST_TRUE = 1 << 27  # elements of tensors of true shapes; in two copies with Adam's state they take 4 GB
-MOST_DEEP = 4  # of objects that hold objects, in attributes of an optimizer
+MOST_TRUE = 1 << 27  # elements of tensors of true shapes; two copies with Adam's state take 4 GB
+MOST_DEEP = 4  # nesting of objects in attributes of an optimizer that is compared
 
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of its class, without the hooks of torch around it."""
+    """Return the step of the optimizer's class without torch's hooks."""
     step: Callable[..., Any] = without_hooks(type(optimizer).step)
     return step
 
 
 def calls_its_closure(optimizer: Optimizer) -> ConfigError:
-    """Says that the step of its class calls its closure itself (LBFGS, sharpness-aware classes)."""
+    """Make the error for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
     return ConfigError(
         f"optimizer: expected a step that needs gradients only, got {type(optimizer).__qualname__}, whose step() calls "
         "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
@@ -53,14 +50,14 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Around steps of trials of the class ``name``."""
+    """Isolate trial steps of the class ``name``: restore random numbers, and refuse messages."""
     with _random_numbers_kept(device), torch.inference_mode(False), torch.no_grad(), _NoMessages(name):
         yield
 
 
 @contextlib.contextmanager
 def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Put the generators of all libraries back, which a step may draw from."""
+    """Restore the random number generators of Python, NumPy and torch at the end."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -74,7 +71,7 @@ def _random_numbers_kept(device: torch.device) -> Iterator[None]:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Refuses collectives of torch.distributed: ranks will step other tensors, and so send other messages."""
+    """Refuses collectives of torch.distributed: in training each rank steps other tensors, and would send others."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,34 +88,32 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A tensor in the place of parameters."""
+    """A tensor that is tried in place of the parameters ``alike``."""
 
     group: int
-    place: int  # in its param group
+    place: int  # index in its param group
     tensor: nn.Parameter
-    alike: Sequence[nn.Parameter]  # whose place it takes
+    alike: Sequence[nn.Parameter]
 
 
 class _Kind(NamedTuple):
-    """Parameters that are tried by the same tensors."""
+    """What parameters have in common that the same tensors stand for."""
 
     group: int
-    shape: tuple[int, ...]  # of dimensions that are made up, where small tensors stand for all
+    shape: tuple[int, ...]  # made up unless true shapes are tried
     dtype: torch.dtype
     noted: str
 
 
 class Trial:
-    """A copy of an optimizer, for other tensors.
+    """A copy of an optimizer that steps other tensors.
+
+    ``untried`` lists shapes that were left out.
 
     Args:
-        cut: gives the lengths of the flat slices that a tensor in the place of a parameter is cut into; None: none is.
-        most_true: take tensors of the parameters' own shapes: for each shape in each group two, where there are two of
-            it. Where they have more elements together, the largest are left out; small ones stand for these. 0: small
-            ones stand for all.
-
-    Attributes:
-        untried: shapes that were left out.
+        cut: returns the lengths of the flat slices into which a parameter's tensor is cut; None: do not cut.
+        most_true: try up to so many elements of the parameters' own shapes, two of a shape and group if there are two.
+            Small tensors stand for the largest ones, which are left out. 0: only small tensors.
     """
 
     def __init__(
@@ -159,7 +154,7 @@ class Trial:
 
     def _copy(self, optimizer: Optimizer) -> Optimizer:
         groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-        # What is held twice is one in the copy too: a wrapper has the groups and the state of what it wraps.
+        # The memo keeps identities: a wrapper and its inner optimizer share groups and state in the copy too.
         memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): groups}
         for number, (listed, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             own = [
@@ -180,7 +175,7 @@ class Trial:
         return made
 
     def _take_state(self, optimizer: Optimizer, made: Optimizer) -> None:
-        """State that the class has made when it was built."""
+        """Copy state that the class made in its constructor."""
         for small in self._small:
             param = next((param for param in small.alike if optimizer.state.get(param)), None)
             if param is not None:
@@ -189,7 +184,6 @@ class Trial:
 
     @property
     def scales(self) -> Sequence[float]:
-        """Of the gradients of each step."""
         return SCALES[: FEWEST if self._true else max(FEWEST, MOST_SMALL // max(1, len(self._small)))]
 
     def run(self, *, in_parts: bool = False, hides_empty: bool = False) -> None:
@@ -202,7 +196,7 @@ class Trial:
                 continue
             with StepInParts(self.optimizer, step, hides_empty=hides_empty) as parts:
                 for part in filter(None, self._parts()):
-                    # What draws numbers draws others for a tensor that comes later.
+                    # A class that draws random numbers then draws others for later tensors than in one call.
                     torch.default_generator.manual_seed(number)
                     lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
                     for small in part:
@@ -212,7 +206,7 @@ class Trial:
 
     def give_gradients(self, scale: float) -> None:
         for small, slices in zip(self._small, self._slices, strict=True):
-            most = 10.0 if small.tensor.dtype is torch.float16 else scale  # squares have to be numbers there
+            most = 10.0 if small.tensor.dtype is torch.float16 else scale  # fp16 squares must be finite
             grad = min(scale, most) * torch.randn(small.tensor.shape, generator=self._random)
             grad = grad.to(small.tensor.device, small.tensor.dtype)
             parts = grad.flatten().split([part.numel() for part in slices])
@@ -220,13 +214,10 @@ class Trial:
                 tensor.grad = part.clone().view(tensor.shape)
 
     def values(self) -> list[Tensor]:
-        """Of each small tensor, flat."""
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Tensors of all groups, and then those of some, so that other groups are empty, as they are in windows. Of
-        true shapes each alone: there may be one of each, and any two may be those that are coupled.
-        """
+        """Divide the tensors into calls, some with empty groups, as windows have; true shapes go one by one."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -234,21 +225,18 @@ class Trial:
         return self._small[1::2], [s for s in even if s.group != last], [s for s in even if s.group == last]
 
     def steps_all(self) -> bool:
-        """Whether a step without gradients changes anything of tensors."""
+        """Return whether a step without gradients changes any tensor or its state."""
         before = copy.deepcopy(self._of_tensors())
         for small in self._small:
             small.tensor.grad = None
         try:
             step_of(self.optimizer)(self.optimizer)
-        except Exception:  # it wants gradients
+        except Exception:  # the class requires gradients
             return False
         return not same(before, self._of_tensors())
 
     def refuse_own_closure(self) -> None:
-        """
-        Raises:
-            ConfigError: a step does more with a closure than to call it once, before all else.
-        """
+        """Raise a ConfigError unless a step calls its closure at most once, before all else."""
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -258,7 +246,7 @@ class Trial:
                 small.tensor.grad = torch.ones_like(small.tensor)
             return torch.zeros(())
 
-        with contextlib.suppress(Exception):  # it takes no closure
+        with contextlib.suppress(Exception):  # the class takes no closure
             step_of(self.optimizer)(self.optimizer, closure)
         if len(calls) > 1 or not all(calls):
             raise calls_its_closure(self.optimizer)
@@ -285,13 +273,13 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Two of one shape, which some step as one batch, and another."""
+    """Return two equal shapes, which some classes step as one batch, and a third one."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """The true shapes to try: each once, from the smallest on, and then again, while elements are ``left``."""
+    """Choose true shapes to try within ``left`` elements: each once, smallest first, then each a second time."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):
@@ -309,7 +297,7 @@ def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Paramet
     if lengths is None:
         return [tensor]
     flat = tensor.detach().flatten()
-    # A small tensor is cut into as many slices as the lengths of a parameter are.
+    # A small tensor is cut into as many slices as its parameter.
     parts = flat.split(list(lengths)) if sum(lengths) == len(flat) else flat.chunk(len(lengths))
     made = [nn.Parameter(part.clone(), requires_grad=tensor.requires_grad) for part in parts]
     for part in made:
@@ -318,28 +306,28 @@ def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Paramet
 
 
 def _plain_part(optimizer: Optimizer, param: nn.Parameter) -> str:
-    """What the class has noted of a parameter, by which it may step it otherwise."""
+    """Return the class's plain notes on a parameter as text: a class may step parameters differently by them."""
     state = optimizer.state.get(param, {})
     plain = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
     return repr((sorted(plain.items(), key=str), sorted(param.__dict__.items(), key=str)))
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, Optimizer) and id(value) not in memo:  # a copy by torch lacks the attributes of its class
+    if isinstance(value, Optimizer) and id(value) not in memo:  # torch's own copy lacks attributes of the class
         made = memo[id(value)] = object.__new__(type(value))
         for name, held in value.__dict__.items():
-            # A module holds parameters that nothing takes the place of; a ``step`` is of a scheduler, which counts.
+            # Skip modules, whose parameters have no stand-ins, and a scheduler's ``step``, which counts.
             if name != "step" and not isinstance(held, nn.Module):
                 made.__dict__[name] = type(held)() if name in HOOKS else _copied(held, memo)
         return made
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # it is shared then
+    except Exception:  # share what cannot be copied
         return value
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """What an object notes in attributes, and its own objects in theirs: plain values and tensors, to compare."""
+    """Collect plain values and tensors in the attributes of an object, and of the objects there, for comparison."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()
     return {name: _plain_of(v, seen, depth) for name, v in vars(holder).items() if name not in skipped}
@@ -361,7 +349,7 @@ def _plain_of(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _shrunk(value: Any, param: nn.Parameter, small: nn.Parameter) -> Any:
-    """State that was made for ``param``, for ``small``: of corresponding sides, and with its first element in all."""
+    """Convert a state of ``param`` for ``small``: corresponding sides, all elements equal to the first one."""
     if isinstance(value, Tensor) and value.numel() > 1:
         side_of = dict(zip(reversed(param.shape), reversed(small.shape), strict=True))
         shape = small.shape if value.shape == param.shape else [side_of.get(n, n) for n in value.shape]

@@ -1,8 +1,7 @@
-"""One step of an optimizer by several calls of its class's ``step``, each for some of the tensors.
+"""Make one step of an optimizer by several calls of its class's ``step``, each for some of the tensors.
 
-Beside the state of tensors an optimizer may keep something for a whole param group (``group["step"] += 1``) or for
-itself (``self.steps += 1``). Each call finds that as it was before the step; afterwards it is as one call would have
-left it.
+A class may keep values for a param group (``group["step"] += 1``) or itself (``self.steps += 1``). They are reset
+before each call, and end as one call would leave them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_NAMES = "param_names"  # of torch, beside ``params`` and in their order
+_NAMES = "param_names"  # torch's, in the order of ``params``
 _NOT_SETTINGS = ("params", _NAMES)
 PLAIN = (bool, int, float, complex, str, type(None))
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -24,7 +23,7 @@ _OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 
 class Noted(NamedTuple):
-    """A setting as it was: the object, a copy of its value, and torch's count of changes."""
+    """The former value of a setting: the object, a copy, and a tensor's version."""
 
     value: Any
     copied: Any
@@ -34,11 +33,8 @@ class Noted(NamedTuple):
 class Outcome(NamedTuple):
     """What a step has changed beside tensors and their state.
 
-    Attributes:
-        groups: of each param group, the settings that are new.
-        stepped: of each param group, whether the calls listed tensors of it.
-        own: attributes of the optimizer that are new.
-        called: whether there was a call.
+    ``groups`` has the new settings of each param group, ``stepped`` whether calls listed tensors of it, and ``own`` the
+    optimizer's new attributes.
     """
 
     groups: list[dict[str, Any]]
@@ -52,11 +48,9 @@ class Outcome(NamedTuple):
 
 
 class StepInParts:
-    """The calls of one step. Inside of the ``with`` param groups list what :meth:`call` is given.
+    """Makes the calls of one step. Inside the ``with``, param groups list the tensors of the present call.
 
-    Args:
-        step: of the optimizer's class, without the hooks of torch.
-        hides_empty: a call lists those param groups alone that have some of its tensors.
+    ``hides_empty`` hides param groups without tensors from a call.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:
@@ -75,7 +69,7 @@ class StepInParts:
 
     def __enter__(self) -> StepInParts:
         optimizer = self._optimizer
-        # The user's hooks have run, or will: once a step, also where a class calls the step of its base.
+        # The caller runs the user's hooks once a step, even if a class calls the step of its base.
         self._hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         return self
@@ -86,7 +80,7 @@ class StepInParts:
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """In the lists themselves, which an optimizer may hold."""
+        """Replace the items of the lists, not the lists, which an optimizer may hold."""
         for group, params, kept, listed in zip(self._groups, self._params, self._kept, lists, strict=True):
             params[:] = [tensor for _, tensor in listed]
             group["params"] = params
@@ -94,11 +88,11 @@ class StepInParts:
                 group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
 
     def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Step these tensors: of each param group, each with its place in the group."""
+        """Step tensors, given for each param group with their indices in it."""
         optimizer = self._optimizer
         self._list(lists)
         try:
-            if self._hides_empty:  # in the list itself, which a wrapper's optimizer may have too
+            if self._hides_empty:  # in place: a wrapper's inner optimizer may share the list
                 optimizer.param_groups[:] = [g for g, listed in zip(self._groups, lists, strict=True) if listed]
             self._step(optimizer)
         finally:
@@ -119,7 +113,7 @@ class StepInParts:
 
 
 def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
-    """Set what a step has changed beside tensors, from the outcomes of all ranks, in rank order."""
+    """Apply the changes of a step beside tensors, from the outcomes of all ranks in rank order."""
     called = [outcome for outcome in outcomes if outcome.called]
     for number, group in enumerate(optimizer.param_groups):
         found = next((o for o in called if o.stepped[number]), called[0] if called else None)
@@ -134,7 +128,7 @@ def _noted(values: Mapping[str, Any], but: Sequence[str]) -> dict[str, Noted]:
 
 
 def _noted_own(optimizer: Optimizer) -> dict[str, Noted]:
-    """Attributes of an optimizer that are tensors, plain values or collections of these."""
+    """Note attributes that are tensors, plain values or collections of these."""
     found = {
         name: value
         for name, value in optimizer.__dict__.items()
@@ -158,12 +152,12 @@ def _note(value: Any) -> Noted:
         return Noted(value, value, 0)
     try:
         return Noted(value, copy.deepcopy(value), 0)
-    except Exception:  # of a class of the user's: it is left alone
+    except Exception:  # an object of the user's that cannot be copied is left alone
         return Noted(value, value, 0)
 
 
 def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
-    """Set what has changed to what it was. Returns what it had become, and what is new beyond ``but``."""
+    """Restore what has changed. Return the changed values, and new ones whose names are not in ``but``."""
     changed: dict[str, Any] = {}
     for name, noted in before.items():
         now = values.get(name)
@@ -182,7 +176,7 @@ def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collectio
 
 
 def _take_back(values: dict[str, Any], name: str, noted: Noted) -> Noted:
-    if isinstance(value := noted.value, Tensor):  # the same object: a scheduler may hold it
+    if isinstance(value := noted.value, Tensor):  # keep the object, which a scheduler may hold
         with torch.no_grad():
             value.copy_(noted.copied)
     else:
@@ -197,7 +191,7 @@ def _take_back(values: dict[str, Any], name: str, noted: Noted) -> Noted:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(type(one) is type(other) and one == other)
-    except Exception:  # arrays, tensors inside
+    except Exception:  # arrays or tensors inside
         return False
 
 
@@ -212,7 +206,7 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Put the items of a collection into another of its class, which others may hold. False: they are none."""
+    """Move the items of ``value`` into ``held``, which others may hold. Return False if it cannot take them."""
     if type(held) is not type(value) or held is value or not isinstance(held, (list, deque, dict, set)):
         return False
     held.clear()

@@ -2,22 +2,20 @@
 
 ::
 
-    units       which modules are units
-    layout      where parameters and shards lie in a bucket
-    boxes       what a range of a flattened tensor is in the tensor's own coordinates
-    placement   a stage is a row of placements, an offload choice a row of tiers
-    state_dtype how wide optimizer state rests
-    topology    which ranks share shards
-    schedule    the order of gathers, and what comes ahead
-    buckets     what rests where: the plan of one bucket
-    owners      which rank steps which tensor whole, and what travels for it
-    memory      bytes by role, tier and moment
-    tensor_states  state of each tensor, of a rank's own in a plan
-    activations bytes along a forward and a backward, and the peaks of all bytes together
-    speed       the least time of a step
-    step_time   bytes that are sent, the expected time of a step, and what binds it
-    peaks       what GPUs can do at most        clocks    how the clocks of ranks differ
-    fit         whether a plan fits a machine, and what would make it fit
-    whole       the copy of the module that a host holds between runs
-    choose      the row of auto: the fastest that fits, and the largest micro-batch
+    units         which modules are units
+    layout        where parameters and shards lie in a bucket
+    boxes         ranges of a flattened tensor in the tensor's own coordinates
+    placement     stages as rows of placements, offload choices as rows of tiers
+    buckets       the plan of one bucket: where each role rests
+    state_dtype   size of resting optimizer state
+    topology      which ranks share shards
+    schedule      the order of gathers, and prefetching
+    owners        which rank steps which tensor whole, and the messages for that
+    tensor_states optimizer state of tensors that are stepped whole
+    memory        bytes by role, tier and phase; activations adds those of activations
+    whole         bytes of the whole module between runs
+    speed         the least time of a step; step_time: the expected time, and bytes sent
+    peaks         peak FLOP/s of GPUs           clocks   clock offsets between ranks
+    fit           whether a plan fits a machine
+    choose        the row that auto takes, and the largest micro-batch
 """

@@ -1,12 +1,10 @@
-"""Bytes of activations along a forward and a backward, and the peaks of all bytes together. Arithmetic on integers.
+"""Add activations to the peak bytes of a step.
 
-Peaks of different roles come at different moments: activations have theirs where the forward turns into the backward,
-gradients that are reduced near the end of it. So the bytes are added up stretch by stretch, and the largest sum counts.
-
-::
+Roles peak at different moments: activations at the end of the forward, reduced gradients near the end of the backward.
+So bytes are summed stretch by stretch, and the largest sum is the peak::
 
     forward  = rest + gradients of the last step + gathered + activations
-    backward = rest + gathered + filling, under way, landed + activations      of the stretch
+    backward = rest + gathered + gradients (filling, in flight, reduced) + activations      of the stretch
     step     = as without activations
 """
 
@@ -21,78 +19,53 @@ from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import Tier
 
-KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
-KEPT_BUFFERS_NBYTES = 64 << 20  # at most
+KEPT_BUFFERS = 2  # buffers of the largest bucket's size that are kept for later reductions, on the host
+KEPT_BUFFERS_NBYTES = 64 << 20  # upper bound of those buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a pass in which one unit runs.
+    """A part of a pass in which one unit runs."""
 
-    Attributes:
-        unit: its number; 0: the root, or code between units.
-        backward: in the backward.
-        nbytes: the most bytes at any moment of it beside parameters, the batch, and gradients of parameters.
-        begun, done: numbers of the buckets of which the first gradient, or the last one, comes in it.
-    """
-
-    unit: int
-    backward: bool
-    nbytes: int
-    begun: frozenset[int] = frozenset()
-    done: frozenset[int] = frozenset()
+    unit: int  # 0: the root, or code between units
+    backward: bool  # whether it is in the backward
+    nbytes: int  # peak, without parameters, the batch and gradients of parameters
+    begun: frozenset[int] = frozenset()  # numbers of the buckets whose first gradient arrives in the stretch
+    done: frozenset[int] = frozenset()  # numbers of the buckets whose last gradient arrives in the stretch
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one micro-batch needs beside what the engine holds.
+    """The activation memory and compute of one micro-batch."""
 
-    Attributes:
-        stretches: of the forward, then of the backward, in order.
-        saved: bytes of what autograd keeps for the backward, parameters and buffers not counted.
-        batch: bytes of the batch.
-        flops: floating-point operations of matrix products, of the forward and the backward.
-        exchanged: bytes that a rank sends to those that share its sequence.
-    """
-
-    stretches: tuple[Stretch, ...]
-    saved: int
-    batch: int
-    flops: float
-    exchanged: int = 0
+    stretches: tuple[Stretch, ...]  # of the forward, then of the backward, in order
+    saved: int  # bytes that autograd saves for the backward, without parameters and buffers
+    batch: int  # bytes
+    flops: float  # of matrix products in forward and backward
+    exchanged: int = 0  # bytes that a rank sends to ranks of the same sequence
 
     def peak(self, *, backward: bool) -> int:
-        """The most bytes in the forward, or in the backward."""
         return max((s.nbytes for s in self.stretches if s.backward is backward), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """Activations of two sizes of a micro-batch; those of any other follow, where bytes are affine in the size.
+    """Activations at two micro-batch sizes, interpolated for other sizes.
 
-    They are, unless samples are compared with each other (contrastive losses): what is decided by a size far from these
-    two has to be measured at it.
-
-    Attributes:
-        sizes: samples. Equal ones where the model refuses another size.
-        measure: gives those of yet another size, or None where the model refuses it. It takes as long as for these two.
+    Interpolation is exact if bytes are affine in the size. Losses that compare samples (contrastive ones) are not: use
+    ``measure``, which measures another size or returns None where the model refuses that size. It is slow.
     """
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]
     measure: Callable[[int], Activations | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def scales(self) -> bool:
-        """Whether other sizes are known."""
         return self.sizes[0] != self.sizes[1]
 
     def of(self, size: int) -> Activations:
-        """Activations of ``size`` samples.
-
-        Raises:
-            ValueError: only one size was measured, and this is another one.
-        """
+        """Interpolate the activations of ``size`` samples. Raises ValueError if only one other size is known."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:
             return small
@@ -122,11 +95,11 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
+    """Compute the peak bytes of one rank in each phase, like :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     several = limits.micro_batches > 1
     spare = _spare_nbytes([b for b in buckets if _is_apart(b, limits)], limits)
-    # Buffers for gradients that wait replicated are taken of the spare ones, in the first of several micro-batches.
+    # The first of several micro-batches takes spare buffers for the gradients that wait replicated.
     before = _spare_nbytes(buckets, limits) + _gradients_at(Moment.reduced, buckets, rank)
     in_forward = max(spare, before - _gradients_at(Moment.accumulating, buckets, rank)) if several else spare
     gradients = _Gradients(buckets, limits)
@@ -141,7 +114,7 @@ def peaks_with(
     peaks = dict(bounds)
     for phase, (nbytes, gathered, reducing, landed) in worst.items():
         peaks[phase] = held = Counter(bounds[phase])
-        if phase is Phase.backward and not several:  # what rests of gradients came with the stretches
+        if phase is Phase.backward and not several:  # resting gradients are counted per stretch
             cleared = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=Moment.cleared)
             held[Role.grad, Tier.device] = cleared[Role.grad, Tier.device] + landed
         held[Role.activation, Tier.device] = nbytes
@@ -152,18 +125,18 @@ def peaks_with(
 
 
 def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
-    """Bytes of gradients that rest on the device."""
+    """Bytes of gradients at rest on the device."""
     return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
 
 
 def _is_apart(bucket: BucketPlan, limits: Limits) -> bool:
-    """Whether a gradient is reduced in another buffer than that in which it waits for more micro-batches."""
+    """Whether a gradient is reduced in a different buffer than the one where it waits for more micro-batches."""
     waits = limits.micro_batches > 1 and bucket.accumulates_locally
     return not (waits and bucket.wire_itemsize(limits.micro_batches) == bucket.itemsizes.grad)
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
+    """Bytes of buffers kept from finished reductions for later ones. Only a host without a device keeps any."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
     room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
@@ -175,7 +148,7 @@ def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
-    """Bytes of gathered units in each stretch."""
+    """Yield the bytes of gathered units in each stretch."""
     nbytes = memory.by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     at: dict[tuple[int, bool], int] = {}
     for unit, backward, held in memory.gathered_along(nbytes, limits):
@@ -186,30 +159,25 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
     for index, held_by_unit in enumerate(own):
         if held_by_unit is not None:
             yield held_by_unit + kept
-        else:  # between units: what the one before has left, or what comes ahead
+        else:  # between units: the neighbouring units may be gathered
             yield kept + max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
 
 
 class _Gradients:
-    """Bytes of gradients along a backward: filling, under way up to the bound of reductions, and landed.
-
-    Attributes:
-        reducing: not reduced yet, on the device.
-        landed: reduced, and resting on the device.
-    """
+    """Track the bytes of gradients along a backward, in ``reducing`` until they are reduced and then in ``landed``."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
-        # What a rank receives of the others, to be summed there: always on the host.
+        # On the host, a rank always receives the parts of other ranks before it sums them.
         self._receives = several and not limits.has_link
         self._filling: set[int] = set()
-        self._full: list[int] = []  # all of their gradients came in the last stretch
+        self._full: list[int] = []  # buckets whose last gradient came in the last stretch
         self._under_way: deque[int] = deque()
         self.reducing = self.landed = 0
 
     def go_on(self, stretch: Stretch) -> None:
-        """The next stretch."""
+        """Advance to the next stretch."""
         self._under_way.extend(self._full)
         self._filling.difference_update(self._full)
         self._filling |= stretch.begun
@@ -219,13 +187,13 @@ class _Gradients:
             number = self._under_way.popleft()
             flying -= self._size(number)
             bucket = self._buckets[number]
-            if not bucket.grads_on_host:  # else its place is kept
+            if not bucket.grads_on_host:  # on the host its memory is reserved anyway
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
         filling = (b for b in map(self._bucket, self._filling) if _is_apart(b, self._limits))
         several = self._limits.micro_batches
         wide = (max(b.wire_itemsize(several), b.itemsizes.compute) * b.layout.numel for b in filling)
         received = max(map(self._received, self._under_way), default=0)
-        # With more micro-batches the shard that a reduction brings is added to one that is there.
+        # With several micro-batches the reduced shard is added to the resting gradient, so both exist.
         brought = [b.owned_numel * b.itemsizes.reduce for b in map(self._bucket, self._under_way) if self._brings(b)]
         own = sum(self._size(number) for number in self._under_way if _is_apart(self._bucket(number), self._limits))
         self.reducing = own + received + sum(wide) + sum(brought)

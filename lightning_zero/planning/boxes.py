@@ -1,4 +1,4 @@
-"""Boxes: what a range of a flattened tensor is in the tensor's own coordinates.
+"""Describe a range of a flattened tensor as boxes in the tensor's coordinates, as PyTorch's checkpoints need.
 
 A range of a row-major matrix is the end of a row, whole rows, and the beginning of a row::
 
@@ -7,8 +7,7 @@ A range of a row-major matrix is the end of a row, whole rows, and the beginning
     # # # . .
     . . . . .
 
-In ``n`` dimensions they are at most ``2 * n - 1`` boxes. Formats that describe parts of tensors (PyTorch's,
-say) know boxes only.
+A range in ``n`` dimensions gives at most ``2 * n - 1`` boxes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box inside a tensor, whose elements are adjacent in the flattened tensor."""
+    """A box whose elements are adjacent in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,16 +30,12 @@ class Box(NamedTuple):
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor without gaps, the one with the largest steps first: ``(0, 1, ...)`` if row-major."""
+    """Sort the dimensions of a dense tensor by stride, largest first: ``(0, 1, ...)`` if row-major."""
     return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
-    """The boxes that elements ``[start, stop)`` of a flattened tensor are, in order.
-
-    Args:
-        order: the dimensions as they were flattened, the slowest first; ``None``: row-major.
-    """
+    """List the boxes of a flattened range in order. ``order``: dimensions as flattened, slowest first."""
     if order is None or list(order) == sorted(order):
         return _row_major(tuple(shape), start, stop)
     found = _row_major(tuple(shape[d] for d in order), start, stop)

@@ -1,8 +1,7 @@
-"""What rests where: the plan of one bucket, made once from its stage row and its tier row. Arithmetic on integers.
+"""Plan where each role of one bucket rests, from its stage row and its tier row.
 
-A bucket has up to four things at rest: compute parameters, masters, optimizer state and reduced gradients. Masters and
-state are in its *home*. Of the compute parameters, :class:`ParamsRest` says whether they are apart from the masters,
-and this is decided here and nowhere else::
+The *home* holds masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only this file
+decides it::
 
     stage, offload, precision            | full buffer       | home                  | params_rest
     0-2, fp32                            | parameters        | (a view of it)        | full_is_master
@@ -27,16 +26,16 @@ from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
 class Role(Enum):
-    """What bytes are for. The first four rest; the others come and go."""
+    """The use of memory. The first four roles rest; the others are temporary."""
 
     compute_param = "compute_param"
     master_param = "master_param"
     grad = "grad"
     optim_state = "optim_state"
-    gathered = "gathered"  # parameters of units in use, and ahead of use
-    reducing = "reducing"  # unsharded gradients: filling, or under way
-    staging = "staging"  # between tiers
-    activation = "activation"  # what a micro-batch needs beside parameters and their gradients, and the batch
+    gathered = "gathered"  # parameters of units in use, and prefetched ones
+    reducing = "reducing"  # unsharded gradients: filling, or in a reduction
+    staging = "staging"  # buffers for transfers between tiers
+    activation = "activation"  # the batch, and what a micro-batch needs beside parameters and gradients
     whole_copy = "whole_copy"  # the module between runs, one copy per host
 
 
@@ -44,7 +43,7 @@ RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
 
 
 class ParamsRest(Enum):
-    """Where the compute parameters of a bucket are between uses."""
+    """Where the compute parameters of a bucket rest between uses."""
 
     full_is_master = "in the full buffer, which is the memory of the masters too"
     full = "in the full buffer, brought up to date from the masters after a step"
@@ -53,41 +52,27 @@ class ParamsRest(Enum):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes of an element of each role. Compute and master have one dtype where these are equal.
-
-    Attributes:
-        reduce: of a gradient as it is summed.
-        wire: of one as it travels; 0: as it is summed.
-        exchanged: it travels by an all-to-all, where there are not too many ranks for that; else as it is summed.
-        state: how wide optimizer state rests, which may take less than a byte more for an element than its code.
-    """
+    """Bytes per element of each role. Compute and master have one dtype if their sizes are equal."""
 
     compute: int
     master: int
-    reduce: int
+    reduce: int  # of a gradient while it is summed
     grad: int
-    wire: int = 0
-    exchanged: bool = False
-    state: StateDtype = StateDtype.fp32
+    wire: int = 0  # of a gradient in a message; 0: the same as reduce
+    exchanged: bool = False  # gradients may be reduced by an all-to-all if the group is small enough
+    state: StateDtype = StateDtype.fp32  # of resting optimizer state, up to one byte more per element than its code
 
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """A bucket of a model, before it is known how it will be sharded.
+    """A bucket of a model before sharding."""
 
-    Attributes:
-        unit: index of its unit; 0 is the root.
-        numels: elements of its parameters, in order.
-        whole: stays replicated and on the device at every stage.
-        built: bytes of each parameter in the dtype that it was built with; ``None``: that of the masters.
-    """
-
-    unit: int
-    numels: tuple[int, ...]
+    unit: int  # index of its unit; 0 is the root
+    numels: tuple[int, ...]  # elements of its parameters, in order
     itemsizes: Itemsizes
     trainable: bool = True
-    whole: bool = False
-    built: tuple[int, ...] | None = None
+    whole: bool = False  # replicated and on the device at every stage
+    built: tuple[int, ...] | None = None  # bytes of each parameter in its original dtype; None: as masters
 
     @property
     def numel(self) -> int:
@@ -95,17 +80,12 @@ class BucketShape:
 
     @property
     def built_nbytes(self) -> tuple[int, ...]:
-        """Bytes of each parameter in a copy of the whole module."""
         return self.built if self.built is not None else tuple(n * self.itemsizes.master for n in self.numels)
 
 
-@dataclass(frozen=True)  # without slots: what follows from the fields is computed once
+@dataclass(frozen=True)  # without slots, for cached_property
 class BucketPlan:
-    """A bucket with its layout over the ranks and the places of its roles.
-
-    Attributes:
-        even_alone: one rank gathers and reduces as many would.
-    """
+    """A bucket with its layout over the ranks and the placement and tier of each role."""
 
     unit: int
     layout: BucketLayout
@@ -113,7 +93,7 @@ class BucketPlan:
     tiers: TierRow
     itemsizes: Itemsizes
     trainable: bool = True
-    even_alone: bool = False
+    even_alone: bool = False  # run collectives on a single rank too
 
     @property
     def _divided(self) -> bool:
@@ -126,31 +106,28 @@ class BucketPlan:
         if self.row.compute_param is Placement.replicated or whole:
             apart = self.trainable and not (self.one_dtype and tiers.master is Tier.device)
             return ParamsRest.full if apart else ParamsRest.full_is_master
-        # In files they are apart from the masters even on one tier: a gather would read the optimizer state too.
+        # Parameters in files rest apart from the masters: otherwise each gather would read the optimizer state too.
         one_tier = tiers.master is tiers.compute_param is not Tier.nvme
         return ParamsRest.home if one_tier or not self.trainable else ParamsRest.shard
 
     @cached_property
     def reshards(self) -> bool:
-        """Whether compute parameters are gathered for a use and dropped after it."""
+        """Whether compute parameters are gathered for each use and dropped after it."""
         return self.params_rest in (ParamsRest.home, ParamsRest.shard)
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Whether compute parameters stay whole on every rank, and a gather brings what other ranks have stepped.
-
-        (On one rank, where the step is offloaded, nothing is gathered, but waited for.)
-        """
+        """Whether compute parameters stay gathered and are refreshed after a step; on one rank this only waits."""
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """Whether the full buffer holds a copy of what is in the home."""
+        """Whether the full buffer is a copy of the home."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
     def params_are_masters(self) -> bool:
-        """Whether the parameters themselves are the masters, whole on every rank, at all times."""
+        """Whether every rank always holds the complete masters as its parameters."""
         return not self.copies_master and not self.gathers_after_step
 
     @property
@@ -161,7 +138,7 @@ class BucketPlan:
 
     @property
     def home_role(self) -> Role:
-        """What the home is for: it counts as compute parameters where nothing else holds the same digits."""
+        """The role as which the home counts: compute parameters, if no other memory holds the same values."""
         if not self.copies_master or (self.params_rest is ParamsRest.home and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -171,7 +148,7 @@ class BucketPlan:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
-        """Whether parameters and masters are in the same places, in the same dtypes, as under ``other``."""
+        """Whether parameters and masters rest in the same places and dtypes as under ``other``."""
 
         def key(plan: BucketPlan) -> object:
             return plan.params_rest, plan.home_tier, plan.home_itemsize
@@ -180,17 +157,16 @@ class BucketPlan:
 
     @property
     def one_dtype(self) -> bool:
-        """Whether compute parameters and masters have the same dtype."""
         return self.itemsizes.compute == self.itemsizes.master
 
     @property
     def shards_master(self) -> bool:
-        """Whether a rank steps its shard only, so that gradients are reduced by reduce-scatter."""
+        """Whether a rank steps only its shard, so that gradients are reduce-scattered."""
         return self.row.master is Placement.sharded
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether gradients of micro-batches wait unreduced for the last one."""
+        """Whether gradients wait unreduced until the last micro-batch."""
         return self.row.grad is Placement.replicated
 
     @property
@@ -203,43 +179,43 @@ class BucketPlan:
 
     @property
     def owned_numel(self) -> int:
-        """Elements whose master_param and optim_state a rank holds."""
+        """Elements of masters and state that a rank holds."""
         return self.layout.shard_numel if self.shards_master else self.layout.numel
 
     def owned_range(self, rank: int) -> tuple[int, int]:
-        """The elements whose master_param and optim_state ``rank`` holds."""
+        """The range of elements whose masters and state ``rank`` holds."""
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Elements that an optimizer has state for: the owned range up to its padding. Rank 0 has the most."""
+        """Elements that have optimizer state: the owned range without padding. Rank 0 has the most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
     def state_nbytes(self, numel: int) -> int:
-        """Bytes of one tensor of state for ``numel`` elements, as it rests."""
+        """Bytes of one resting state tensor of ``numel`` elements."""
         return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
 
     def exchanges(self, micro_batches: int = 1) -> bool:
-        """Whether gradients are reduced by an all-to-all, in a step of that many backwards."""
+        """Whether gradients are reduced by an all-to-all, in a step of ``micro_batches`` backwards."""
         sizes = self.itemsizes
-        # What was added up on a rank is no gradient as autograd makes it, unless it was added in its dtype.
+        # A local sum of gradients fits the wire dtype only if it was summed in the dtype of autograd's gradients.
         as_made = micro_batches == 1 or not self.accumulates_locally or sizes.grad == sizes.compute
         return sizes.exchanged and self._divided and self.layout.world_size <= EXCHANGE_MAX_RANKS and as_made
 
     def wire_itemsize(self, micro_batches: int = 1) -> int:
-        """Bytes of an element of a gradient as it travels."""
+        """Bytes per element of a gradient in a message."""
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     @property
     def full_nbytes(self) -> int:
-        """Compute parameters, gathered."""
+        """Bytes of the gathered compute parameters."""
         return self.layout.numel * self.itemsizes.compute
 
 
 def place(
     shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int, *, even_alone: bool = False
 ) -> BucketPlan:
-    """A bucket under a stage and an offload row."""
+    """Shard a bucket under a stage row and a tier row."""
     return BucketPlan(
         shape.unit,
         lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),

@@ -1,7 +1,6 @@
-"""Chooses the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Arithmetic on integers.
+"""Choose the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Deterministic.
 
-The same model, machine and rates give the same row. Some memory stays free (:data:`KEPT_FREE`), for what no plan
-counts: a GPU's context, the allocator's rounding, scratch memory of kernels, the system on a host.
+:data:`KEPT_FREE` is left for what plans do not count: a GPU's context, the allocator's rounding, the system.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 
-KEPT_FREE = 0.1  # of each tier
-UNKNOWN_FREE = 0.5  # of the device, where activations are not known
+KEPT_FREE = 0.1  # share of each tier
+UNKNOWN_FREE = 0.5  # share of the device that stays free if activations are not known
 MOST_SAMPLES = 1 << 16
-MOST_MEASURED = 6  # sizes between one that fits and one that does not
+MOST_MEASURED = 6  # batch sizes to try between one that fits and one that does not
 NAMES = {Tier.device: "GPU memory", Tier.host: "host memory", Tier.nvme: "disk"}
 
 Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
@@ -28,16 +27,11 @@ Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A row, and why.
-
-    Attributes:
-        reason: a sentence.
-        samples: the largest micro-batch of a rank that fits; ``None``: not known.
-    """
+    """A row, and why it was chosen."""
 
     row: Row
-    reason: str
-    samples: int | None
+    reason: str  # a sentence
+    samples: int | None  # the largest micro-batch of a rank that fits; None: not known
 
     @property
     def rows(self) -> str:
@@ -45,7 +39,7 @@ class Choice:
 
 
 def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """The part of ``machine`` that a plan may fill."""
+    """Reduce the memory of ``machine`` to what a plan may fill."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
 
@@ -61,20 +55,15 @@ def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
 
 
 def plan_rows(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> list[Row]:
-    """The plans of all candidates."""
     return [plan_row(model, stage, offload, machine, settings, rates) for stage, offload, settings in candidates]
 
 
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
-    """The fastest row that fits; among equally fast ones that which sends least, is nearest to the device, and lowest.
+    """Choose the fastest row that fits; of equal ones, that which sends least, is nearest to the device, and lowest.
 
-    Args:
-        keys: what the user may set instead.
-
-    Raises:
-        ConfigError: none fits; with what the nearest lacks, and which keys to change.
+    ``keys``: the settings that the error names. Raises ConfigError if no row fits.
     """
     room = with_room(machine, activations_known=model.activations is not None)
     rows = plan_rows(model, room, candidates, rates)
@@ -93,11 +82,9 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """The most samples in a micro-batch of one rank with which ``row`` still fits, ``MOST_SAMPLES`` at most; ``None``:
-    not known. It divides into the parts in which a batch goes through units.
+    """Return the largest micro-batch of a rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
 
-    Where sizes can be measured, it is one that was, so that a model whose bytes grow faster than its batch is given no
-    batch that does not fit.
+    It is a multiple of ``model.in_parts``, and was measured if possible, because bytes may grow faster than samples.
     """
     known = model.activations
     if known is None or not known.scales:
@@ -116,13 +103,13 @@ def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig
             measured = measure(size)
             return measured is not None and fits(of_a_part, ByBatchSize((size, size), (measured, measured)))
 
-        smallest = (model.samples or known.sizes[0]) // model.in_parts  # with it ``row`` was found to fit
+        smallest = (model.samples or known.sizes[0]) // model.in_parts  # ``row`` is known to fit with this size
         found = _largest_measured(really_fits, smallest, found)
     return found * model.in_parts
 
 
 def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """``high``, if that fits; else the largest of a few between ``low``, which does, and ``high``."""
+    """Return ``high`` if it fits, else the largest of a few tried sizes. ``low`` is known to fit."""
     if fits(high):
         return high
     for _ in range(MOST_MEASURED):
@@ -134,7 +121,7 @@ def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number, up to ``MOST_SAMPLES``, for which ``fits`` is true, as for all that are smaller; 0: none."""
+    """Return the largest number up to ``MOST_SAMPLES`` that fits, or 0. ``fits`` must be monotonic."""
     low, high = 0, 1
     while high <= MOST_SAMPLES and fits(high):
         low, high = high, 2 * high
@@ -178,7 +165,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, room: Machine) -> str:
-    """What a row that does not fit needs, and what there is."""
+    """Say how much memory a row needs and how much there is."""
     if row.refused:
         return "has budgets without room"
     if not row.shortages:
@@ -213,7 +200,7 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
 
 
 def machine_text(room: Machine) -> str:
-    """What a plan may fill, in words."""
+    """Describe the memory that a plan may fill."""
     ranks = f"{room.world_size} rank(s) on {room.nodes} host(s)"
     device = "" if room.shared else f"{human_bytes(room.gpu_memory)} of each GPU, "
     return f"{ranks}: {device}{human_bytes(room.host_memory)} of a host's memory, {human_bytes(room.nvme)} of its disk"

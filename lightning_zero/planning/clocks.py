@@ -1,12 +1,9 @@
-"""How the clocks of ranks differ, from messages that all of them wait for. Arithmetic on seconds.
+"""Estimate the clock offsets between ranks from rounds of collectives.
 
-In each round a rank notes its clock, takes part in a message of all, and notes its clock again. No rank can have it
-before the last has come: the beginning on one rank is before the end on any other. With o what is to be added to a
-rank's clock, for every round::
+In each round every rank reads its clock before and after a collective. No rank can leave before the last rank has
+entered, so with offset o of rank r, every round bounds o from both sides, and the tightest bounds count::
 
     begin[r] + o <= end[0]      begin[0] <= end[r] + o
-
-Each round bounds o from both sides, and the tightest bounds of all rounds count.
 """
 
 from __future__ import annotations
@@ -16,18 +13,14 @@ from typing import NamedTuple
 
 
 class Offset(NamedTuple):
-    """What is to be added to a rank's clock to get that of rank 0: right to ``error`` seconds."""
+    """Seconds to add to a rank's clock to get rank 0's clock, accurate to ``error`` seconds."""
 
     seconds: float
     error: float
 
 
 def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[Offset]:
-    """One for each rank.
-
-    Args:
-        begins, ends: by rank and round.
-    """
+    """Estimate the offset of each rank. ``begins, ends``: seconds by rank and round."""
     return [_offset(begins[0], ends[0], *own) for own in zip(begins, ends, strict=True)]
 
 
@@ -36,5 +29,5 @@ def _offset(
 ) -> Offset:
     low = max(begin - end for begin, end in zip(begins_0, ends, strict=True))
     high = min(end - begin for end, begin in zip(ends_0, begins, strict=True))
-    # Processes of one host have one clock: where that is possible it is so.
+    # Processes of one host share a clock, so 0 is preferred where it is possible.
     return Offset(0.0 if low <= 0 <= high else (low + high) / 2, max(0.0, high - low) / 2)

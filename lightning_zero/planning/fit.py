@@ -1,4 +1,4 @@
-"""Says whether a plan fits a machine, and what would make it fit."""
+"""Decide whether a plan fits a machine, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -25,30 +25,19 @@ from lightning_zero.planning.step_time import Sent, StepTime, expected, sent_by
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.planning.topology import check_nodes
 
-MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
+MOST_DOUBLINGS = 10  # of the number of hosts, when searching for one that fits
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to train on. All hosts are alike.
+    """The machine to train on. All hosts are alike. Raises ConfigError if ``hybrid_shard`` cannot divide the ranks."""
 
-    Attributes:
-        gpus: per host; processes, where these share the host's memory.
-        gpu_memory, host_memory, nvme: bytes of one GPU, one host, one host's disk.
-        nodes: hosts.
-        shared: there are no GPUs: what rests on the device takes host memory.
-        hybrid_shard: which ranks share shards, as ``zero.comm.hybrid_shard``.
-
-    Raises:
-        ConfigError: its ranks cannot be divided so.
-    """
-
-    gpus: int
-    gpu_memory: int
-    host_memory: int
-    nvme: int
-    nodes: int = 1
-    shared: bool = False
+    gpus: int  # of a host; without GPUs, processes
+    gpu_memory: int  # bytes of one GPU
+    host_memory: int  # bytes of one host
+    nvme: int  # bytes of one host's disk
+    nodes: int = 1  # hosts
+    shared: bool = False  # there are no GPUs, so device memory is host memory
     hybrid_shard: HybridShard = HybridShard.auto
 
     def __post_init__(self) -> None:
@@ -62,48 +51,37 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as planning sees it.
+    """What planning needs to know of a model."""
 
-    Attributes:
-        names: of its units, the root first.
-        states: tensors of optimizer state for each parameter; or of each, where some are stepped whole.
-        activations: of micro-batches; ``None``: they do not count.
-        samples: of a micro-batch; default: as many as the smaller one that was measured.
-        recomputes: these are with activation checkpointing.
-        in_parts: in how many parts a batch goes through a unit, one after the other; these are with them.
-        gather_after_fit: whether the module is whole between runs: ``True`` must have room, ``None`` may.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
     limits: Limits
-    states: int | TensorStates = ADAM_STATES
-    activations: ByBatchSize | None = None
-    samples: int | None = None
-    recomputes: bool = False
-    in_parts: int = 1
-    gather_after_fit: bool | None = None
+    states: int | TensorStates = ADAM_STATES  # element-wise state tensors per parameter, or those of all tensors
+    activations: ByBatchSize | None = None  # of micro-batches; None: not counted
+    samples: int | None = None  # size of a micro-batch; default: the smaller measured size
+    recomputes: bool = False  # activations include activation checkpointing
+    in_parts: int = 1  # number of parts in which a batch passes through a unit; activations include this
+    gather_after_fit: bool | None = None  # gather the module after a run. True: it must fit. None: if it fits
 
     @property
     def copy_nbytes(self) -> int:
-        """Of the copy of the whole module on a host."""
+        """Bytes of one host's copy of the whole module."""
         return whole.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
 
     @property
     def flops(self) -> float:
-        """Of a forward and a backward; 6 for each parameter and sample where nothing was measured."""
+        """FLOPs of a forward and backward. Without measurement: 6 for each parameter and sample."""
         found = self.micro_batch
         return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
 
     @property
     def micro_batch(self) -> Activations | None:
-        """What one needs."""
         return None if self.activations is None else self.activations.of(self.samples or self.activations.sizes[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A tier that lacks ``nbytes``: of one GPU, of one host, of one host's disk."""
+    """A lack of ``nbytes`` on a tier of one GPU or one host."""
 
     tier: Tier
     nbytes: int
@@ -111,38 +89,25 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One stage with one row of ``zero/offload`` on one machine.
-
-    Attributes:
-        rest: bytes of one rank while gradients wait (before the step; between micro-batches, if there are several).
-        peaks: bytes of one rank at the peak of each moment of a step.
-        per_rank, per_host: the peak on each tier, over all moments that must fit, of a rank and of the ranks of a host.
-        together: the peak of device and host memory, over these moments, of the ranks of a host.
-        refused: the budgets of ``auto`` cannot hold the model, for this reason.
-        sent: bytes that a rank sends in a step.
-        time: what a step is expected to take; ``None``: no rates were given.
-        after_run: bytes of one rank when a run is over and the module is whole, a rank's share of the host's copy among
-            them; none: it stays sharded.
-        is_whole: the module is whole then, because it must be or has room.
-    """
+    """The plan of one stage and one row of ``zero/offload`` on a machine."""
 
     stage: Stage
     offload: Offload
-    rest: Bytes
-    peaks: dict[Phase, Bytes]
-    per_rank: dict[Tier, int]
-    per_host: dict[Tier, int]
-    together: int
+    rest: Bytes  # bytes of one rank at rest while gradients wait
+    peaks: dict[Phase, Bytes]  # bytes of one rank at the peak of each phase
+    per_rank: dict[Tier, int]  # peak bytes on each tier over all moments
+    per_host: dict[Tier, int]  # the same for all ranks of a host
+    together: int  # peak bytes of device and host memory over all moments, of a host's ranks
     shortages: tuple[Shortage, ...]
-    refused: str = ""
-    sent: Sent | None = None
-    time: StepTime | None = None
-    after_run: Bytes = field(default_factory=Counter)
-    is_whole: bool = False
+    refused: str = ""  # why the budgets of auto cannot hold the model
+    sent: Sent | None = None  # bytes that a rank sends in a step
+    time: StepTime | None = None  # expected time of a step; None: no rates were given
+    after_run: Bytes = field(default_factory=Counter)  # of one rank, module gathered; empty: it stays sharded
+    is_whole: bool = False  # the module is gathered after a run, because it must be or it fits
 
     @property
     def moments(self) -> list[Bytes]:
-        """Bytes of one rank at all moments whose peaks count."""
+        """Bytes of one rank at every moment that must fit."""
         return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property
@@ -152,14 +117,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What would make a row fit: this many GPUs in all, or another row of ``zero/offload`` at the same stage."""
+    """What makes a row fit: a total number of GPUs, or another row of ``zero/offload`` at the same stage."""
 
     gpus: int | None
     offload: Offload | None
 
 
 def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
-    """Every stage with every row of ``zero/offload`` that goes with it, and with ``zero.comm.hybrid_shard``."""
+    """List every stage and ``zero/offload`` row that are allowed together with ``hybrid_shard``."""
     found = []
     for stage in STAGES:
         for offload in Offload:
@@ -180,12 +145,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """The bytes of one stage and offload row, and whether they fit.
-
-    Args:
-        settings: budgets for ``auto``.
-        rates: of the machine, for the time of a step.
-    """
+    """Plan one stage and offload row. ``settings``: budgets for ``auto``. Without ``rates`` no time is estimated."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -225,11 +185,10 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Bytes of one rank when a run is over and the module is whole (none, if it is to stay sharded), and what a host
-    lacks for it."""
+    """Return a rank's bytes after a run with the module gathered (empty: it stays sharded), and what a host lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
-    gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # of a rank's shards, some are on other hosts
+    gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
     on_the_way = whole.on_the_way_nbytes(buckets, gathers=gathers)
     rest = memory.planned_bytes(buckets, state_tensors=_states(model, buckets), moment=Moment.reduced)
     there = machine.gpus * (memory.in_memory(rest) if machine.shared else memory.on_tier(rest, Tier.host))
@@ -239,7 +198,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
-    """The buckets of a rank, sharded over the ranks that ``zero.comm.hybrid_shard`` gives, as a run chooses them."""
+    """Plan the buckets of a rank for the shard group that ``zero.comm.hybrid_shard`` gives, as a run does."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
@@ -254,7 +213,6 @@ def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machi
 
 
 def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> list[TierRow]:
-    """The tiers of each unit."""
     if offload is not Offload.auto:
         return [OFFLOADS[offload]] * len(model.names)
     sizes = []
@@ -270,10 +228,7 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
 def _shortages(
     per_rank: dict[Tier, int], per_host: dict[Tier, int], together: int, machine: Machine, after_run: int
 ) -> tuple[Shortage, ...]:
-    """
-    Args:
-        after_run: bytes that a host lacks then.
-    """
+    """List the tiers that lack memory. ``after_run``: bytes that a host lacks after the run."""
     if machine.shared:
         needed = {Tier.host: (together, machine.host_memory)}
     else:
@@ -288,7 +243,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """The smallest doubling of hosts (of GPUs, on one host with one) that fits, and the first other row that does."""
+    """Search the smallest doubling of hosts (of GPUs, on one host with one GPU), and the first other row, that fit."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -301,7 +256,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The row to try first: what is nearest to the device, then what communicates least."""
+    """Choose the fitting row that is nearest to the device; among those, the lowest stage."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

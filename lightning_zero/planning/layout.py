@@ -1,4 +1,4 @@
-"""The layout of a bucket: where each parameter lies in one flat buffer, and how ranks share it.
+"""Lay out the parameters of a bucket in one flat buffer, and cut it into shards. Arithmetic on integers.
 
 ::
 
@@ -6,10 +6,9 @@
     shards   |      rank 0      |      rank 1      |      rank 2         |
     fragments| p0[0:a]          | p0[a:] p1[0:b]   | p1[b:] p2           |
 
-Every parameter starts at a multiple of ``PARAM_ALIGN`` elements: torch's fused optimizers walk a tensor in units of
-64 bytes and treat a tail differently, so cuts anywhere else would change last bits. (Under 8-bit optimizer state it is
-a multiple of a block of that: ``state_dtype.py``.) Shards are cut at multiples of
-``SHARD_ALIGN`` elements, wherever that falls inside a parameter. Everything here is arithmetic on integers.
+Parameters start at multiples of ``PARAM_ALIGN`` elements: torch's fused optimizers step 64 bytes at a time and treat a
+tail differently, so other cuts would change last bits. Shards are cut at multiples of ``SHARD_ALIGN`` elements, also
+inside parameters.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PARAM_ALIGN = 32  # elements; 64 bytes of the narrowest master, bf16
+PARAM_ALIGN = 32  # elements; 64 bytes of bf16, the narrowest master
 SHARD_ALIGN = 256  # elements
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter inside a bucket: elements ``[start, start + numel)``, followed by a gap of zeros up to ``stop``."""
+    """A parameter inside a bucket: elements ``[start, start + numel)``, then a gap of zeros up to ``stop``."""
 
     index: int  # position of the parameter in the bucket
     start: int
@@ -38,7 +36,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """End of the slot, its gap included: where the next slot may start."""
+        """End of the gap, where the next slot may start."""
         return round_up(self.start + self.numel, self.align)
 
 
@@ -47,20 +45,20 @@ class Fragment:
     """The part of one parameter inside one shard."""
 
     index: int  # position of the parameter in the bucket
-    offset: int  # first element, counted from the parameter's start
+    offset: int  # first element, from the parameter's start
     numel: int
-    start: int  # first element, counted from the shard's start
-    stop: int  # end inside the shard, the gap behind the parameter included if it belongs to the shard
+    start: int  # first element, from the shard's start
+    stop: int  # end inside the shard, with the gap behind the parameter as far as it lies in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """The part inside a range of the shard: first element of the parameter; range inside the fragment."""
+        """Intersect with a range of the shard: first element of the parameter, and range in the fragment."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where parameters and shards of a bucket lie, in elements."""
+    """Where the parameters and shards of a bucket lie, in elements."""
 
     slots: tuple[Slot, ...]
     numel: int  # padded: world_size * shard_numel
@@ -72,19 +70,19 @@ class BucketLayout:
 
     @property
     def used_numel(self) -> int:
-        """Elements before the padding (gaps between parameters included)."""
+        """Elements before the padding, with the gaps between parameters."""
         return self.slots[-1].stop if self.slots else 0
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The parts of parameters inside the shard of ``rank``, in order. They tile it up to gaps and padding."""
+        """List the parts of parameters inside the shard of ``rank``, in order."""
         low, high = self.shard_range(rank)
         return tuple(self.cut(low, high))
 
     def cut(self, low: int, high: int) -> Iterator[Fragment]:
-        """The parts of parameters inside elements ``[low, high)`` of the bucket."""
+        """Yield the parts of parameters inside elements ``[low, high)`` of the bucket."""
         for slot in self.slots:
             first = max(low, slot.start)
             last = min(high, slot.start + slot.numel)
@@ -92,7 +90,7 @@ class BucketLayout:
                 yield Fragment(slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Element ranges of the bucket that belong to no parameter. They always hold zeros."""
+        """Element ranges that belong to no parameter. They always hold zeros."""
         found: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:
@@ -105,13 +103,7 @@ class BucketLayout:
 
 
 def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) -> BucketLayout:
-    """Lay parameters of the given sizes out, one behind the other, for ``world_size`` equal shards.
-
-    Args:
-        numels: elements of each parameter; none may be empty.
-        world_size: ranks that share the bucket.
-        align: each begins at a multiple of it, of :data:`PARAM_ALIGN` and up to :data:`SHARD_ALIGN`.
-    """
+    """Lay out non-empty parameters in order, at multiples of ``align`` elements, in ``world_size`` equal shards."""
     slots: list[Slot] = []
     position = 0
     for index, numel in enumerate(numels):
@@ -123,10 +115,9 @@ def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) ->
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group items so that each group holds at most ``limit`` bytes; a larger item stands alone.
+    """Group items in order so that each group holds at most ``limit`` bytes. A larger item stands alone.
 
-    Each goes to the first group with room, so that small ones (the biases between weights that fill a group each)
-    travel together. Groups, and items inside them, are in order.
+    Each item goes to the first group with room, so that small items (biases) share one.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -150,12 +141,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join neighbouring fragments with equal keys into runs.
-
-    Args:
-        fragments: a shard's fragments in order.
-        keys: for each fragment what must be equal inside a run (param group, step count); ``None`` leaves it out.
-    """
+    """Join neighbouring fragments of a shard with equal keys into runs. Fragments with key ``None`` are left out."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

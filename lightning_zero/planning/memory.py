@@ -1,8 +1,7 @@
-"""Bytes of one rank by role and tier: at rest, and at the peak of each moment. Arithmetic on integers.
+"""Compute the bytes of one rank by role and tier, at rest and at the peak of each phase.
 
-With P parameters and N ranks, under bf16 with fp32 masters and Adam (4 bytes of master and 8 of state for each
-parameter), a rank holds, while gradients wait for more micro-batches (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054,
-section 5; ``docs/architecture.md``, Memory)::
+P parameters on N ranks under bf16 with fp32 masters and Adam, while gradients wait for more micro-batches (ZeRO:
+Rajbhandari et al. 2020, arXiv:1910.02054, section 5)::
 
     stage | compute | grad (bf16) | master, state | sum          | with fp32 grad (the default)
     0     | 2P      | 2P          | 12P           | 16P          | 18P
@@ -10,13 +9,11 @@ section 5; ``docs/architecture.md``, Memory)::
     2     | 2P      | 2P/N        | 12P/N         | 2P + 14P/N   | 2P + 16P/N
     3     | -       | 2P/N        | 12P/N         | 14P/N        | 16P/N
 
-ZeRO's 16P/N of stage 3 has bf16 gradients and a bf16 shard beside the master. Here the shard is cast from the master
-as it is gathered, and kept only where the master rests on another tier.
+The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine casts that shard from the masters at
+each gather, and keeps a shard only where the masters rest on another tier.
 
-Memory that two roles share (in fp32, where both rest on one tier) counts once, for ``compute_param``; parameters that
-are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations
-(``activations.py`` adds them), what a library needs inside (the allocator's rounding, a transport's own buffers,
-temporaries of an optimizer without a fused kernel) and optimizer state that is one number for a tensor.
+Memory that two roles share counts once, as ``compute_param``. Padding counts. Activations (see ``activations.py``),
+memory inside libraries, and optimizer state of one number per tensor do not count.
 """
 
 from __future__ import annotations
@@ -34,27 +31,27 @@ from lightning_zero.planning.schedule import Cursor, compile_plan, may_come_ahea
 from lightning_zero.planning.state_dtype import scratch_nbytes
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
-FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
-HOST_ALIGN_NBYTES = 64  # extents of host memory begin at multiples
+FILE_PAGE_NBYTES = 4096  # files are allocated in whole pages
+HOST_ALIGN_NBYTES = 64  # host allocations begin at multiples of this
 RING_COUNT = 4  # staging buffers of files
-RING_NBYTES = 32 << 20  # each
-PAIR_NBYTES = 32 << 20  # each of two pinned buffers that pieces pass through by turns
-READ_AHEAD = 3  # places for parameters in files that are on their way to the device
-STEP_CHUNK_NBYTES = 1 << 24  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
-DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # ... and on the device, where pieces are larger
-STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
+RING_NBYTES = 32 << 20  # bytes of each staging buffer
+PAIR_NBYTES = 32 << 20  # bytes of each of the two pinned buffers that transfers alternate between
+READ_AHEAD = 3  # buffers for parameters that are read from files ahead of their gather
+STEP_CHUNK_NBYTES = 1 << 24  # bytes of the fp32 copies of gradients that an offloaded step makes, on the host
+DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # the same on the device
+STEPS_IN_MEMORY = 3  # buckets of state from files in host memory at a time: one read, one stepped, one written
 
 
 class Moment(Enum):
-    """When bytes at rest are counted."""
+    """The moment of a step at which resting bytes are counted."""
 
     accumulating = "accumulating"  # between two micro-batches of a step
     reduced = "reduced"  # after the last backward, before the gradients are zeroed
-    cleared = "cleared"  # after they are
+    cleared = "cleared"  # after the gradients are zeroed
 
 
 class Phase(Enum):
-    """What is going on when bytes have a peak."""
+    """The phase of a step for which a peak is computed."""
 
     forward = "forward"
     backward = "backward"
@@ -67,22 +64,17 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank where some optimizer steps whole tensors: it follows from who owns them.
+    """Optimizer state of one rank where some optimizer steps whole tensors; it depends on the owners of tensors."""
 
-    Attributes:
-        tensors: bytes of each tensor of state, by bucket.
-        step: bytes beside the shards while they are stepped: see :func:`~lightning_zero.planning.owners.step_peak`.
-    """
-
-    tensors: tuple[tuple[int, ...], ...]
-    step: int = 0
+    tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
+    step: int = 0  # bytes beside the shards during the step, from owners.step_peak
 
 
-States = int | StateOfRank  # or: element-wise tensors that the optimizer keeps for each parameter
+States = int | StateOfRank  # an int counts the element-wise state tensors of each parameter
 
 
 def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
-    """What a unit's optimizer needs at rest beside its compute parameters, wherever it is put."""
+    """Compute the bytes of a unit's masters, optimizer state and gradients on one rank."""
     state = grad = 0
     for bucket in (place(shape, row, ON_DEVICE, world_size) for shape in shapes):
         if bucket.trainable:
@@ -102,12 +94,11 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Bytes of one rank at rest, by role and tier. Of element-wise state rank 0 has the most: padding is at the end.
+    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
 
     Args:
-        state_tensors: elementwise tensors that the optimizer keeps for each parameter, as wide as the bucket says; or
-            what ``rank`` has of each bucket.
-        moment: which gradients there are.
+        state_tensors: element-wise state tensors of each parameter, or the state of ``rank``.
+        moment: decides which gradients exist.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
@@ -123,18 +114,14 @@ def planned_bytes(
 
 
 def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequence[int]:
-    """Bytes of each tensor of state that ``rank`` has of a bucket."""
+    """Bytes of each state tensor that ``rank`` holds of a bucket."""
     if isinstance(states, StateOfRank):
         return states.tensors[number]
     return [bucket.state_nbytes(bucket.state_numel(rank))] * states
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Role, tier and bytes of each thing of a bucket that rests. See :func:`planned_bytes`.
-
-    Args:
-        state: bytes of each tensor of optimizer state.
-    """
+    """Yield role, tier and bytes of every resting part of a bucket. ``state``: bytes of each state tensor."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
@@ -147,9 +134,9 @@ def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Mome
     for nbytes in state:
         yield Role.optim_state, tiers.master, nbytes
     if moment is Moment.accumulating and bucket.accumulates_locally:
-        yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
+        yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced yet, so still on the device
     if bucket.grads_on_host:
-        yield Role.grad, tiers.grad, owned * sizes.grad  # a place that is kept
+        yield Role.grad, tiers.grad, owned * sizes.grad  # this memory stays reserved
     elif moment is Moment.reduced or (moment is Moment.accumulating and not bucket.accumulates_locally):
         yield Role.grad, tiers.grad, owned * sizes.grad
 
@@ -159,28 +146,20 @@ def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Mome
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings that bound what comes and goes.
-
-    Attributes:
-        micro_batches: backwards per step.
-        has_link: the device is not the host: what goes from one to the other passes through pinned buffers.
-        node_ranks: ranks of a node that keep a shard of each unit from its forward to the end of the backward; 0: they
-            do not.
-    """
+    """The settings that bound temporary memory."""
 
     prefetch_bytes: int
     keep_gathered_bytes: int
     reduce_bucket_bytes: int
-    micro_batches: int = 1
-    has_link: bool = True
-    node_ranks: int = 0
+    micro_batches: int = 1  # backwards per step
+    has_link: bool = True  # the device is not the host, so transfers use pinned buffers
+    node_ranks: int = 0  # ranks of a node that together keep each unit until the end of the backward; 0: none do
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """The most bytes of gathered units in forward and in backward, for units called one after the other.
+    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
 
-    Args:
-        nbytes: gathered bytes of each unit that is dropped after use; the root, which stays for the whole pass, first.
+    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
     """
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
@@ -189,11 +168,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Unit, whether it is the backward, and bytes of gathered units: at each use of a unit, in order.
-
-    Args:
-        nbytes: as for :func:`gathered_peaks`.
-    """
+    """Yield (unit, is backward, gathered bytes) at each use of a unit. ``nbytes``: see :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -221,14 +196,14 @@ def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int,
 def peak_bytes(
     buckets: Sequence[BucketPlan], limits: Limits, rank: int = 0, *, state_tensors: States = ADAM_STATES
 ) -> dict[Phase, Bytes]:
-    """Bytes of one rank at the peak of each phase.
+    """Compute the bytes of one rank at the peak of each phase.
 
     ::
 
-        forward  = rest + gradients of the last backward + gathered (root, current, ahead) + offloaded steps
-        backward = rest + gradients + gathered + reducing (the filling unit, under way) + offloaded steps
-        step     = rest + gradients + pieces of them, cast + offloaded steps + whole tensors
-        each     + memory that stays between tiers
+        forward  = rest + gradients of the last backward + gathered (root, current, prefetched) + offloaded steps
+        backward = rest + gradients + gathered + reducing (the filling unit, reductions in flight) + offloaded steps
+        step     = rest + gradients + cast pieces of them + offloaded steps + whole tensors
+        each     + staging memory between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
 
@@ -247,14 +222,14 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Bytes that units keep for their node, all of them, the root apart."""
+    """Bytes of all units but the root that this rank keeps for its node."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
 
 
 def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
-    """Sums over the buckets of each unit, in the order of units."""
+    """Sum ``size`` over the buckets of each unit. Return the sums in the order of units."""
     sums: dict[int, int] = {}
     for bucket in buckets:
         sums[bucket.unit] = sums.get(bucket.unit, 0) + size(bucket)
@@ -262,12 +237,11 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 
 
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Unsharded gradients beyond those that rest: the unit that is filled now, and reductions under way.
+    """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
 
-    The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
-    Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype. The shard
-    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that. On a device parts
-    of the others are received beside the own ones, by one reduction after the other.
+    They belong to the unit whose backward runs, and to reductions in flight. On a device, gradients keep the form
+    autograd made until their bucket is complete. Gradients that wait replicated are reduced in place if the wire dtype
+    allows. With several micro-batches, a reduced shard exists beside the resting gradient.
     """
     trainable = [b for b in buckets if b.trainable]
     more = limits.micro_batches > 1
@@ -293,14 +267,14 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def received_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Bytes that the largest reduction by an all-to-all receives, to be added up."""
+    """Bytes that the largest reduction by all-to-all receives before the local sum."""
     several = limits.micro_batches
     sizes = (b.layout.numel * b.wire_itemsize(several) for b in buckets if b.trainable and b.exchanges(several))
     return max(sizes, default=0)
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:
-    """Bytes between tiers besides the ring, all of them bounded by a few buckets."""
+    """Compute the staging bytes between tiers in each phase, without the ring of file buffers."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
@@ -313,14 +287,14 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     in_steps = max(windows, default=0)
     written = [b for b in trainable if b.params_rest is ParamsRest.shard and b.tiers.compute_param is Tier.nvme]
-    # As they are cast from the masters: one is written behind the step, and one is made.
+    # Buffers for parameters cast from the masters: one is being filled while one is written to files.
     in_steps += 2 * max((b.owned_numel * b.itemsizes.compute for b in written if not b.one_dtype), default=0)
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]
     on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
-    # Memory that is taken once and stays: for what is read ahead, for gradients that are added to those that are there,
-    # for what is stepped and sent by pieces, and for pieces of steps.
+    # Memory that is never freed: for parameters read ahead, for gradients added to resting ones, for shards that are
+    # stepped and sent in pieces, and for the pieces themselves.
     stays = READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
     stays += pair * any(b.grads_on_host for b in trainable) + pair * bool(in_files)
     stays += scratch_nbytes(on_host, on_device=False)
@@ -336,13 +310,13 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Host memory that holds what a gather reads from files."""
+    """Bytes of host memory that a gather needs for parameters read from files."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Whether ranks that hold ``rest`` each use at most half of their GPUs (0 bytes: the host) and of their host."""
+    """Whether ranks that hold ``rest`` use at most half of GPU and host. ``gpu=0``: the device is the host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -350,10 +324,8 @@ def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
 
 
 def in_memory(held: Bytes) -> int:
-    """All bytes that are not in files."""
     return on_tier(held, Tier.device) + on_tier(held, Tier.host)
 
 
 def on_tier(held: Bytes, tier: Tier) -> int:
-    """All bytes on one tier."""
     return sum(nbytes for (_, where), nbytes in held.items() if where is tier)

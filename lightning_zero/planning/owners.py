@@ -1,12 +1,12 @@
-"""Which rank steps which tensor whole, in which windows, and what travels there and back. Arithmetic on integers.
+"""Assign tensors to the ranks that step them whole, and plan the messages of such a step.
 
 ::
 
     shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
-    owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, for the time of a step
+    owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, during the step
 
-A *window* is what is stepped at a time: adjacent units, as many as fit. Inside of a window the ranks that share shards
-divide the tensors among them; the next window is on its way meanwhile.
+A *window* holds adjacent units, as many as fit in its limit. Its tensors are divided among the ranks of a shard group.
+The next window is sent while this one is stepped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from lightning_zero.planning.layout import BucketLayout, round_up
 
-MESSAGE_ALIGN = 16  # bytes; any dtype can be read from such a place
+MESSAGE_ALIGN = 16  # bytes; every dtype can be read at such an offset
 
 
 def matrix_work(shape: Sequence[int]) -> int:
-    """What a step of a tensor costs, to compare: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
+    """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
 
-    That is the order of a product of the matrix with its Gram matrix, of an orthogonalisation and of an eigenvector
-    basis of its shorter side. A tensor of more dimensions counts as [shape[0], the rest], others by their elements.
+    This is the order of an orthogonalisation, or of the eigenvectors of the shorter side. A tensor of more dimensions
+    counts as [shape[0], the rest]; a vector counts its elements.
     """
     if len(shape) < 2:
         return math.prod(shape)
@@ -36,12 +36,7 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Places of tensors, window by window: whole units in order up to ``limit`` bytes, parts of a unit beyond it.
-
-    Args:
-        nbytes: of each tensor.
-        units: of each tensor, in order.
-    """
+    """Group tensors in order into windows: whole units up to ``limit`` bytes; a larger unit is split."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)
@@ -61,15 +56,10 @@ def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> li
 def choose_owners(
     costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
 ) -> list[int]:
-    """The owner of each tensor: the largest first, each to the rank with the least work (LPT; Graham 1969, within 4/3
-    of the best). Of ranks with as much, to the one with the least in the tensor's window.
+    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
 
-    Blocks of a model are alike, so ranks are often equal, and the work of each window is spread over them: they meet at
-    each window.
-
-    Args:
-        costs: of each tensor.
-        kept: owners that stay: their ranks hold state. None: to be chosen.
+    The result is within 4/3 of the optimum. Ties go to the rank with the least work in the tensor's window, because
+    ranks wait for each other at each window. ``kept``: owners that hold state and stay; ``None``: to be chosen.
     """
     owners: list[int] = [0] * len(costs)
     window_of = {place: number for number, window in enumerate(windows) for place in window}
@@ -80,7 +70,7 @@ def choose_owners(
             owners[place] = owner
             total[owner] += costs[place]
             load[window_of[place]][owner] += costs[place]
-    # A plan may be of thousands of ranks: those with the least work come first here.
+    # A heap, because a plan may cover thousands of ranks.
     heap = [(work, rank) for rank, work in enumerate(total)]
     heapq.heapify(heap)
     for place in sorted((p for p, owner in enumerate(kept) if owner is None), key=lambda p: (-costs[p], p)):
@@ -97,55 +87,34 @@ def choose_owners(
 
 
 class Traveller(NamedTuple):
-    """A tensor of a window whose shards travel.
+    """A tensor whose shards are sent to its owner in a window."""
 
-    Attributes:
-        bucket: index of its layout.
-        itemsize: bytes of an element of the master.
-        grad_itemsize: of an element of its gradient; 0: it has none.
-    """
-
-    bucket: int
+    bucket: int  # index of its layout
     slot: int
     owner: int
-    itemsize: int
-    grad_itemsize: int
+    itemsize: int  # bytes per element of the master
+    grad_itemsize: int  # bytes per element of the gradient; 0: no gradient
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor, in the shard of one rank and in a message.
+    """Adjacent elements of a tensor, in one rank's shard and in a message."""
 
-    Attributes:
-        traveller: index in the window.
-        offset: first element, counted from the tensor's start.
-        start: first element, counted from the shard's start.
-        value: first byte of the masters in the message to the owner.
-        grad: first byte of the gradient there.
-        back: first byte in the message from the owner.
-    """
-
-    traveller: int
-    offset: int
+    traveller: int  # index in the window
+    offset: int  # first element, from the tensor's start
     numel: int
-    start: int
-    value: int
-    grad: int
-    back: int
+    start: int  # first element, from the shard's start
+    value: int  # first byte of the masters in the message to the owner
+    grad: int  # first byte of the gradient in that message
+    back: int  # first byte in the message from the owner
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and gets in one window, in bytes by rank.
+    """The messages of one rank in one window, in bytes by rank."""
 
-    Attributes:
-        own: pieces of its shard, in the message that it sends to their owners.
-        owned: pieces of the tensors that it owns, in the message that it gets.
-        kept: pieces of its shard of tensors that it owns, which are in no message.
-    """
-
-    own: tuple[Piece, ...]
-    owned: tuple[Piece, ...]
-    kept: tuple[Piece, ...]
+    own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
+    owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
+    kept: tuple[Piece, ...]  # pieces of this rank's shard of tensors that it owns; they are not sent
     own_sizes: tuple[int, ...]
     owned_sizes: tuple[int, ...]
     own_back: tuple[int, ...]
@@ -153,21 +122,17 @@ class Route:
 
     @property
     def there_nbytes(self) -> int:
-        """Both messages to the owners."""
+        """Bytes sent to and received by owners before the step."""
         return sum(self.own_sizes) + sum(self.owned_sizes)
 
     @property
     def back_nbytes(self) -> int:
-        """Both messages from them."""
+        """Bytes sent by and received from owners after the step."""
         return sum(self.own_back) + sum(self.owned_back)
 
 
 def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """What ``rank`` sends and gets.
-
-    Args:
-        layouts: of all buckets, over the same ranks.
-    """
+    """Plan what ``rank`` sends and receives in a window. ``layouts``: of all buckets, over the same ranks."""
     ranks = layouts[window[0].bucket].world_size if window else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(window, layouts, [(other, rank, other) for other in others], ranks)
@@ -179,11 +144,7 @@ def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], ran
 def _lay_out(
     window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """One message: its pieces, and its bytes by rank, there and back.
-
-    Args:
-        pairs: the other rank of each part, the rank whose shard it is of, and the owner that it is for; in rank order.
-    """
+    """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner). Return pieces and byte counts."""
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0
@@ -207,19 +168,15 @@ def _lay_out(
 
 
 def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[int]) -> int:
-    """The most bytes that one rank holds beside its shards while it steps window by window.
+    """Compute the most bytes that one rank holds beside its shards while it steps window by window.
 
     ::
 
         window 1    there | -> tensors | step ........ | back ... | -> shards
         window 2                       | there ....... | -> tensors | step ...
 
-    At most two and a half windows of masters and gradients: the tensors of one, another that comes, and the masters of
-    one that go back.
-
-    Args:
-        routes: of each window.
-        values, grads: bytes of the tensors that the rank owns in each window, and of their gradients.
+    That is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
+    gradients of the tensors that the rank owns, by window.
     """
     return peak_of_windows(
         [
@@ -230,24 +187,16 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
 
 
 class WindowBytes(NamedTuple):
-    """Bytes of one window on one rank.
+    """Bytes of one window on one rank."""
 
-    Attributes:
-        there, back: both messages to the owners, and both from them.
-        arriving: what others send to this rank's tensors.
-        tensors: that the rank owns, with their gradients.
-        values: without these.
-    """
-
-    there: int
-    arriving: int
-    back: int
-    tensors: int
-    values: int
+    there: int  # messages to the owners, sent and received
+    arriving: int  # received for the tensors that this rank owns
+    back: int  # messages from the owners, sent and received
+    tensors: int  # masters and gradients of the tensors that this rank owns
+    values: int  # the masters alone
 
 
 def peak_of_windows(windows: Sequence[WindowBytes]) -> int:
-    """See :func:`step_peak`."""
     most = 0
     for place, window in enumerate(windows):
         before = windows[place - 1].back if place else 0

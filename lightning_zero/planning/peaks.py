@@ -1,9 +1,9 @@
-"""The most floating-point operations that a GPU can do in a second, by the name that its driver gives it."""
+"""The peak FLOP/s of GPUs, by the name that the driver reports."""
 
 from __future__ import annotations
 
-# Dense, in 1e12 FLOP/s: NVIDIA's data sheets, whose figures with sparsity are halved. bf16 stands for fp16 too, with
-# sums in fp32. More particular names come first.
+# Dense, in 1e12 FLOP/s, from NVIDIA's data sheets (figures with sparsity are halved). bf16 stands for fp16 too, with
+# fp32 sums. More specific names come first.
 _PEAKS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2250, "tf32": 1125, "fp32": 75, "fp64": 37},
     "H200 NVL": {"bf16": 835, "tf32": 417, "fp32": 60, "fp64": 60},
@@ -21,12 +21,12 @@ _PEAKS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(gpu: str, dtype: str, *, tf32: bool) -> float | None:
-    """FLOP/s of a GPU at its best; None where it is not known.
+    """Return the peak FLOP/s of a GPU, or None if unknown.
 
     Args:
-        gpu: as its driver names it: ``NVIDIA H100 80GB HBM3``.
+        gpu: the driver's name: ``NVIDIA H100 80GB HBM3``.
         dtype: ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
-        tf32: products of fp32 are made with the precision of TF32 where the GPU has it.
+        tf32: fp32 products use TF32 where the GPU has it.
     """
     words = gpu.replace("-", " ").split()
     for name, peaks in _PEAKS.items():

@@ -1,4 +1,4 @@
-"""A stage is a row of placements, an offload choice a row of tiers. Nothing else in the engine knows stages by name."""
+"""Define stages as rows of placements, and offload choices as rows of tiers. Only this file knows stages by name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Tier(Enum):
 
 
 class StageRow(NamedTuple):
-    """Where each role of a bucket is at rest."""
+    """The placement of each role of a bucket at rest."""
 
     compute_param: Placement
-    grad: Placement  # sharded: reduced at every micro-batch; replicated: accumulated locally until the last one
+    grad: Placement  # sharded: reduced at every micro-batch; replicated: accumulated until the last
     master: Placement  # master_param and optim_state
 
 
 class TierRow(NamedTuple):
-    """The tier on which each role is at rest."""
+    """The tier of each role at rest."""
 
     master: Tier  # master_param and optim_state
     grad: Tier
@@ -41,7 +41,6 @@ class TierRow(NamedTuple):
 
     @property
     def leaves_device(self) -> bool:
-        """Whether any role rests elsewhere than on the device."""
         return any(tier is not Tier.device for tier in self)
 
 
@@ -66,19 +65,12 @@ OFFLOADS: dict[Offload, TierRow] = {
 assert all(row.grad in (_D, _H) for row in OFFLOADS.values()), "gradients rest on the device or in plain host memory"
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# Parameters that cannot be shown as a placeholder (0-d, one element, empty, integers, complex) keep this row at
-# every stage.
+# Parameters that have no placeholder (0-d, one element, empty, integers, complex) use this row at every stage.
 REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Operations asked of ``comm/communicator.py`` for one bucket in one optimizer step of ``micro_batches`` backwards.
-
-    Args:
-        row: the bucket's placements.
-        micro_batches: backwards per step.
-        stays_gathered: the unit stays gathered between forward and backward (the root, the last block).
-    """
+    """Count the collectives of a bucket in one optimizer step. ``stays_gathered``: between forward and backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -90,7 +82,7 @@ def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bo
 
 
 class UnitBytes(NamedTuple):
-    """What one unit needs at rest on this rank, beside its compute parameters."""
+    """Bytes of one unit at rest on this rank, without its compute parameters."""
 
     name: str
     state_nbytes: int  # master_param and optim_state
@@ -105,32 +97,22 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """With those that the user gave in place of what was found."""
+        """Replace found budgets by those that the user gave."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
-    """What a rank takes where no budget is given: half of its device (activations and gathered parameters need the
-    rest), its share of the host's memory, less a tenth, and its share of the disk.
-
-    Args:
-        device: bytes of one device; 0 where it is the host itself.
-        host: bytes of one host, shared by ``local_ranks``.
-        nvme: bytes of files for this rank.
-    """
+    """Return a rank's default budgets. Half of the device is left for activations and gathered units."""
     return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Tiers of each unit's optimizer under budgets: the first units on the device, then the host, then files.
+    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files.
 
-    The step is needed first by the first units of the next forward, so these stay nearest. Gradients rest on the device
-    beside a resident optimizer, and on the host beside one that is not. As many units as fit stay on the device, which
-    is best for the other two as well; of the rest, as many on the host as leave room for the gradients of all of them.
-
-    Raises:
-        ConfigError: the budgets cannot hold the units; the message holds the plan as far as it got.
+    The next forward needs the first units first, so they rest nearest. Gradients rest on the device beside a resident
+    optimizer, else on the host. As many units as fit stay on the device; of the rest, the host takes as many as leave
+    room for the gradients of all. Raises ConfigError, with the partial plan, if the budgets are too small.
     """
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]

@@ -1,11 +1,7 @@
-"""The order of gathers: recorded once, compiled to a plan, followed and looked ahead in.
+"""Record the order of gathers once, compile it to a plan, and follow the plan in later passes.
 
-A *pass* is one forward with its backward (or one evaluation step). While a pass is recorded, every gather is written
-down in the order in which it was agreed; :func:`compile_plan` turns that history into a :class:`Plan`, and a
-:class:`Cursor` follows the plan in later passes: it says which gathers must be issued before the one that is
-demanded, what may be gathered ahead under the byte budget, and what stays gathered after a use.
-
-Units are integers here. All ranks hold the same history, so all compile the same plan.
+All ranks record the same history of units (integers), so all compile the same :class:`Plan`. A :class:`Cursor` then
+says which gathers to issue before a demanded one, what to prefetch within a byte budget, and what stays gathered.
 """
 
 from __future__ import annotations
@@ -14,37 +10,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_PLAN = 65536  # entries; a longer history without a period is cut (the rest is agreed step by step)
+MAX_PLAN = 65536  # entries; longer histories without a period are cut, and ranks agree on the rest step by step
 
 
 class Entry(NamedTuple):
-    """One gather. ``uses`` counts the uses it serves: above one the unit stays gathered between them."""
+    """One gather, which serves ``uses`` uses. With more than one, the unit stays gathered between them."""
 
     unit: int
     uses: int = 1
 
 
 class Plan(NamedTuple):
-    """
-    Attributes:
-        cyclic: the pass may repeat the entries any number of times (generation).
-        one_path: all ranks asked for the same units, one after the other, in the pass that was recorded.
-    """
+    """The gathers of one kind of pass."""
 
     entries: tuple[Entry, ...]
-    cyclic: bool = False
-    one_path: bool = False
+    cyclic: bool = False  # the pass may repeat the entries any number of times (generation)
+    one_path: bool = False  # all ranks demanded the same units in the same order while the pass was recorded
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
-    """Whether a unit of ``nbytes`` may be gathered ahead, beside those that wait: one of any size, more by budget."""
+    """Whether a unit may be prefetched beside those waiting. The first may have any size."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
 def find_period(history: Sequence[int]) -> int:
-    """Length of the shortest prefix whose whole repetitions make up ``history`` (its own length if there is none)."""
+    """Return the length of the shortest prefix whose repetitions make up ``history``."""
     n = len(history)
-    # Prefix function of Knuth, Morris and Pratt: n - border[n] is the shortest period.
+    # Knuth-Morris-Pratt prefix function: n - border[n] is the shortest period.
     border = [0] * (n + 1)
     k = 0
     for i in range(1, n):
@@ -58,28 +50,28 @@ def find_period(history: Sequence[int]) -> int:
 
 
 def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int = 0, *, cyclic: bool = False) -> Plan:
-    """The plan of a pass from the gathers that were seen in it.
+    """Compile the plan of a pass from its recorded gathers.
 
     Args:
-        history: units in the order of their gathers, repetitions included.
+        history: units in the order of their gathers, with repetitions.
         nbytes: gathered bytes of each unit.
-        keep_bytes: budget for units that stay gathered until their next use. Gaps between two uses are closed from
-            the shortest on, so the last units of a forward come first. A unit used twice in a row always stays.
-        cyclic: the pass has no backward, and may repeat its gathers.
+        keep_bytes: budget for units that stay gathered until their next use. The shortest gaps are closed first, so the
+            last units of a forward stay. A unit used twice in a row always stays.
+        cyclic: the pass has no backward and may repeat its gathers.
     """
     history = list(history[:MAX_PLAN])
     if cyclic:
         return Plan(tuple(Entry(unit) for unit in history[: find_period(history)]), cyclic=True)
     uses = [1] * len(history)
     for i, j in sorted(_gaps_to_close(history, nbytes, keep_bytes), reverse=True):
-        uses[i] += uses[j]  # from the back, so that a chain of closed gaps adds up in its first entry
+        uses[i] += uses[j]  # backwards, so that a chain of closed gaps adds up in its first entry
         uses[j] = 0
     entries = tuple(Entry(unit, n) for unit, n in zip(history, uses, strict=True) if n)
     return Plan(entries)
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Pairs of places of one unit between which it stays gathered."""
+    """Yield pairs of positions between which a unit stays gathered."""
     previous: dict[int, int] = {}
     gaps: list[tuple[int, int, int]] = []
     for place, unit in enumerate(history):
@@ -95,18 +87,18 @@ def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -
 
 @dataclass(slots=True)
 class Cursor:
-    """A place in a plan. ``position`` counts the entries issued in this pass."""
+    """A position in a plan: the number of entries issued in this pass."""
 
     plan: Plan
     position: int = 0
-    uses_left: dict[int, int] = field(default_factory=dict)  # unit -> uses that its last gather still serves
+    uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def _wrap(self) -> None:
         if self.plan.cyclic and self.plan.entries and self.position == len(self.plan.entries):
             self.position = 0
 
     def up_to(self, unit: int) -> list[int] | None:
-        """The units to issue, in order, so that ``unit`` comes last; None if the plan does not hold it any more."""
+        """Take the units to issue so that ``unit`` comes last, or return None if the rest of the plan lacks it."""
         self._wrap()
         entries = self.plan.entries
         for i in range(self.position, len(entries)):
@@ -118,22 +110,21 @@ class Cursor:
         return None
 
     def peek(self) -> int | None:
-        """The unit that follows."""
         return self.plan.entries[self.position].unit if self.position < len(self.plan.entries) else None
 
     def ahead(self, admit: Callable[[int], bool]) -> list[int]:
-        """The following units that ``admit`` accepts one by one; it stops at the first that it does not."""
+        """Take the next units as long as ``admit`` accepts them."""
         taken: list[int] = []
         while self.position < len(self.plan.entries) and admit(self.plan.entries[self.position].unit):
             taken.append(self._take())
         return taken
 
     def rest(self) -> list[int]:
-        """The units still to be issued, so that ranks that need them are served."""
+        """Take all remaining units, so that ranks that still need them are served."""
         return [self._take() for _ in range(len(self.plan.entries) - self.position)]
 
     def used(self, unit: int) -> bool:
-        """Count a use of ``unit`` as over; whether it may be dropped now."""
+        """Count a use of ``unit`` as finished. Return whether the unit may be dropped."""
         left = self.uses_left.get(unit, 1) - 1
         self.uses_left[unit] = left
         return left <= 0

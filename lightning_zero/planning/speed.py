@@ -1,15 +1,15 @@
-"""The least time that a step can take: what has to be computed and moved, by resource, over the rates of a machine.
+"""Compute the least time of a step: its work on each resource, divided by the rates of the machine.
 
-Of a parameter in a bucket that is stepped on the host, with itemsizes c (compute), m (master, state) and g (gradient)::
+Bytes for each parameter that is stepped on the host, with itemsizes c (compute), m (master, state), g (gradient)::
 
-    link        to the device c, or c at every gather where parameters rest elsewhere; from the device g
-    host memory a step reads master, two states and the gradient, and writes master and states: 6 m + g
-    disk        3 m read and written where the optimizer is in files; c read at every gather and written once where
+    link        to the device c, or c at every gather if parameters rest on another tier; from the device g
+    host memory the step reads master, two states and gradient, and writes master and states: 6 m + g
+    disk        3 m read and written if the optimizer is in files; c read at every gather and written once if
                 parameters are
 
-Of the 6 m and 3 m, 4 m and 2 m are of states, in which these have less under ``zero.optimizer.state_dtype``.
-On a GPU all of these overlap, so the largest is the bound. But a step that does not begin before the backward is over
-(because of clipping, say) can hide behind the next forward only: the backward after it needs its gradients' place.
+``zero.optimizer.state_dtype`` shrinks the states' part of m. On a GPU all resources work in parallel, so the slowest is
+the bound. But a step that waits for the end of the backward (gradient clipping) overlaps only the next forward, because
+the next backward needs the gradients' memory.
 """
 
 from __future__ import annotations
@@ -22,34 +22,26 @@ from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import Placement, Tier
 
 STATES = 2  # of Adam
-FORWARD = 1 / 3  # of the compute of a step; a backward takes twice the time of its forward
+FORWARD = 1 / 3  # share of the compute of a step; a backward takes twice the time of its forward
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second, as far as one rank has it.
+    """What a machine does per second for one rank."""
 
-    Attributes:
-        compute: floating-point operations that a model reaches.
-        device_memory, host_memory: bytes read and written by a kernel on all cores.
-        to_device, to_host: bytes over the link, each way at a time.
-        disk_read, disk_write: bytes; one at a time.
-        network: bytes that a rank sends, and receives at the same time.
-    """
-
-    compute: float
-    device_memory: float
-    host_memory: float
-    to_device: float
-    to_host: float
-    disk_read: float
-    disk_write: float
-    network: float = math.inf
+    compute: float  # FLOPs that a model reaches
+    device_memory: float  # bytes read and written
+    host_memory: float  # bytes read and written by all cores
+    to_device: float  # bytes
+    to_host: float  # bytes, at the same time
+    disk_read: float  # bytes; the disk does not write at the same time
+    disk_write: float  # bytes
+    network: float = math.inf  # bytes sent, while as many are received
 
 
 @dataclass
 class Work:
-    """What one rank has to do in one step, in the units of :class:`Rates`."""
+    """The work of one rank in one step, in the units of :class:`Rates`."""
 
     compute: float = 0.0
     device_memory: float = 0.0
@@ -61,18 +53,14 @@ class Work:
     network: float = 0.0
 
     def seconds(self, rates: Rates) -> dict[str, float]:
-        """By resource; the disk reads or writes."""
+        """Return the seconds of each resource. Disk reads and writes are added up."""
         found = {f.name: getattr(self, f.name) / getattr(rates, f.name) for f in fields(self)}
         disk = found.pop("disk_read") + found.pop("disk_write")
         return {**found, "disk": disk}
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """The work of one step.
-
-    Args:
-        flops: of forwards and backwards on this rank.
-    """
+    """Sum the work of one step. ``flops``: of all forwards and backwards on this rank."""
     work = Work(compute=flops)
     for bucket in buckets:
         if bucket.trainable:
@@ -102,12 +90,8 @@ def _add_step(work: Work, bucket: BucketPlan, micro_batches: int) -> None:
 
 
 def least_seconds(work: Work, rates: Rates, *, micro_batches: int = 1) -> float:
-    """The bound on a step, without the first unit's way in and the last one's way out.
-
-    Args:
-        micro_batches: in how many parts the compute is done.
-    """
+    """Compute the lower bound of a step's time, without the first gather and the last reduction."""
     seconds = work.seconds(rates)
     forward = FORWARD * seconds["compute"] / micro_batches
-    # What is read from files for the step need not wait for the backward.
+    # Reading the optimizer state from files need not wait for the backward.
     return max(*seconds.values(), seconds["compute"] - forward + max(forward, seconds["host_memory"]))

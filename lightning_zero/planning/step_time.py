@@ -1,4 +1,4 @@
-"""Seconds that a step is expected to take, and the resource that binds it, from the rates of a machine.
+"""Estimate the seconds of a step and the resource that binds it, from the rates of a machine.
 
 Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
 
@@ -6,10 +6,8 @@ Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms
     reduce-scatter   n * wire itemsize * (N - 1) / N          stage 2, 3: each micro-batch; stages 0, 1: one
     all-reduce       that, and a gather of the sum, in the reduce dtype
 
-The wire itemsize is that of the reduce dtype, or of the compute dtype where ``zero.comm.grad_comm_dtype`` says so.
-
-On a GPU everything overlaps but the first gather and the last reduction, which stand alone (``speed.py``). On a CPU all
-of it is done by the same cores, so it adds up.
+On a GPU everything overlaps but the first gather and the last reduction (``speed.py``). On a CPU all work shares the
+same cores, so it adds up.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ CPU_RATES = Rates(
     disk_write=1e9,
     network=2e9,
 )
-"""Of a process on a few cores. Assumed, like :data:`GPU_RATES`, where nothing is given: they order rows, no more."""
+"""Assumed for a process on a few cores if no rates are given. Like :data:`GPU_RATES`, good enough to order rows."""
 GPU_RATES = Rates(
     compute=300e12,
     device_memory=2.5e12,
@@ -43,35 +41,30 @@ GPU_RATES = Rates(
     disk_write=2e9,
     network=50e9,
 )
-"""Of one GPU, with its share of the host."""
+"""Assumed for one GPU with its share of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank sends in one optimizer step.
-
-    Attributes:
-        in_node: of gathers that stay within a node, beside the others.
-        exchanged: among ranks that share a sequence.
-    """
+    """Bytes that one rank sends in one optimizer step."""
 
     gathers: float
     reductions: float
-    in_node: float = 0.0
-    exchanged: float = 0.0
+    in_node: float = 0.0  # of gathers within a node, not counted in gathers
+    exchanged: float = 0.0  # to ranks that share a sequence
 
     @property
     def nbytes(self) -> float:
-        """Over the network."""
+        """Bytes over the network."""
         return self.gathers + self.reductions + self.exchanged
 
 
 def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
-    """What a rank sends in a step of ``limits.micro_batches`` backwards.
+    """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
 
     Args:
-        replicas: groups of ranks that each hold all shards; their shards are summed too.
-        exchanged: bytes of one micro-batch, to ranks that share its sequence.
+        replicas: shard groups, whose reduced shards are summed too.
+        exchanged: bytes of one micro-batch to ranks that share a sequence.
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
@@ -99,7 +92,7 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
 
 
 def _in_node(bucket: BucketPlan, limits: Limits) -> float:
-    """Bytes of the second gathers of a bucket, if they are of what the node has kept."""
+    """Bytes of a bucket's second gathers if the node keeps its units, else 0."""
     ranks = limits.node_ranks
     if not ranks or not bucket.reshards:
         return 0.0
@@ -108,16 +101,10 @@ def _in_node(bucket: BucketPlan, limits: Limits) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Expected seconds of one optimizer step.
-
-    Attributes:
-        seconds: of the step.
-        resources: seconds that each resource works.
-        binding: the resource that works the longest.
-    """
+    """Expected seconds of one optimizer step."""
 
     seconds: float
-    resources: dict[str, float]
+    resources: dict[str, float]  # busy seconds of each resource
 
     @property
     def binding(self) -> str:
@@ -134,12 +121,11 @@ def expected(
     exchanged: int = 0,
     on_cpu: bool = False,
 ) -> StepTime:
-    """How long a step takes, in which nothing but its resources is waited for.
+    """Estimate the time of a step that waits for nothing but its resources.
 
     Args:
-        flops: of one micro-batch, forward and backward, recomputation included.
-        exchanged: see :func:`sent_by`.
-        on_cpu: one set of cores does it all.
+        flops: of forward and backward of one micro-batch, with recomputation.
+        on_cpu: the same cores do all work, so that nothing overlaps.
     """
     micro_batches = limits.micro_batches
     work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
@@ -152,7 +138,7 @@ def expected(
 
 
 def _alone(buckets: Sequence[BucketPlan], micro_batches: int) -> float:
-    """Bytes of the first gather and of the last reduction, which nothing hides."""
+    """Bytes of the first gather and the last reduction, which nothing overlaps."""
     shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
     gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     reductions = by_unit(buckets, lambda b: b.layout.numel * b.wire_itemsize(micro_batches) * b.trainable)

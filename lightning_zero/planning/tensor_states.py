@@ -1,7 +1,4 @@
-"""Optimizer state of each tensor, where optimizers step whole tensors: what of it a rank has under a plan.
-
-Who owns a tensor follows as in a run (``owners.py``), if all optimizers are new.
-"""
+"""Plan each rank's optimizer state where optimizers step whole tensors. Owners are chosen as in ``owners.py``."""
 
 from __future__ import annotations
 
@@ -17,19 +14,12 @@ from lightning_zero.planning.placement import Tier
 
 
 class TensorState(NamedTuple):
-    """The state of one parameter.
+    """The state of one parameter."""
 
-    Attributes:
-        optimizer: number of the one that steps it whole; -1: none does.
-        work: what its step costs: see :func:`~lightning_zero.planning.owners.matrix_work`.
-        nbytes: of each tensor of state, where it is stepped whole.
-        slices: tensors of element-wise state, where it is stepped by slices.
-    """
-
-    optimizer: int = -1
-    work: int = 0
-    nbytes: tuple[int, ...] = ()
-    slices: int = 0
+    optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
+    work: int = 0  # cost of its step, by owners.matrix_work
+    nbytes: tuple[int, ...] = ()  # of each state tensor, if it is stepped whole
+    slices: int = 0  # number of element-wise state tensors, if it is stepped in slices
 
 
 class _Tensor(NamedTuple):
@@ -40,28 +30,19 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorStates:
-    """The state of all parameters of a model.
+    """The state of all parameters of a model."""
 
-    Attributes:
-        tensors: by bucket of the model, by parameter.
-        window_nbytes: bytes of gradients that travel at a time.
-    """
-
-    tensors: tuple[tuple[TensorState, ...], ...]
-    window_nbytes: int
+    tensors: tuple[tuple[TensorState, ...], ...]  # by bucket and parameter
+    window_nbytes: int  # bytes of gradients sent per window
     _owners: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Of all state that tensors which are stepped whole have, each once."""
+        """Bytes of the state of all tensors that are stepped whole."""
         return sum(sum(state.nbytes) for states in self.tensors for state in states)
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan]) -> StateOfRank:
-        """What the rank has that has most, and what it holds beside its shards in a step.
-
-        Args:
-            buckets: of the model, under some plan.
-        """
+        """Return the state of the rank that holds most, and its bytes beside the shards during a step."""
         ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
         by_optimizer: dict[int, list[_Tensor]] = {}
         for number, (bucket, states) in enumerate(zip(buckets, self.tensors, strict=True)):
@@ -89,7 +70,7 @@ class TensorStates:
     def _arrange(
         self, optimizer: int, tensors: Sequence[_Tensor], buckets: Sequence[BucketPlan], ranks: int
     ) -> tuple[list[list[int]], list[int]]:
-        """Windows, and the owner of each tensor."""
+        """Return the windows, and the owner of each tensor."""
         plans = [buckets[tensor.bucket] for tensor in tensors]
         sizes = [b.layout.slots[t.slot].numel * b.itemsizes.grad for b, t in zip(plans, tensors, strict=True)]
         moves = any((b.shards_master and ranks > 1) or b.tiers.master is not Tier.device for b in plans)
@@ -103,7 +84,7 @@ class TensorStates:
 
 
 def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
-    """Bytes of each element-wise tensor of state that a rank has of a bucket, at most."""
+    """Upper bounds of the bytes of each element-wise state tensor that a rank holds of a bucket."""
     if not bucket.trainable:
         return []
     starts = [slot.start for slot in bucket.layout.slots]
@@ -115,11 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Of a window on one rank, if each rank has an equal part of each tensor.
-
-    Args:
-        own: of each tensor, whether it is that rank's.
-    """
+    """Estimate a window's bytes on one rank that owns the tensors ``own``, as if shards were equal."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

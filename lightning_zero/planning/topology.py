@@ -1,4 +1,4 @@
-"""Nodes, and which ranks share shards: all of them (flat), or those of one node (hybrid sharding).
+"""Decide which ranks share shards: all (flat), or those of one node (hybrid sharding).
 
 ::
 
@@ -6,7 +6,7 @@
     shards   : 0 1 2 3           shards   : 0 1 | 2 3      gathers and reduce-scatters stay within a node
     replicas : -                 replicas : 0 2 | 1 3      reduced shards are summed across nodes
 
-Under ``node_backward`` all ranks share shards, and those of a node share what units keep between forward and backward.
+Under ``node_backward`` all ranks share shards, and each node keeps dropped units until the end of the backward.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from typing import NamedTuple
 
 from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, Transport
 
-EXCHANGE_MAX_RANKS = 64  # above it an all-to-all of one bucket would be many small messages
+EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 
 
 class Topology(NamedTuple):
-    """How the ranks of a group are divided.
+    """The groups of ranks that share shards, and those that keep units for the backward."""
 
-    Attributes:
-        shard_groups: ranks that share shards, in the order of the shards.
-        node_groups: ranks that share what units keep for the backward; empty: units keep nothing.
-    """
-
-    shard_groups: tuple[tuple[int, ...], ...]
-    node_groups: tuple[tuple[int, ...], ...] = ()
+    shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
+    node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
 
     @property
     def shard_size(self) -> int:
@@ -39,29 +34,21 @@ class Topology(NamedTuple):
         return next(group for group in self.shard_groups if rank in group)
 
     def node_group_of(self, rank: int) -> tuple[int, ...]:
-        """Ranks that keep shards for the backward together with ``rank``; none, where nothing is kept."""
+        """The ranks that keep units for the backward together with ``rank``; empty if units are not kept."""
         return next((group for group in self.node_groups if rank in group), ())
 
     def replicate_group_of(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same shards as ``rank``, itself among them."""
+        """The ranks that hold the same shards as ``rank``, including ``rank``."""
         place = self.shard_group_of(rank).index(rank)
         return tuple(group[place] for group in self.shard_groups)
 
 
 def flat(world_size: int) -> Topology:
-    """All ranks share shards."""
     return Topology((tuple(range(world_size)),))
 
 
 def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
-    """The ranks of each node share shards; nodes hold replicas. ``names``: the node of each rank.
-
-    Args:
-        hybrid_shard: that asks for it.
-
-    Raises:
-        ConfigError: nodes have different numbers of ranks.
-    """
+    """Share shards within each node. ``names``: the node of each rank. Raises ConfigError if nodes differ in ranks."""
     if not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
@@ -73,21 +60,14 @@ def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
 
 
 def within_nodes(names: Sequence[str]) -> Topology:
-    """All ranks share shards; those of each node share what units keep for the backward. See :func:`by_node`.
-
-    Raises:
-        ConfigError: nodes have different numbers of ranks, there is one node, or each has one rank.
-    """
+    """Shard over all ranks, and keep units for the backward within nodes. Raises ConfigError if that has no effect."""
     nodes = by_node(names, "node_backward").shard_groups
     check_nodes(len(nodes), len(nodes[0]))
     return Topology(flat(len(names)).shard_groups, nodes)
 
 
 def check_nodes(nodes: int, ranks: int) -> None:
-    """
-    Raises:
-        ConfigError: ``zero.comm.hybrid_shard=node_backward`` on ``nodes`` of ``ranks`` each would do nothing.
-    """
+    """Raise ConfigError if ``node_backward`` would have no effect on ``nodes`` nodes of ``ranks`` ranks."""
     if nodes > 1 and ranks > 1:
         return
     got, why = ("one node", "gathers stay on it anyway") if nodes == 1 else ("one", "there is nobody to gather from")
@@ -98,10 +78,7 @@ def check_nodes(nodes: int, ranks: int) -> None:
 
 
 def check_exchange(topology: Topology, comm: CommConfig) -> None:
-    """
-    Raises:
-        ConfigError: gradients are to travel in bf16, and too many ranks share shards.
-    """
+    """Raise ConfigError if gradients are to be sent in bf16 but too many ranks share shards."""
     auto = comm.transport is Transport.auto
     if comm.grad_comm_dtype is GradCommDtype.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
         raise ConfigError(
@@ -121,16 +98,13 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def sequence_group_of(rank: int, size: int) -> range:
-    """The ranks that share a sequence with ``rank``: ``size`` adjacent ones. What rests is sharded over all ranks."""
+    """The ``size`` adjacent ranks that share a sequence with ``rank``. Shards are divided over all ranks regardless."""
     first = rank - rank % size
     return range(first, first + size)
 
 
 def check_sequence_parallel(size: int, world_size: int) -> None:
-    """
-    Raises:
-        ConfigError: the ranks cannot be divided into groups of ``size``.
-    """
+    """Raise ConfigError if the ranks cannot be divided into groups of ``size``."""
     if world_size % size:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which modules are units. Names and sizes only: no parameter is read."""
+"""Choose which modules are units. Only names and sizes are read, never values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_zero.config import MIB, ConfigError, UnitConfig, nearest
 
-# Units by size hold at most this part of the model, where their modules can be divided: so stage 3 gathers about an
-# eighth at a time, and the next one ahead. Smaller than LEAST_NBYTES, messages would cost more than they save.
+# Units chosen by size hold at most 1/SHARE of the model, if their modules can be divided. Models below LEAST_NBYTES
+# stay whole: messages would cost more than they save.
 SHARE = 8
 LEAST_NBYTES = MIB
 
 
 def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
-    """Names of the modules that become units, in the order of ``named_modules``; the root is not among them.
+    """Return the names of the modules that become units, in the order of ``named_modules``, without the root.
 
-    By ``config.classes`` if given; else by ``_no_split_modules`` (Hugging Face); else the repeated blocks of
-    ModuleList and Sequential containers. Blocks above ``max_bytes`` are divided. Where repeated blocks hold less than
-    half of the model (a U-Net, a GAN), what is left is divided by size too, see :data:`SHARE`.
-
-    Raises:
-        ConfigError: a class of ``zero.unit.classes`` does not occur in the model.
+    Units are found by ``config.classes``, else by ``_no_split_modules`` (Hugging Face), else as repeated blocks of
+    ModuleList and Sequential. Blocks above ``max_bytes`` are divided. If units hold less than half of the model, the
+    rest is divided by size, see :data:`SHARE`. Raises ConfigError if a class of ``config.classes`` is not in the model.
     """
     if config.classes:
         names = _by_class(module, config.classes, required=True)
@@ -40,7 +37,7 @@ def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
 
 
 def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[str]:
-    """``names``, and units by size of what they leave to the root, where that is most of a model that is not small."""
+    """Add units by size to ``names`` if these leave most of a large model to the root."""
     total = _nbytes(module)
     if 2 * sum(_nbytes(module.get_submodule(name)) for name in names) >= total:
         return names
@@ -52,7 +49,7 @@ def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[
 
 
 def _owns(module: nn.Module, name: str) -> bool:
-    """Whether a parameter of the module ``name`` is used by nothing else: one that others use is the root's."""
+    """Whether the module has a parameter that no other module uses. Shared parameters belong to the root."""
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     inside = Counter(id(p) for _, p in module.get_submodule(name).named_parameters(remove_duplicate=False))
     return any(uses[key] == count for key, count in inside.items())
@@ -75,7 +72,7 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Children of containers that hold a class at least twice. Blocks inside a chosen block stay with it."""
+    """Find children of containers that hold a class at least twice, outside of chosen blocks."""
     chosen: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -86,14 +83,14 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
         children = [(key, child) for key, child in children if any(True for _ in child.parameters())]
         kinds = [type(child) for _, child in children]
         for key, child in children:
-            is_block = any(True for _ in child.children())  # a bare Linear is no block
+            is_block = any(True for _ in child.children())  # a bare Linear is not a block
             if is_block and not _is_plain_list(child) and kinds.count(type(child)) > 1:
                 chosen.append(key)
     return chosen
 
 
 def _is_plain_list(module: nn.Module) -> bool:
-    """Containers that are never called: hooks on them would not fire."""
+    """Whether the module is a container that is never called, so that hooks on it would not fire."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
@@ -109,18 +106,15 @@ def _divide_large(module: nn.Module, names: list[str], max_bytes: int) -> list[s
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:
-    """
-    Args:
-        taken: names of modules that are units already.
-    """
+    """Divide a module into units by size, outside of the units ``taken``."""
     result: list[str] = []
     for name, child in module.named_children():
         size = _nbytes(child)
         inside = [t.removeprefix(f"{name}.") for t in taken if t.startswith(f"{name}.")]
         if size == 0 or name in taken:
             continue
-        # A module with parameters of its own uses them, and maybe its children's, without calling the children
-        # (MultiheadAttention and its out_proj): it stays whole. So does one whose weights are computed from others.
+        # A module with parameters may use its children's parameters without calling them (MultiheadAttention and
+        # out_proj), so it stays whole. So does a module with parametrized weights.
         divisible = (
             any(_nbytes(c) for c in child.children())
             and not any(True for _ in child.parameters(recurse=False))
@@ -138,7 +132,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """The unit that owns a parameter used by the modules ``users``: their lowest common ancestor unit ("": root)."""
+    """Return the lowest unit above all ``users`` of a parameter ("": root)."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

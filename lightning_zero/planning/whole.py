@@ -1,11 +1,11 @@
-"""The whole module between runs: one copy of its parameters on each host, beside what rests. Arithmetic on integers.
+"""Compute the bytes of the whole module between runs: one copy of its parameters on each host.
 
 ::
 
-    after a run = rest + the copy, one per host + a bucket's masters on their way into it, where hosts gather them
+    after a run = rest + one copy per host + a bucket's masters in flight, if hosts gather them
 
-The copy lies in memory that the ranks of a host share. What a rank writes to becomes its own, page by page, which no
-plan knows. A run that trains begins without a copy, so it adds nothing to the peak of a step.
+The ranks of a host share the copy. Pages that a rank writes become private to it, which plans do not count. A training
+run starts without a copy, so the copy adds nothing to the peak of a step.
 """
 
 from __future__ import annotations
@@ -18,26 +18,21 @@ from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 
-COPY_ALIGN = 64  # bytes: each parameter begins at a multiple
-SPARE = 0.9  # of the memory that is there; the rest is for what the process does with the module
+COPY_ALIGN = 64  # bytes; parameters begin at multiples
+SPARE = 0.9  # share of the available memory; the rest is left to the process
 
 
 def copy_nbytes(params: Iterable[int]) -> int:
-    """Bytes of the copy of a module with parameters of these bytes, in the dtypes that they were built with."""
+    """Bytes of the copy of a module whose parameters have these bytes in their original dtypes."""
     return max(COPY_ALIGN, sum(round_up(nbytes, COPY_ALIGN) for nbytes in params))
 
 
 def needed_nbytes(nbytes: int) -> int:
-    """Bytes that must be available for a copy, with what is on the way to it, of ``nbytes``."""
     return -int(-nbytes / SPARE // 1)  # rounded up
 
 
 def no_room_for(nbytes: int, available: int, where: str) -> str | None:
-    """Why there is no room for ``nbytes`` of a copy; ``None``: there is.
-
-    Args:
-        where: the host.
-    """
+    """Say why ``nbytes`` of a copy do not fit on the host ``where``; ``None``: they fit."""
     if nbytes <= SPARE * available:
         return None
     return (
@@ -47,21 +42,16 @@ def no_room_for(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Bytes of one rank while the copy is filled.
-
-    Args:
-        gathers: the shards of some rank are on several hosts; else each host has all values.
-    """
+    """Bytes of one rank while the copy is filled. ``gathers``: shards are spread over several hosts."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 
 def after_run(rest: Bytes, nbytes: int, on_the_way: int, ranks: int) -> Bytes:
-    """Bytes of one rank when a run is over and the module is whole.
+    """Compute the bytes of one rank after a run, with its share of the copy.
 
     Args:
-        rest: bytes at rest.
-        nbytes: of the copy, of which each of the ``ranks`` of a host is given an equal share.
-        on_the_way: of one rank.
+        nbytes: of the copy, shared equally by the ``ranks`` of a host.
+        on_the_way: bytes of one rank from :func:`on_the_way_nbytes`.
     """
     held = Counter(rest)
     held[Role.whole_copy, Tier.host] = -(-nbytes // ranks)

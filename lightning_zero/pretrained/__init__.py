@@ -1,12 +1,12 @@
-"""First values of a module from a folder of Hugging Face: ``zero.init_from``.
+"""First values of a module from a Hugging Face folder (``zero.init_from``).
 
 ::
 
-    stored       tensors in files, of which only the parts are read that a rank needs
-    folder       the safetensors files of a folder, of which ranges are read
-    names        which of their tensors belong to which parameters and buffers
-    conversions  tensors that transformers keeps otherwise in memory than in files
-    first        modules that are built otherwise than by ``reset_parameters``
+    stored       tensors in files, of which each rank reads the parts it needs
+    folder       reads ranges of the safetensors files of a folder
+    names        matches the folder's tensors with parameters and buffers
+    conversions  converts tensors that transformers keeps differently in memory
+    first        finds how a module makes its first values
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ SHOWN = 5  # names in a message
 
 
 def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
-    """The tensors of the folder ``path`` by names of parameters and buffers of ``module``.
+    """Return the tensors of the folder ``path`` by names of parameters and buffers of ``module``.
 
-    Args:
-        warn: of tensors of either side that have no partner on the other one.
-        only_meta: leave those out that ``module`` has values for.
-
-    Raises:
-        ConfigError: there are no safetensors files, or a damaged one; no tensor, or one of another shape, belongs to
-            ``module``.
+    With ``only_meta``, leave out tensors for which ``module`` has values. Raises ConfigError if files are absent or
+    damaged, no tensor belongs to ``module``, or one has another shape.
     """
     folder = SafetensorsFolder(Path(path).expanduser())
     found = match(module, folder)

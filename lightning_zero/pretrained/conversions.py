@@ -1,7 +1,6 @@
-"""Models of transformers keep some tensors otherwise than their files: under other names, or several in one.
+"""Convert tensors that transformers keeps under other names, or fused, in memory (Mixtral's experts).
 
-transformers knows how (Mixtral's experts are one tensor in memory and many in files), and is asked here. It is imported
-by nobody but the user's model.
+transformers itself says how. Only the user's model imports it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
-    """The outermost model of transformers inside of ``module`` and the prefix of its names; None if there is none, or
-    several."""
+    """Return the outermost transformers model inside ``module`` and its prefix; (None, "") unless there is just one."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None, ""
@@ -36,11 +34,7 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """``stored``, by names as in files, as ``model`` has them in memory.
-
-    Args:
-        own: the tensors of the model, without adapters.
-    """
+    """Convert ``stored``, by names in files, to the tensors of ``model`` in memory, without adapters (``own``)."""
     loading = _loading()
     if loading is None:
         return dict(stored)
@@ -62,13 +56,13 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
             group.add(key, pattern, stored[key])
     for group in groups.values():
         found |= group.tensors()
-    # For saving, as transformers itself notes it when it loads: in what form the files were.
+    # transformers notes this when it loads, to save in the same form.
     model._weight_conversions = [t for t in transforms if t.was_used()]
     return found
 
 
 def _loading() -> Any:
-    """The module of transformers that converts; older versions have none, and keep tensors as their files do."""
+    """Return the converting module of transformers; older versions have none and convert nothing."""
     try:
         return importlib.import_module("transformers.core_model_loading")
     except ImportError:
@@ -81,7 +75,7 @@ def _transforms(model: Any) -> list[Any]:
 
 
 class _Group:
-    """Tensors of files that become one or several in memory. These are made when they are read, one group at a time."""
+    """Tensors in files that become one or several in memory, converted when read, one group at a time."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 
@@ -105,7 +99,7 @@ class _Group:
 
     def _values(self) -> dict[str, Tensor]:
         if _Group._last is None or _Group._last[0] is not self:
-            _Group._last = None  # first, so that two are never held
+            _Group._last = None  # first, to hold one group only
             _Group._last = self, self._convert([t.whole() for _, _, t in self._members])
         return _Group._last[1]
 
@@ -118,5 +112,5 @@ class _Group:
 
 
 def forget() -> None:
-    """Let go of what was converted last."""
+    """Free the group that was converted last."""
     _Group._last = None

@@ -1,7 +1,6 @@
-"""First values of modules that have another way to make them than ``reset_parameters``.
+"""Find how a module makes its first values: by ``reset_parameters``, transformers' ``_init_weights``, or PEFT's layers.
 
-Models of transformers have one for all their modules (``_init_weights``), which also makes buffers that are in no file,
-such as the frequencies of rotary embeddings. Layers that PEFT has put around others make their own.
+``_init_weights`` also makes buffers that no file holds (rotary frequencies).
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ from torch import nn
 
 from lightning_zero.config import ConfigError
 
-ADAPTER = "reset_lora_parameters"  # what PEFT's layers have
+ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """What gives tensors of ``module``, which is ``name`` in ``root``, their first values; None if nothing does.
-
-    What it does to tensors on meta has no effect.
-    """
+    """Return a function that initializes ``module``, called ``name`` in ``root``; None if there is none."""
     if _in_adapter(root, name):
-        return lambda: None  # all of an adapter at once: :func:`reset_adapter`
+        return lambda: None  # :func:`reset_adapter` initializes a whole adapter
     transformers = sys.modules.get("transformers")
     if transformers is not None:
         for outer in _outers(root, name):
@@ -34,25 +30,21 @@ def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any]
 
 
 def _outers(root: nn.Module, name: str) -> Iterator[Any]:
-    """The modules that hold ``name``, itself first."""
+    """Yield the module ``name`` and the modules around it, innermost first."""
     parts = name.split(".") if name else []
     for n in range(len(parts), -1, -1):
         yield root.get_submodule(".".join(parts[:n]))
 
 
 def _in_adapter(root: nn.Module, name: str) -> bool:
-    """Whether a module belongs to an adapter: ``...q_proj.lora_A.default``."""
+    """Return whether a module belongs to an adapter: ``...q_proj.lora_A.default``."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
     return first is not None and hasattr(root.get_submodule(".".join(parts[:first])), ADAPTER)
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
-    """Make the first values of the adapters of ``layer``, which is ``name`` in ``root``, as PEFT makes them.
-
-    Raises:
-        ConfigError: they follow from the values of the layer, which are not here.
-    """
+    """Initialize adapters of ``layer`` as PEFT does. Raise a ConfigError if that needs the values of the layer."""
     configs: Any = next((c for o in _outers(root, name) if isinstance(c := getattr(o, "peft_config", None), dict)), {})
     for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
         way = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: what is in them, and ranges of it."""
+"""Read ranges of the safetensors files of a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-KEPT_OPEN_NBYTES = 64 * 1024 * 1024  # read by one mapping of a file: what was read counts as memory of this process
+KEPT_OPEN_NBYTES = 64 * 1024 * 1024  # reopen a file after reading so much: pages of a mapping count as process memory
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -42,11 +42,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsFolder:
-    """A folder with ``model.safetensors``, or several files and their index, or any ``*.safetensors``.
-
-    Raises:
-        ConfigError: there is none, or one is missing or damaged; with the file.
-    """
+    """A folder with ``model.safetensors``, files with an index, or any ``*.safetensors``; else raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +61,7 @@ class SafetensorsFolder:
         if (self.path / INDEX).is_file():
             try:
                 names = sorted(set(json.loads((self.path / INDEX).read_text())["weight_map"].values()))
-                # Of hubs, the files lead out of the folder; their names do not.
+                # Files of hubs are links out of the folder, so names are checked and not the paths they lead to.
                 if outside := [name for name in names if name != os.path.basename(name) or name in ("", "..")]:
                     raise ValueError(f"it names {outside[0]}, which is not in the folder")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,7 +109,7 @@ class SafetensorsFolder:
         parts = self._opened(place.file).get_slice(key)
         flat = torch.empty(stop - start, dtype=place.dtype)
         for box in boxes(place.shape, start, stop, dims):
-            # Slices of the mapped file: no other page of it is touched.
+            # Slices of the mapped file read only the pages they need.
             part = parts[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
             low = box.start - start
             flat[low : low + box.numel].view([box.sizes[d] for d in dims]).copy_(part.permute(dims))

@@ -1,8 +1,7 @@
-"""Which tensors of a folder belong to which parameters and buffers of a module.
+"""Match the tensors of a folder with parameters and buffers of a module.
 
-A folder names them as the model of transformers does, or did when it was published. In the module they have a prefix
-(``model.`` of a LightningModule's attribute), names of adapters in between (``base_layer``), and some are kept
-otherwise in memory (``conversions.py``).
+A folder uses the names of the transformers model. The module adds a prefix (``model.`` of a LightningModule's
+attribute) and names of adapters (``base_layer``), and keeps some tensors differently (``conversions.py``).
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from lightning_zero.pretrained.conversions import converted, hugging_face_model
 from lightning_zero.pretrained.folder import SafetensorsFolder
 from lightning_zero.pretrained.stored import StoredTensor
 
-INSIDE_ADAPTERS = ".base_layer."  # where PEFT keeps what it wraps
+INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
 
 
 class Match(NamedTuple):
-    """What was found.
+    """A match of a folder with a module.
 
-    Attributes:
-        sources: by names of the module.
-        missing: names of the module's parameters and persistent buffers that have no source, without adapters.
-        unused: names of the folder.
+    ``sources`` are by names of the module. ``missing`` names its parameters and persistent buffers without a source,
+    except adapters. ``unused`` names tensors of the folder.
     """
 
     sources: dict[str, StoredTensor]
@@ -36,11 +33,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Find the partners of the folder's tensors in ``module``.
-
-    Raises:
-        ConfigError: a partner has another shape, or is quantised.
-    """
+    """Find the partners of the folder's tensors. Raise a ConfigError if one has another shape or is quantised."""
     model, prefix = hugging_face_model(module)
     own = _names_of(model if model is not None else module)
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -95,7 +88,7 @@ def _without_adapters(name: str) -> str:
 
 
 def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
-    """What the module's names have in front of most of the folder's."""
+    """Return the prefix that the module's names have before most of the folder's names."""
     ends: Counter[str] = Counter()
     wanted = set(keys)
     for name in own:
@@ -107,7 +100,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Those without a source; tied ones need one for any of their names."""
+    """Return names without a source. Tied tensors need one for any of their names."""
     names: dict[int, list[str]] = {}
     for name, value in [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]:
         names.setdefault(id(value), []).append(name)

@@ -1,4 +1,4 @@
-"""Tensors whose values lie in files until somebody asks for them."""
+"""Tensors whose values stay in files until they are used."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ Read = Callable[[int, int, Sequence[int] | None], Tensor]
 
 
 class StoredTensor(Tensor):
-    """A tensor in a file: shape and dtype are here, values are read when they are used.
+    """A tensor in a file.
 
-    The engine reads ranges of it, each rank its own. Whatever else uses it (a hook that looks at a checkpoint) gets the
-    whole tensor on the host, read anew at each use.
+    The engine reads each rank's ranges. Any other use, such as a hook that looks at a checkpoint, reads the whole
+    tensor to the host each time.
     """
 
     _read: Read
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> StoredTensor:
-        """
-        Args:
-            read: ``read(start, stop, order)`` returns these elements, flattened with the dimensions in ``order``
-                (``None``: row-major), [stop - start] in ``dtype`` on the host.
+        """``read(start, stop, order)`` returns [stop - start] elements in ``dtype`` on the host.
+
+        Dimensions are flattened in ``order`` (None: row-major).
         """
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
         made._read = read
         return made
 
     def read(self, start: int, stop: int, order: Sequence[int] | None = None) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor: [stop - start], on the host."""
+        """Read elements ``[start, stop)`` of the flattened tensor to the host."""
         return self._read(start, stop, order)
 
     def whole(self) -> Tensor:
@@ -56,7 +55,7 @@ class StoredTensor(Tensor):
 
 
 class KeptTensor(StoredTensor):
-    """Stands in a state dict for a parameter that a load leaves as it is."""
+    """Marks a parameter in a state dict that a load leaves unchanged."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:

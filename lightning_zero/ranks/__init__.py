@@ -1,18 +1,18 @@
-"""Ranks as processes: who started them, how they meet, and what happens when one goes.
+"""Ranks as processes: who started them, how they meet, and what happens when one ends.
 
 ::
 
-    start      started_by    which launcher started this process, and its place among the others
+    start      started_by    which launcher started this process, and its place in the job
                environments  processes that mpirun has started, for Lightning
-               allocation    what was started against what the run expects
-               rendezvous    all ranks join in a store with equal settings, or a sentence says which did not; then
+               allocation    compares what was started with what the run expects
+               rendezvous    all ranks join in a store with equal settings, or a message says which did not; then
                              they make the process group
-    run        waits         waits for other ranks, with a bound and with names
-               watchdog      a thread that ends a rank which waits for one that is gone
+    run        waits         bounded waits for other ranks, with errors that name ranks
+               watchdog      a thread that ends a rank which waits for a dead one
                peers         which rank is gone, and who found out
                messages      what ranks send each other, as JSON
-               mailbox       messages to rank 0 that nobody waits for
-               progress      how far long work is, for who waits for it
+               mailbox       messages to rank 0 for which nobody waits
+               progress      shows the progress of long work
     again      verdict       what an end means to the script of a job
-               resume        a job's name, which stays, and the checkpoint to go on from
+               resume        a job's name, which stays, and the checkpoint to resume from
 """

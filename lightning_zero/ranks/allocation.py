@@ -1,4 +1,4 @@
-"""Compares what a launcher has started with what the run expects, by the environment of this process alone."""
+"""Compare what a launcher has started with what the run expects, from the environment of this process alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from lightning_zero.ranks.started_by import launched
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse numbers of nodes and devices that differ from the processes that a launcher has started.
-
-    Raises:
-        ConfigError: expected and found, and the settings and flags to change.
-    """
+    """Refuse numbers of nodes and devices that differ from what the launcher has started, by a ConfigError."""
     if isinstance(environment, LightningEnvironment):
         _check_by_hand(nodes, devices, environ)
         return
@@ -48,7 +44,7 @@ def check_allocation(
 
 
 def flags(by: str, nodes: int, devices: int) -> str:
-    """How a launcher is told to start ``devices`` processes on each of ``nodes`` nodes."""
+    """Return the command line by which ``by`` starts ``devices`` processes on each of ``nodes`` nodes."""
     return {
         "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={devices}",
         "srun": f"srun --nodes={nodes} --ntasks-per-node={devices}",
@@ -57,11 +53,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a call of srun that Lightning would answer with a traceback.
-
-    Raises:
-        ConfigError: the flag that is missing.
-    """
+    """Refuse an srun call that would make Lightning fail, by a ConfigError that names the missing flag."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:

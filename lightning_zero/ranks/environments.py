@@ -1,7 +1,5 @@
-"""Processes that ``mpirun`` has started, without mpi4py: what Lightning needs to know of them is in the environment.
-
-Lightning knows MPI through mpi4py alone. Without it every process would take itself for the first one, and start more.
-"""
+"""Support for processes that ``mpirun`` has started without mpi4py, from the environment. Lightning knows MPI through
+mpi4py alone. Without it every process would think it is the first and start more."""
 
 from __future__ import annotations
 
@@ -22,11 +20,8 @@ DEFAULT_PORT = 29500
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """Make the variables of torchrun of those of mpirun, where Lightning would not recognise it; ``None``: it would.
-
-    Raises:
-        ConfigError: the place of this process, or the address of rank 0, cannot be told.
-    """
+    """Set torchrun's variables from mpirun's where Lightning would not recognise mpirun; else return ``None``. Raises
+    ConfigError if this process's rank or the address of rank 0 is unknown."""
     place = launched()
     others = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
     if place is None or place.by != "mpirun" or place.world_size in (None, 1) or any(e.detect() for e in others):

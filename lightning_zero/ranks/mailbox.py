@@ -1,4 +1,4 @@
-"""Messages to rank 0 that need nobody to wait: threads post them to the store while the ranks train."""
+"""Messages to rank 0 for which no rank waits: threads post them to the store while ranks train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ EVERY_S = 0.05
 
 
 class Mailbox:
-    """For one message of each rank.
-
-    Args:
-        key: tells it from all others, and is the same on all ranks.
-    """
+    """One message from each rank to rank 0. ``key`` names the mailbox; it is unique, and equal on all ranks."""
 
     def __init__(self, key: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -30,22 +26,14 @@ class Mailbox:
         self._own: Any = None
 
     def post(self, value: Any) -> None:
-        """Send this rank's message, anything that :func:`dumps` takes."""
         if self._rank == 0:
             self._own = value
         elif self._store is not None:
             self._store.set(f"{self._prefix}/{self._rank}", dumps(value))
 
     def collect(self, give_up: Callable[[list[int], float], str]) -> list[Any]:
-        """On rank 0, wait for the messages of all ranks, in rank order.
-
-        Args:
-            give_up: is asked now and then, with the ranks that are missing and the seconds without news. Why to wait no
-                longer; or nothing.
-
-        Raises:
-            RuntimeError: ``give_up`` has said so.
-        """
+        """Wait on rank 0 for the messages of all ranks and return them in rank order. ``give_up(missing ranks, seconds
+        without news)`` is polled; if it returns a reason, a RuntimeError carries it."""
         found: dict[int, Any] = {0: self._own}
         missing = list(range(1, self._world_size))
         news = time.monotonic()

@@ -1,8 +1,5 @@
-"""What ranks send each other, as JSON.
-
-Anybody who reaches the store or a port of a rank can put bytes there, and a pickle would run what is in them. Of these
-bytes only values are made, and those classes of this package that hold nothing but values.
-"""
+"""Messages between ranks, as JSON. Anybody who reaches the store or a port of a rank can put bytes there, and a pickle
+would run them. This format makes only plain values and value classes of this package."""
 
 from __future__ import annotations
 
@@ -24,20 +21,12 @@ _JSON = (type(None), bool, int, float, str)
 
 
 def dumps(value: Any) -> bytes:
-    """``value`` for :func:`loads`. Tensors are sent with their values, and without a graph.
-
-    Raises:
-        TypeError: something in it is no plain value; with its class, and what to send.
-    """
+    """Encode ``value``, tensors without their graph. Raises TypeError if a part is no plain value."""
     return json.dumps(_packed(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """What was given to :func:`dumps`. Nothing that is in ``message`` is run or imported.
-
-    Raises:
-        ValueError: it is no message of :func:`dumps`.
-    """
+    """Decode a message of :func:`dumps` without running or importing anything. Raises ValueError for others."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:
@@ -79,7 +68,7 @@ def _made(found: dict[str, Any]) -> Any:
 
 
 def _is_ours(kind: Any) -> bool:
-    """Whether ``kind`` is a class of this package that holds what it is made of, and does no more."""
+    """Whether ``kind`` is a class of this package that only holds values."""
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] != _PACKAGE:
         return False
     if dataclasses.is_dataclass(kind):
@@ -105,7 +94,7 @@ def _packed_tensor(tensor: Tensor) -> list[Any]:
 def _made_tensor(parts: list[Any]) -> Tensor:
     dtype, shape, device, data = parts
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(shape).to(device)  # on the receiver's own, of many
+    return flat.view(shape).to(device)  # sent without an index, so it is the receiver's current device
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -115,7 +104,7 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-_Kind = tuple[type, Callable[[Any], Any], Callable[[Any], Any]]  # what it is made of, and it, made of that
+_Kind = tuple[type, Callable[[Any], Any], Callable[[Any], Any]]  # type, its packer, its maker
 _KINDS: dict[str, _Kind] = {
     kind.__name__: (kind, pack, make)
     for kind, pack, make in (

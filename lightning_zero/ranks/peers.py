@@ -1,15 +1,12 @@
-"""Finds out, over the store, which rank is gone when a connection breaks.
-
-A rank that dies says nothing. The others notice it one after the other, and the second one may only see the first one
-leave. So the first rank that notices finds out who died, and writes the name into the store for all::
+"""Find out over the store which rank is gone when a connection breaks. The first rank that notices asks who died and
+writes the name into the store, because later ranks may only see the first one leave::
 
     rank 3   killed
     rank 1   broken connection   who is it?  roll call ............ 3 does not answer   writes: rank 3
     rank 0                                   answers (its thread)                        reads it, raises
     rank 2                                   answers, breaks too    waits for the name   reads it, raises
 
-On one machine no rank needs to be asked: the system knows which processes are left. A rank that fails with an exception
-of its own writes its own name down before it leaves.
+On one machine the system knows which processes live. A rank that fails with an exception writes its own name.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
-DYING_S = 1.0  # from the end of a process's connections to its end
-_LASTING = ("who/", "left/")  # what one exception that all survive does not change
+ROLL_CALL_S = 10.0  # a rank that is only busy must have time to answer
+DYING_S = 1.0  # time between the end of a process's connections and its own end
+_LASTING = ("who/", "left/")  # keys that stay valid after an exception that all ranks survive
 _BROKEN = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|closed by peer|broken pipe|socket (is )?closed"
     r"|(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
@@ -36,16 +33,16 @@ _BROKEN = re.compile(
 
 
 class PeerError(RuntimeError):
-    """Another rank went; the message names it."""
+    """Raised when another rank has gone. The message names that rank."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether a backend says that a peer's connection is gone."""
+    """Whether ``error`` is a backend's report that a peer's connection is gone."""
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
 def machine() -> str:
-    """Names the machine and the space of its process ids: equal where these can be compared."""
+    """Name the machine and its process-id namespace. Process ids are comparable if the names are equal."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -53,11 +50,11 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine lives; one that has ended and is not waited for yet does not."""
+    """Whether a process of this machine is alive. A zombie is not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return not Path("/proc/self/stat").exists()  # a system without it: not known to be dead
+        return not Path("/proc/self/stat").exists()  # no /proc: assume that the process lives
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
@@ -72,26 +69,21 @@ class _Who:
 
 
 class Peers:
-    """The ranks of a group, as this rank knows them through the store.
-
-    Args:
-        store: of its own: a rank may wait for long inside another one.
-        prefix: of the keys; the same on all ranks.
-        every_s: how often each rank calls :meth:`answer`.
-    """
+    """The ranks of a group as this rank knows them through the store. ``store``: nobody may wait in it for long.
+    ``every_s``: how often each rank calls :meth:`answer`."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
         self._store, self._prefix, self._every_s = store, prefix, every_s
         self._rank, self._world_size = rank, world_size
         self._own = _Who(socket.gethostname(), os.getpid(), machine())
-        self._holder: _Who | None = None  # of the store
+        self._holder: _Who | None = None
         self._neighbours: dict[int, _Who] = {}
         self._culprit: str | None = None
         self._round = 0
         self._beats = 0
-        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the next rank's last beat, and when it came
+        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the next beat, when it came
         self._told = False
-        self.misses_neighbour = False  # the next rank is not heard of
+        self.misses_neighbour = False  # the next rank has sent no beat for too long
         self.holder_left = False  # rank 0 has said goodbye
         store.set(f"{prefix}/who/{rank}", json.dumps(asdict(self._own)))
 
@@ -100,22 +92,21 @@ class Peers:
 
     @property
     def roll_call_s(self) -> float:
-        """How long a rank has to answer."""
         return max(ROLL_CALL_S, 3 * self._every_s)
 
     @property
     def knows_holder(self) -> bool:
-        """Whether rank 0 can be named when its store is gone."""
+        """Whether this rank can name rank 0 even after its store is gone."""
         return self._holder is not None
 
     @property
     def holder_is_dead(self) -> bool:
-        """Whether rank 0 is of this machine and known to have ended."""
+        """Whether rank 0 ran on this machine and is known to have ended."""
         holder = self._holder
         return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
 
     def forget(self) -> None:
-        """Start a new round of names. All ranks call it when they go on after an exception that all have survived."""
+        """Start a new round of names when ranks go on after an exception that all survived. Collective."""
         self._round, self._culprit, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
@@ -130,7 +121,7 @@ class Peers:
         return f"rank {rank} ({who})" if who is not None else f"rank {rank}"
 
     def answer(self) -> None:
-        """Answer a roll call, and read its result while the store is there. A thread calls it every few seconds."""
+        """Answer a roll call and read its result. A thread calls it every few seconds."""
         if self._holder is None:
             self._holder = self._who(0)
         if self._store.check([self._key("roll")]):
@@ -138,17 +129,14 @@ class Peers:
         self._culprit = self._culprit or self._read("culprit")
 
     def leave(self) -> None:
-        """Say goodbye: this rank ends and nothing is wrong. It does nothing after :meth:`tell`."""
+        """Say goodbye: this rank ends normally. Does nothing after :meth:`tell`."""
         if not self._told:
-            with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
+            with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(self._key(f"left/{self._rank}"), "")
 
     def ended_neighbour(self) -> str | None:
-        """A sentence about a rank whose process has ended; None where none is known.
-
-        It looks at the ranks before and after this one, as far as they are of this machine, and at what other ranks
-        have found. A thread calls it every few seconds where no backend hears of broken connections (NCCL).
-        """
+        """Return a sentence about a rank whose process has ended, or None. Looks at this rank's neighbours on this
+        machine and at other ranks' findings. A thread calls it under NCCL, which does not notice broken connections."""
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
             if who is None:
@@ -163,18 +151,14 @@ class Peers:
         return self._read("ended")
 
     def tell_end(self, who: str) -> None:
-        """Write down that this process ends because of ``who``, so that the others can say why it is gone."""
+        """Write down that this process ends because of ``who``, so that other ranks can say why it is gone."""
         with contextlib.suppress(Exception):
             self._store.compare_set(self._key("ended"), "", who)
             self._let_others_hear()
 
     def silent_neighbour(self, limit_s: float) -> str | None:
-        """Post a beat, and listen for that of the next rank. A thread calls it every few seconds.
-
-        Returns:
-            Once, a sentence about the next rank when it has not been heard of for ``limit_s``: messages that it takes
-            part in may never end. Else None.
-        """
+        """Post a beat and read the next rank's. A thread calls it every few seconds. Return a sentence about the next
+        rank, once, if it has sent no beat for ``limit_s``; else None."""
         self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         self._beats += 1
         self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
@@ -191,22 +175,20 @@ class Peers:
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
-        """Write down that this rank fails with an exception of its own, so that the others can say why it is gone."""
+        """Write down that this rank fails by itself with ``error``, so that other ranks can say why it is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-        with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
+        with contextlib.suppress(Exception):  # the store is gone
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """Write down who went, if no rank has yet; returns what stands there.
-
-        Only the first entry counts: a rank that notices later may have seen the end of a rank that noticed earlier.
-        """
+        """Write down who went and return the entry. Only the first counts, because later ranks may have seen the end of
+        a rank that noticed earlier."""
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
     def culprit(self) -> str:
-        """After a broken connection: which rank went, as far as it can be found out within a few seconds."""
+        """Find out within seconds which rank went, after a broken connection."""
         try:
             known = self._culprit or self._read("culprit")
             if known is not None:
@@ -223,7 +205,7 @@ class Peers:
                 found += " make a call that takes all ranks (gather(), a save, a run), and here some have not"
             known = self._write(found)
             first = self._store.compare_set(self._key("speaker"), "", str(self._rank)).decode() == str(self._rank)
-            if first:  # and at once: a launcher may end this process before it comes to print the exception
+            if first:  # print now: a launcher may end this process before the exception is printed
                 print(f"rank {self._rank}: {known}", file=sys.stderr, flush=True)
             self._let_others_hear()
             return known
@@ -231,14 +213,14 @@ class Peers:
             return self._culprit or self.without_store()
 
     def without_store(self) -> str:
-        """Who is gone when the store is."""
+        """Say who is gone when the store is gone."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "a rank and torchrun's agent on the first node have ended"
         who = f" ({self._holder})" if self._holder is not None else ""
         return f"rank 0{who}, which holds the store, has ended"
 
     def _dead_here(self) -> list[int]:
-        """Ranks of this machine whose processes have ended."""
+        """Return the ranks of this machine whose processes have ended."""
         here = {r: w.pid for r in range(self._world_size) if (w := self._who(r)) and w.machine == self._own.machine}
         deadline = time.monotonic() + DYING_S
         while True:
@@ -248,10 +230,10 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """The ranks that do not answer a roll call. One rank holds it, once, and all others read its result."""
+        """Return the ranks that do not answer a roll call. One rank holds it; the others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
-            # Twice: on a busy machine the rank that holds it is late.
+            # Wait twice as long, because the calling rank may be late on a busy machine.
             return self._result_of_another(2 * self.roll_call_s + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
@@ -273,6 +255,6 @@ class Peers:
         return found
 
     def _let_others_hear(self) -> None:
-        """Wait a moment if the store ends with this process, so that the other ranks can read the name."""
+        """Wait a moment if the store ends with this process, so that other ranks can read the name."""
         if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.25 * self._every_s)

@@ -1,4 +1,4 @@
-"""Shows how far work is that takes longer than a second, in lines on stderr."""
+"""Show on stderr the progress of work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from rich.filesize import decimal
 
 AFTER_S = 1.0
-EVERY_S = 10.0  # a line
-LOOKS_S = 0.1  # at what a thread does
-Did = Callable[[int], None]  # is told of bytes as they are done
+EVERY_S = 10.0  # seconds between lines
+LOOKS_S = 0.1  # seconds between looks at a thread
+Did = Callable[[int], None]  # called with the number of bytes just done
 T = TypeVar("T")
 
 
 class Count:
-    """How many of ``total`` bytes are done: by a thread, say, while nobody waits for it yet."""
+    """Count how many of ``total`` bytes are done, for example by a thread."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -29,17 +29,13 @@ class Count:
 
 
 class LongWork:
-    """Shows the long work of one process.
-
-    Args:
-        shows: on one rank, and where the user wants it.
-    """
+    """Show the long work of one process, if ``shows``."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
 
     def items(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Yield ``items``, whose work is what the caller does between two of them."""
+        """Yield ``items`` and show how many of them the caller has worked through."""
         with self._lines(what, len(items), str) as at:
             for done, item in enumerate(items):
                 if done:
@@ -48,11 +44,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: Callable[[], int]) -> Iterator[Did]:
-        """Inside, work is done of so many bytes.
-
-        Args:
-            total: is asked where it is shown alone.
-        """
+        """Show work on bytes; the body calls the given function. ``total`` is called only if the work is shown."""
         count = Count(total() if self.shows else 0)
         with self._lines(what, count.total, decimal) as at:
 
@@ -63,7 +55,7 @@ class LongWork:
             yield did
 
     def call(self, act: Callable[[], T], what: str) -> T:
-        """Do something that does not say how far it is, such as one call of the system."""
+        """Run ``act``, which reports no progress, and show how long it takes."""
         if not self.shows:
             return act()
         with ThreadPoolExecutor(1, "lightning_zero-shown") as threads:
@@ -72,14 +64,14 @@ class LongWork:
             return future.result()
 
     def wait(self, future: Future[Any], what: str, count: Count | None = None) -> None:
-        """Wait until what a thread does is over, well or not."""
+        """Wait until ``future`` ends, with or without an error, and show its progress."""
         with self._lines(what, None if count is None else count.total, decimal) as at:
             while wait([future], LOOKS_S if self.shows else None).not_done:
                 at(0 if count is None else count.done)
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Inside, how far one piece of work is is said to what this gives; ``total``: None where nobody knows it."""
+        """Give a function that shows the progress of one piece of work. ``total`` is None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

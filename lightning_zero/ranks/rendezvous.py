@@ -1,8 +1,5 @@
-"""The start of a run: the ranks' store and process group, and what must be equal on all of them.
-
-Before the process group is made all ranks join in its store, so that a rank that never comes is known by its number
-instead of by a hang.
-"""
+"""The start of a run: store and process group, and what must be equal on all ranks. All ranks join in the store before
+they make the process group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
 
-# A node may have its own paths and counts of threads, and all may find another moment's name for a folder.
+# Settings that may differ: paths and thread counts of a node, and folder names that contain the time.
 OWN_SETTINGS = frozenset(
     {
         "zero.offload.nvme_path",
@@ -39,21 +36,20 @@ OWN_SETTINGS = frozenset(
         "run_dir",
     }
 )
-RESOLVE_S = 20.0  # names of nodes that were just started may take a moment
-ELSEWHERE_S = 15.0  # for an address that is not this machine's, but may be mapped to it
-MARGIN_S = 15.0  # for rank 0 to say what is wrong, after the others' time is over
+RESOLVE_S = 20.0  # names of nodes that have just started may take a moment
+ELSEWHERE_S = 15.0  # for an address that is not this machine's but may be mapped to it
+MARGIN_S = 15.0  # for rank 0 to say what is wrong after the other ranks' time has passed
 _POLL_S = 0.02
 
 
 class StartError(ConfigError):
-    """The ranks did not come together. The message says what was expected, what was found, and what to change."""
+    """Raised if the ranks do not come together, with what was expected and found and what to change."""
 
 
 # -- what is compared ---------------------------------------------------------------------------------------------
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted keys and text."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -64,17 +60,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, str]:
-    """What all ranks must have alike, besides versions: the strategy's settings, and those of the run.
-
-    Paths in the run folder count relative to it.
-    """
+    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to it."""
     flat = flatten({"zero": asdict(config)}) | flatten(more)
     run_dir = flat.get("run_dir")
     return {k: v.replace(run_dir, "<run_dir>") if run_dir else v for k, v in flat.items() if k not in OWN_SETTINGS}
 
 
 def versions() -> dict[str, str]:
-    """What every rank must have in the same version."""
+    """Return the versions that must be equal on all ranks."""
     return {
         "lightning_zero": lightning_zero.__version__,
         "lightning": pl.__version__,
@@ -88,8 +81,6 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A rank that has joined."""
-
     rank: int
     world_size: int
     host: str
@@ -100,22 +91,18 @@ class Member:
 
 
 class Rendezvous:
-    """All ranks join in a store, or a sentence says which did not::
+    """All ranks join in a store, or a message says which did not::
 
         rank 0    opens a round .... answers each ........ all have joined ........ result
         others        ask ........ join, read rank 0's settings ....... ready ...... hear it
 
-    torchrun's agent keeps its store when it starts processes again, with all that an earlier round has written. So a
-    round is a prefix of keys with a new number, which rank 0 tells to every rank that asks. Ranks of an earlier round
-    are answered too, and nobody reads these answers. The process group lives in the round's store as well.
+    torchrun's agent keeps its store when it restarts processes. So each round has a numbered key prefix, which rank 0
+    tells to every rank that asks. The process group uses the round's store too.
 
     Args:
         shared: parts (versions, settings) of keys and values that must be equal on all ranks.
         where: address and port, for messages.
         per_node: processes of a node, for messages.
-
-    Attributes:
-        store: of this round.
     """
 
     def __init__(
@@ -135,11 +122,9 @@ class Rendezvous:
         self._round = 0
 
     def join(self) -> dict[int, Member]:
-        """Wait until all ranks have joined with equal settings; returns them on rank 0. Collective.
+        """Wait until all ranks have joined with equal settings. Return the members on rank 0, else nothing. Collective.
 
-        Raises:
-            StartError: some did not come, or differ; on all ranks that came.
-        """
+        Raises StartError, on all ranks that came, if some did not come or differ."""
         try:
             return self._host() if self._own.rank == 0 else self._join()
         except dist.DistError as error:
@@ -153,7 +138,7 @@ class Rendezvous:
         self.store = dist.PrefixStore(str(self._round), self._all)
         self.store.set("shared", json.dumps(self._shared))
         members = self._wait_for_members()
-        self.store.set("complete", "")  # before they are ready: a rank may have ended while it waited for others
+        self.store.set("complete", "")  # set before ranks are ready: one may have ended while it waited for others
         found: dict[int, str] = {}
         deadline = time.monotonic() + self._timeout_s
         for rank in range(1, self._own.world_size):
@@ -218,7 +203,7 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Tell all who wait, and give them time to hear it: the store may end with this process."""
+        """Tell the waiting ranks why, and give them time to read: the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3
@@ -230,7 +215,7 @@ class Rendezvous:
         answer = self._wait_for(self._all, f"answer/{self._all.add('asked', 1)}", self._timeout_s)
         self.store = dist.PrefixStore(answer, self._all)
         unequal = _first_difference(json.loads(self.store.get("shared")), self._shared)
-        # The number is counted before the entry is written. Rank 0 may read in between; its ``get`` waits for it.
+        # If rank 0 reads between the count and the entry, its ``get`` waits for the entry.
         self.store.set(f"member/{self.store.add('joined', 1)}", json.dumps(asdict(self._own)))
         self._hear("complete")
         self.store.set(f"ready/{self._own.rank}", json.dumps(unequal) if unequal else "")
@@ -257,7 +242,7 @@ _SAME_RANK = "Give each node a NODE_RANK (torchrun: --node-rank) of its own, and
 
 
 def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Part, key, the reference's value and the own one; nothing, if all are equal."""
+    """Return part, key, the reference's value and this rank's value of the first difference; empty if all are equal."""
     for part in reference:
         for key in sorted({*reference[part], *own[part]}):
             expected, got = (values[part].get(key, "nothing") for values in (reference, own))
@@ -276,7 +261,7 @@ def _disagreement(part: str, key: str, expected: str, got: str, ranks: Sequence[
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """``0-3, 7``."""
+    """Format ranks as ``0-3, 7``."""
     parts = []
     for _, run in groupby(enumerate(sorted(set(ranks))), key=lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]
@@ -289,7 +274,7 @@ def _plural(ranks: Sequence[int]) -> str:
 
 
 def places(members: Iterable[Member]) -> str:
-    """``2 nodes (a: 0-1, b: 2-3)``; only their number where there are many."""
+    """Format places as ``2 nodes (a: 0-1, b: 2-3)``, or only their number if there are many."""
     hosts: dict[str, list[int]] = {}
     for member in members:
         hosts.setdefault(member.host, []).append(member.rank)
@@ -303,11 +288,7 @@ def places(members: Iterable[Member]) -> str:
 
 
 def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
-    """The IP address of a name; a node's name may be known only a moment after its start.
-
-    Raises:
-        StartError: there is none.
-    """
+    """Resolve ``address`` to an IP, with retries for names of new nodes. Raises StartError on failure."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -323,7 +304,6 @@ def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
 
 
 def is_ours(ip: str) -> bool:
-    """Whether an IP address belongs to this machine."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -334,15 +314,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """The store of a run, which rank 0 holds, or torchrun's agent.
-
-    Args:
-        timeout: of later operations.
-        wait_s: how long rank 0 is waited for.
-
-    Raises:
-        StartError: a port that is taken, an address that is not rank 0's, or nobody there.
-    """
+    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout`` is for later operations, ``wait_s``
+    for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)
@@ -394,16 +367,10 @@ def join(
     wait_s: float,
     per_node: int,
 ) -> None:
-    """Join the other ranks and make the default process group; rank 0 says who came. Collective.
+    """Join the other ranks and make the default process group; rank 0 logs who came. Collective.
 
-    Args:
-        timeout: of the process group, and of the store.
-        stall_timeout_s: in the place of ``timeout`` where only the hosts wait in collectives (gloo); None: ``timeout``.
-        wait_s: how long ranks are waited for.
-
-    Raises:
-        StartError: they did not come together.
-    """
+    Waits ``wait_s`` for ranks, then raises a StartError. ``timeout`` is for the store and the process group; for a
+    group on gloo ``stall_timeout_s`` replaces it, unless None."""
     rank, world = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -420,7 +387,6 @@ def join(
         raise StartError(_no_connection(error, where, backend)) from error
     if members:
         rank_zero_info(f"ranks: {world} of {world} on {places(members.values())}")
-        # hydra.verbose=lightning_zero shows more on one machine too
         if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(
             logging.DEBUG
         ):

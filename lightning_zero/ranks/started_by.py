@@ -1,13 +1,13 @@
-"""Who started this process, and its place among the others, read from the environment. Nothing is imported but that.
+"""Who started this process, and its place in the job, read from the environment alone.
 
-Each launcher tells in variables of its own::
+Each launcher sets other variables::
 
     torchrun  TORCHELASTIC_RUN_ID  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
     srun      SLURM_PROCID         SLURM_NTASKS SLURM_LOCALID SLURM_NODEID SLURM_NNODES SLURM_TASKS_PER_NODE
     mpirun    OMPI_COMM_WORLD_*    (Open MPI), PMI_* with MPI_LOCAL* (Intel MPI, MPICH), MV2_COMM_WORLD_* (MVAPICH2)
     plain     LOCAL_RANK           and perhaps RANK WORLD_SIZE LOCAL_WORLD_SIZE: Lightning's own launcher, or a user's
 
-The order is that of Lightning: torchrun inside of a SLURM job is torchrun.
+The order is Lightning's: torchrun inside a SLURM job counts as torchrun.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Names for: rank, world size, local rank, local world size.
+# Variables of rank, world size, local rank, local world size.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -27,12 +27,11 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A process that a launcher has started. What the launcher does not tell is ``None``.
+    """The place of a process in its job. Fields are ``None`` if the launcher does not tell them.
 
     Attributes:
         by: ``torchrun``, ``srun``, ``mpirun`` or ``plain``.
         local_world_size: processes of the job on this node.
-        nodes: nodes that the job's processes are on.
     """
 
     by: str
@@ -44,14 +43,14 @@ class Launched:
 
     @property
     def even(self) -> bool:
-        """Whether every node has as many processes as this one, as far as it is known."""
+        """Whether every node has as many processes as this one; True if unknown."""
         if self.world_size is None or self.local_world_size is None or self.nodes is None:
             return True
         return self.world_size == self.local_world_size * self.nodes
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """The place of this process, or ``None`` where nothing but a user has started it."""
+    """Return the place of this process, or ``None`` if no launcher has started it."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
     if "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ and not _slurm_shell(environ):
@@ -66,7 +65,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def local_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Processes of the job on this node, where the environment tells."""
+    """Return the number of processes of the job on this node, or None if unknown."""
     found = launched(environ)
     return found.local_world_size if found is not None else None
 
@@ -105,7 +104,7 @@ def _mpirun(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> Lau
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """SLURM's tasks per node, written as ``2(x3),1``: one number for each node; none where it says nothing."""
+    """Parse SLURM's tasks per node, such as ``2(x3),1``, into one number for each node; empty if unknown."""
     tasks: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -116,7 +115,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _slurm_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is a shell inside of an allocation, by Lightning's rule: srun has not started what runs there."""
+    """Whether this is a shell inside an allocation (Lightning's rule), so that srun has not started this process."""
     return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 

@@ -1,12 +1,11 @@
-"""Waiting for other ranks with a bound, and saying for whom.
+"""Bounded waits for other ranks, with errors that name ranks.
 
 ::
 
-    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places; in seconds
-                         where ranks wait for each other, for messages of which no one comes to all;
-                         where a connection breaks, PeerError names the rank that is gone
-    ... patient=True     as long as any rank is at work (one that downloads, others in a barrier): only when all wait,
-                         for things that differ, nothing will ever come
+    wait_work            the other ranks arrive within zero.stall_timeout_s, else StallError names ranks and places;
+                         within seconds if ranks wait for each other; PeerError names a rank whose connection broke
+    ... patient=True     waits as long as any rank works (one downloads, others are in a barrier); raises when all
+                         ranks wait for different things
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ import torch.distributed as dist
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
 
-GO_ON_S = 0.001  # between two looks at what goes on during a wait
-ASK_S = 5.0  # of a wait, until the other ranks' waits are looked at; then twice as long, and so on
+GO_ON_S = 0.001  # between two calls of ``go_on`` during a wait
+ASK_S = 5.0  # of waiting, until the other ranks' waits are compared; doubles each time
 
 
-class StallError(RuntimeError):
-    """This rank waited for others longer than ``zero.stall_timeout_s``; the message names ranks and places."""
+class StallError(RuntimeError): ...
 
 
 class GoesOn(Protocol):
-    """What this rank has to send by and by, and another rank may need before it comes to where this one waits."""
+    """Messages to send later, which another rank may need before it reaches the point where this rank waits."""
 
     def go_on(self) -> bool:
-        """Send what can be sent by now, without waiting and without raising; returns whether something is left."""
+        """Send what can be sent now, without waiting or raising. Return whether something is left."""
         ...
 
 
@@ -46,7 +44,7 @@ _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def goes_on_in_waits(what: GoesOn) -> None:
-    """Have ``what`` go on while this process waits for other ranks, as long as it lives."""
+    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives."""
     _going_on.add(what)
 
 
@@ -57,33 +55,27 @@ class _Wait(NamedTuple):
 
 
 class _Elsewhere:
-    """Stands for the message of a call of somebody else's, until it returns."""
+    """Stands for the message of a foreign call until the call returns."""
 
     def is_completed(self) -> bool:
         return False
 
 
-# The last wait. Another thread reads it, so it is replaced as a whole: changed field by field, the thread could pair
-# the label of one wait with the work of another.
+# Replaced as a whole, because another thread reads it and must not mix the fields of two waits.
 _wait_of_process = _Wait(0, "", None)
 
 
 class Waits:
-    """Waits for the other ranks of a group. It knows where this rank is, what it waits for, and who is gone.
+    """Waits of this rank for the other ranks of a group.
 
     Attributes:
-        rank, world_size: in the group.
-        place: what this rank is doing, in words; posted for the others' error messages.
-        issued: operations asked for so far; a number that grows shows that this rank is not stuck.
+        place: what this rank is doing, in words, for other ranks' error messages.
+        issued: operations asked for so far; while it grows this rank is not stuck.
         waited_s: seconds that the host has spent waiting for messages.
-        asked: messages that this rank has sent, or waited for, by their names.
+        asked: messages that this rank has sent or waited for, by name.
     """
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
-        """
-        Args:
-            group: None for one rank.
-        """
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stall_timeout_s = stall_timeout_s
@@ -91,37 +83,36 @@ class Waits:
         self.issued = 0
         self.waited_s = 0.0
         self.asked: Counter[str] = Counter()
-        self.all_take_part = True  # in every message; else counts do not say who waits for whom
+        self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
         self._noted: set[str] = set()
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
-        """Start to tell the other ranks where this one is, and to listen to them.
+        """Start to post this rank's place and to listen to the other ranks. Collective.
 
         Args:
             number: the same on all ranks, and used once.
-            hears_ends: the backend hears of broken connections by itself.
+            hears_ends: the backend notices broken connections itself.
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
 
     def note(self, label: str) -> None:
-        """A message of this name is sent; the host may wait for it later, or never."""
+        """Note that a message of this name was sent. The host may wait for it later."""
         self._noted.add(label)
         self.asked[label] += 1
 
     def count_anew(self) -> None:
-        """Count messages from here on. On all ranks, when they go on after an exception: some may have sent more."""
+        """Reset the counts when ranks go on after an exception, because some may have sent more. Collective."""
         self.asked.clear()
 
     @property
     def waiting(self) -> str:
-        """The name of the wait that this process is in; empty where it is at work. Another thread reads it."""
+        """The name of the wait that this process is in, or empty. Another thread reads it."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 
     def close(self) -> None:
-        """End the threads."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
@@ -129,23 +120,20 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for a message; on the host no longer than ``stall_timeout_s``.
+        """Wait for a message; a host message takes at most ``stall_timeout_s``. Raises StallError, with all ranks'
+        places, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
 
         Args:
-            patient: another rank may be at work for long; see above.
-            agrees: it is an agreement of ranks that may be at different places, and have to send more before they come.
-
-        Raises:
-            StallError: the others did not come; names this rank's place and theirs.
-            PeerError: the connection broke; names the rank that is gone.
+            patient: wait longer while any rank is working; see the module.
+            agrees: ranks may send and receive other messages before they come to this agreement.
         """
         global _wait_of_process
         started = time.monotonic()
-        if label not in self._noted:  # then it is waited for as soon as it is sent
+        if label not in self._noted:
             self.asked[label] += 1
         try:
             if work.is_completed():
-                work.wait()  # not left out: a message that has failed is complete too, and raises its error here
+                work.wait()  # a failed message is complete too; this raises its error
                 return
             _wait_of_process = _Wait(_wait_of_process.number + 1, label, work)
             try:
@@ -153,7 +141,7 @@ class Waits:
                     self._go_on(work)
                 self._wait(work, label, patient=patient)
             finally:
-                # A work holds its tensors: it would keep a bucket's memory until the next wait.
+                # Drop the work: it holds its tensors, and would keep a bucket's memory until the next wait.
                 _wait_of_process = _wait_of_process._replace(work=None)
             self.waited_s += time.monotonic() - started
         except RuntimeError as error:
@@ -170,9 +158,9 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
-        """Inside, this rank waits for all others in a call of somebody else's; they hear of it. It is not bounded."""
+        """Tell other ranks that this rank waits for all of them in a foreign call inside. The call has no bound."""
         global _wait_of_process
-        self._go_on(_Elsewhere())  # all of it: nothing can be sent from inside
+        self._go_on(_Elsewhere())  # send everything, because nothing can be sent from inside
         self.asked[label] += 1
         _wait_of_process = _Wait(_wait_of_process.number + 1, label, _Elsewhere())
         try:
@@ -181,12 +169,11 @@ class Waits:
             _wait_of_process = _wait_of_process._replace(work=None)
 
     def _go_on(self, work: Any) -> None:
-        """Send what goes on while ``work`` is waited for. Another rank may look at a parameter before it comes, or wait
-        for its device: for gathers that are this rank's, too."""
+        """Send pending messages while waiting for ``work``, because another rank may need them before it arrives."""
         if threading.current_thread() is not threading.main_thread():
             return
         deadline = time.monotonic() + self.stall_timeout_s
-        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:  # all of them
+        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:  # call all
             if work.is_completed():
                 return
             time.sleep(GO_ON_S)
@@ -195,8 +182,7 @@ class Waits:
         deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S
         said = False
         while True:
-            # Only the wait ends after ``limit``. The message goes on, since its group has a longer timeout
-            # (``comm/groups.py``), so it may be waited for again.
+            # ``limit`` ends only the wait. The message can be waited for again, because its group has a longer timeout.
             left = deadline - time.monotonic()
             asks = left > ask_s + 1 and self._watchdog is not None and self.all_take_part
             limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.01)
@@ -210,7 +196,7 @@ class Waits:
                     ask_s *= 2
                     self._refuse_waiting_for_each_other(label)
                     continue
-                # A message that has failed raises its error at each wait: no patience helps.
+                # A failed message raises its error at each wait, so patience does not help.
                 if not timed_out or not patient or self._watchdog is None:
                     raise
                 if self._watchdog.all_wait() and not work.is_completed():
@@ -257,33 +243,27 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain the exception that ends this rank.
-
-        Where it comes from the end of another rank, the error gets a note that names that rank. An error of this rank's
-        own is told to the others.
-        """
+        """Explain the exception that ends this rank: note which rank caused it, or tell other ranks about it."""
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")
-        elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # in a collective of others
+        elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             error.add_note(self._stall_message(str(error).splitlines()[0], self.stall_timeout_s))
         else:
             self._watchdog.tell(error)
 
     def forget_failures(self) -> None:
-        """Forget which rank ended an earlier run. All ranks call it at the start of a run."""
+        """Forget which rank ended an earlier run, at the start of a run. Collective."""
         if self._watchdog is not None:
             self._watchdog.peers.forget()
 
     def silent(self) -> list[int]:
-        """The ranks that have ended or hang, this one apart. It takes a few seconds."""
+        """Return the other ranks that have ended or hang. Takes a few seconds."""
         found = self._watchdog.places_and_silent() if self._watchdog is not None else None
         return found[1] if found is not None else [rank for rank in range(self.world_size) if rank != self.rank]
 
     def missing_here(self, timeout_s: float) -> list[int]:
-        """The ranks that do not call this too, after the same number of operations, within ``timeout_s``.
-
-        It goes through the store and so works where ranks are at different places and a collective would hang.
-        """
+        """Return the ranks that do not call this method within ``timeout_s`` after the same number of operations. Uses
+        the store, so it works where a collective would hang."""
         return [] if self._watchdog is None else self._watchdog.missing(f"after {self.issued}", timeout_s)

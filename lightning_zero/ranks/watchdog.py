@@ -1,17 +1,14 @@
-"""A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
+"""Threads beside training that post this rank's place and end it when it waits for a dead rank.
 
-Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. A rank
-that waits for host messages inside the engine gets an error in time. Elsewhere (in a metric's barrier, say) a backend
-waits for its own timeout if nothing tells it that the others are gone. Nothing does so when a network is cut, and
-under NCCL never. So each rank listens::
+Waits inside the engine raise in time. Elsewhere (say, in a metric's barrier) a backend waits for its own timeout unless
+it notices the death; it never does under NCCL or when a network is cut. So each rank listens::
 
-    the next rank is not heard of for zero.stall_timeout_s,   -> said then; ends this process after a longer standstill
-    or the store is gone, or does not answer
-    under NCCL: the process of the rank before or after,      -> said at once; ends this process after a standstill of
-    one of which is mostly of the same machine, has ended        ten seconds
-    and has not said goodbye
+    no beat of the next rank for zero.stall_timeout_s,        -> prints it; ends this process after a longer standstill
+    or the store is gone or silent
+    under NCCL: the process of the rank before or after this  -> prints it; ends this process after a standstill of
+    one has ended on this machine without a goodbye              ten seconds
 
-No process is ended while the thread that trains gets on, and none that a person types into.
+No process is ended while its training thread progresses, or while a person types into it.
 """
 
 from __future__ import annotations
@@ -35,35 +32,30 @@ if TYPE_CHECKING:
     from lightning_zero.ranks.waits import Waits
 
 EVERY_S = 2.0
-RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
-ASKING = 32  # ranks that look whether all wait for each other: each reads what all have posted
-STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
+RANKS_AT_THIS_PACE = 512  # more ranks post less often, because all use one store
+ASKING = 32  # ranks that check whether all wait for each other; each reads what all have posted
+STANDSTILL_S = 10.0  # for launchers to act and exceptions to arrive, after a rank has ended
 EXIT_CODE = 1
-ANSWER_S = 5.0  # of a store
-ENDS_S = 1.0  # of a process that has closed its connections
-STILL_S = 1.0  # beside the time that places take to be posted
+ANSWER_S = 5.0  # a store's time to answer
+ENDS_S = 1.0  # between the end of a process's connections and its own end
+STILL_S = 1.0  # added to the time in which places are posted
 
 T = TypeVar("T")
 
 
-_CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
+_CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Another connection to ``store``: a rank that waits inside that one must not block the thread.
-
-    It is made once, because connecting looks host names up, which takes seconds where name servers do not answer.
-    """
+    """Open another connection to ``store`` for a thread, once, because looking up host names can take seconds."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread. Returns its result, or ``default`` if it does not return in time.
-
-    A store behind a network that is cut neither answers nor fails, for as long as TCP tries.
-    """
+    """Call ``ask`` in a thread. Return its result, or ``default`` if it takes too long: behind a cut network a store
+    neither answers nor fails."""
     found = [default]
 
     def answer() -> None:
@@ -76,17 +68,17 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 
 class Watchdog:
-    """Posts where this rank is, listens to the others, and ends a process that stands still beside one that is gone.
+    """Post this rank's place, listen to other ranks, and end a process that stands still beside a dead rank.
 
     Args:
-        watched: held weakly; one that is forgotten instead of closed ends the thread.
-        store: a connection that nobody waits in for long.
-        number: the same on all ranks, and of no other watchdog.
-        hears_ends: the backend hears of broken connections by itself.
-        end: ends this process; for tests.
+        watched: held weakly; the threads end when it is garbage.
+        store: a connection in which nobody waits for long.
+        number: equal on all ranks, and used once.
+        hears_ends: the backend notices broken connections itself.
+        end: ends this process; tests replace it.
     """
 
-    last_number = 0  # of this process
+    last_number = 0
 
     def __init__(
         self,
@@ -108,11 +100,11 @@ class Watchdog:
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
         self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
-        # Longer than the engine's own errors take, which say more.
+        # Longer than the engine's own errors take, because those say more.
         self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
-        self._gone: tuple[str, float] | None = None  # who, and how long to stand still for it
+        self._gone: tuple[str, float] | None = None  # who is gone, and how long this process may stand still for it
         self._trains = _Standstill(threading.get_ident())
-        self._heard_s = time.monotonic()  # when the store answered last
+        self._heard_s = time.monotonic()  # when the store last answered
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name="lightning_zero-places", daemon=True),
@@ -122,7 +114,7 @@ class Watchdog:
         _LIVE.add(self)
         for thread in self._threads:
             thread.start()
-        finalize(watched, self._stop.set)  # of the event, not of this object: the finalizer would keep it alive
+        finalize(watched, self._stop.set)  # the event's method: a method of this object would keep the object alive
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -140,29 +132,29 @@ class Watchdog:
                     self._store.set(self._key(self._rank), posted[0])
                     self._store.set(f"{self._key(self._rank)}/waits", posted[1])
                 elif watched is not None and posted is not None and posted[1] not in ("", stuck):
-                    stuck = posted[1]  # it waits for longer than a beat
+                    stuck = posted[1]  # it has lasted longer than a beat
                     self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
                 self.peers.answer()
                 self._listen()
-            except Exception:  # the store is gone with its server
+            except Exception:  # the store is gone
                 if not self.peers.holder_left:
                     quick = not self._hears_ends and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
             self._heard_s = time.monotonic()
-            watched = None  # or it would live through the next wait
+            watched = None  # else it would live through the next wait
         if self._watched() is None:
-            self.leave()  # forgotten instead of closed: the others may keep theirs
+            self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Whether rank 0 is seen to end: a process closes its connections a moment before it has ended."""
+        """Whether rank 0's process ends now. Its connections close a moment before it ends."""
         deadline = time.monotonic() + ENDS_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
         return ended
 
     def _judge(self) -> None:
-        """End the process when it is stuck. It has a thread of its own: the other may wait for the store for long."""
+        """End the process when it is stuck. On a thread of its own, because the other may wait for the store."""
         while not self._stop.wait(self._every_s):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -170,7 +162,7 @@ class Watchdog:
             if time.monotonic() - self._heard_s > self._limit_s and not self.peers.holder_left:
                 self._note(self.peers.without_store(), self._patience_s)
             self._end_if_stuck(watched)
-            watched = None  # or it would live through the next wait
+            watched = None  # else it would live through the next wait
 
     def _listen(self) -> None:
         ended = None
@@ -182,11 +174,11 @@ class Watchdog:
         if silent is not None:
             self._note(silent, self._patience_s)
         elif self._gone is not None and ended is None and not self.peers.misses_neighbour:
-            self._gone = None  # it was only slow
+            self._gone = None  # the rank was only slow
 
     def _note(self, who: str, limit_s: float) -> None:
         if self._left and self._gone is None:
-            return  # all go, in any order
+            return  # this rank has said goodbye: all end, in any order
         if self._gone is None:
             watched = self._watched()
             place = f"; this rank is at: {watched.place}" if watched is not None else ""
@@ -209,30 +201,27 @@ class Watchdog:
             )
             sys.stdout.flush()
         within(ANSWER_S, lambda: self.peers.tell_end(who), None)
-        # ``os._exit``: an exception would end this thread alone. The thread that trains is inside of a call of a
-        # backend, and no Python runs there, neither handlers of signals nor those of the process's exit.
+        # An exception would end this thread alone, and no exit handler runs while training is inside a backend.
         self._end(EXIT_CODE)
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
-        """What every rank is doing, in rank order, and the ranks that do not answer; ``None`` without the store."""
+        """Return what every rank is doing, and the ranks that do not answer; ``None`` without the store."""
 
         def ask() -> tuple[list[str], list[int]] | None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):  # the store is gone
                 return self.places(), self.peers.silent()
             return None
 
         return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
 
     def culprit(self) -> str:
-        """After a broken connection: which rank went."""
+        """Return which rank went, after a broken connection."""
         return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
 
     def tell(self, error: BaseException) -> None:
-        """This rank fails with an exception of its own."""
         within(ANSWER_S, lambda: self.peers.tell(error), None)
 
     def places(self) -> list[str]:
-        """What every rank is doing, in rank order."""
         found = []
         for rank in range(self._world_size):
             place = "unknown: it has posted nothing"
@@ -247,10 +236,10 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Whether every rank waits, and goes on waiting for the same: then none of them will ever come."""
+        """Whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
 
         def ask() -> bool:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):  # the store is gone
                 before = self._waits()
                 time.sleep(2 * self._every_s + STILL_S)
                 return before is not None and before == self._waits()
@@ -259,7 +248,7 @@ class Watchdog:
         return within(2 * self._every_s + STILL_S + ANSWER_S, ask, True)
 
     def _waits(self) -> list[str] | None:
-        """What every rank waits for, as it has posted it; ``None`` where one is at work."""
+        """Return what every rank waits for, as posted; ``None`` if one is working."""
         found = []
         for rank in range(self._world_size):
             key = f"{self._key(rank)}/waits"
@@ -267,13 +256,13 @@ class Watchdog:
         return found if all(found) else None
 
     def waits_for_each_other(self) -> list[str] | None:
-        """What each rank waits for, where each waits for a message that some other has not sent and that one waits too:
-        none of them will ever come. ``None`` where that is not so, or not known (yet)."""
+        """Return what each rank waits for if all wait for messages that some waiting rank has not sent; else
+        ``None``."""
         if self._rank % (1 + self._world_size // ASKING):
-            return None  # the others hear of it when these raise
+            return None  # the asking ranks raise and so tell the others
 
         def ask() -> list[str] | None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):  # the store is gone
                 before = self._stuck()
                 if before is None:
                     return None
@@ -284,7 +273,7 @@ class Watchdog:
         return within(2 * self._every_s + STILL_S + ANSWER_S, ask, None)
 
     def _stuck(self) -> list[str] | None:
-        """The message that each rank waits for, if for every one of them some rank has sent fewer of its name."""
+        """Return the message that each rank waits for, if for each of them some rank has sent fewer of that name."""
         waits = self._waits()
         if waits is None:
             return None
@@ -294,7 +283,7 @@ class Watchdog:
             if not self._store.check([key]):
                 return None
             found, asked = json.loads(self._store.get(key))
-            if found != wait:  # of an earlier wait
+            if found != wait:
                 return None
             labels.append(wait.partition(": ")[2])
             counts.append(asked)
@@ -304,14 +293,14 @@ class Watchdog:
         return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Ranks that do not post ``place`` in time."""
-        self._meetings += 1  # what was posted at an earlier meeting does not count
+        """Return the ranks that do not post ``place`` in time."""
+        self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + timeout_s
 
         def meet() -> None:
-            with contextlib.suppress(Exception):  # the store is gone with its server
+            with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(f"{key}/{self._rank}", "")
                 while missing and time.monotonic() < deadline:
                     missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
@@ -321,13 +310,12 @@ class Watchdog:
         return list(missing)
 
     def leave(self) -> None:
-        """Say goodbye, once."""
         if not self._left:
             self._left = True
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Say goodbye and end the threads. Where a rank is gone they stay, because what follows may hang."""
+        """Say goodbye and end the threads. They stay if a rank is gone, because later calls may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
@@ -336,7 +324,7 @@ class Watchdog:
 
 
 class _Standstill:
-    """How long a thread has been in the same call, with nothing else changed either."""
+    """Measures how long a thread has been in the same call while nothing else changed."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
@@ -344,15 +332,11 @@ class _Standstill:
         self._since = time.monotonic()
 
     def seconds(self, state: Hashable) -> float:
-        """Since the first of the equal looks up to this one.
-
-        Args:
-            state: what else shows that it gets on: hooks of backward run in other threads.
-        """
+        """Return the seconds since the thread and ``state``, which shows progress in other threads, last changed."""
         frame = sys._current_frames().get(self._thread)
         stack = []
         while frame is not None:
-            # The id, not the frame: a frame that is kept keeps its local variables, and so tensors.
+            # The id, because a kept frame would keep its local variables and so tensors.
             stack.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         seen = (tuple(stack), state)
@@ -363,16 +347,16 @@ class _Standstill:
 
 
 def _typed_into() -> bool:
-    """Whether a person types into this process: it stands still whenever they think."""
+    """Whether a person types into this process. Such a process stands still while the person thinks."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 _LIVE: WeakSet[Watchdog] = WeakSet()
-_registered_in: int | None = None  # a process
+_registered_in: int | None = None
 
 
 def _say_goodbye_at_the_end() -> None:
-    """At exit, and in processes of multiprocessing, which do not come there."""
+    """Register the goodbye at exit, and for processes of multiprocessing, which skip atexit."""
     global _registered_in
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
@@ -381,7 +365,7 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """At a clean end of the process, whose neighbours would take it for killed; while the store is there."""
-    if not hasattr(sys, "last_value"):  # of an exception that ends the process
+    """Say goodbye at a clean end of the process; otherwise neighbours would think it was killed."""
+    if not hasattr(sys, "last_value"):  # set by an exception that ends the process
         for watchdog in list(_LIVE):
             watchdog.leave()

@@ -1,4 +1,4 @@
-"""Attention over the whole sequence: each rank computes it for its part of the heads.
+"""Attention over the whole sequence: each rank computes a part of the heads.
 
 ::
 
@@ -19,7 +19,7 @@ from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart, current
 
-_torch_attention = F.scaled_dot_product_attention  # torch's own: inside of a step ``attention`` stands in its place
+_torch_attention = F.scaled_dot_product_attention  # torch's own: inside a step ``attention`` replaces it
 
 
 def attention(
@@ -34,14 +34,11 @@ def attention(
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
 
-    Inside of a step it stands in the place of torch's function, so that ``F.scaled_dot_product_attention`` calls it.
+    Inside a step it replaces torch's function. Raises ConfigError there for unsupported shapes.
 
     Args:
-        query, key, value: ``[batch, heads, positions, width]``; inside of a step, of this rank's part.
-        attn_mask: of the whole sequence: ``[..., whole, whole]``, or ``[..., 1, whole]``.
-
-    Raises:
-        ConfigError: inside of a step, shapes that this cannot work for.
+        query, key, value: ``[batch, heads, positions, width]``; inside a step of this rank's part.
+        attn_mask: of the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
     if part is None:
@@ -49,7 +46,7 @@ def attention(
     _check(part, query, key, value)
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # What attention would do first, so that fewer bytes travel.
+        # Cast now, as attention would, so that fewer bytes travel.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
     part.rounding = max(part.rounding, torch.finfo(query.dtype).eps)
@@ -85,7 +82,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat heads of keys or values that are too few, so that each rank gets those of its queries."""
+    """Repeat heads of keys or values if they are too few, so that each rank gets those of its queries."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor
@@ -93,11 +90,7 @@ def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
 
 
 def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -> Tensor | None:
-    """The mask for this rank's heads.
-
-    Raises:
-        ConfigError: it is not that of the whole sequence.
-    """
+    """Return the mask for this rank's heads. Raises ConfigError if it is not a mask of the whole sequence."""
     if mask is None:
         return None
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):
@@ -117,15 +110,14 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
 def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
     """Exchange all heads of this part's positions for all positions of this rank's heads, or back. Collective.
 
-    Numbers of heads and widths may differ between ``tensors``; those of one dtype travel together.
-    """
+    Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype travel together."""
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [_exchange([tensor], sharers, to_heads=to_heads)[0] for tensor in tensors]
     return list(_Exchange.apply(sharers, to_heads, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all. Its backward is the way back."""
+    """One all-to-all. Its backward is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, sharers: Sharers, to_heads: bool, *tensors: Tensor) -> Any:
@@ -142,7 +134,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _together(parts: Tensor, to_heads: bool) -> Tensor:
-    """Join what came from each rank, ``[n, batch, heads, positions, width]``, along positions or heads."""
+    """Join the parts from all ranks, ``[n, batch, heads, positions, width]``, along positions or heads."""
     n, batch, heads, length, width = parts.shape
     if to_heads:
         return parts.permute(1, 2, 0, 3, 4).reshape(batch, heads, n * length, width)

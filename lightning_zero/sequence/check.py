@@ -1,8 +1,5 @@
-"""A short step in parts beside the same one whole: what in it differs.
-
-No list of functions that look along a sequence can be complete, so nobody asks what a step calls. What it gives is
-compared: its loss, and random sums of each parameter's gradient, which are sums over the ranks that have the parts.
-"""
+"""Compare a short step in parts with the same step on whole sequences, because no list of functions that look along a
+sequence can be complete. Compared are the loss and random sums of each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_SUMS = 4  # of each gradient, of random signs
+_SUMS = 4  # of each gradient, with random signs
 _PIECE = 1 << 22  # elements that are summed at once
 _PATTERN = 64  # random numbers that are repeated along a tensor
-_MATMULS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}  # what torch rounds products of fp32 to
+_MATMULS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}  # rounding of fp32 products in torch
 _LOOK_FOR = (
     "sums, means, norms or shifts along the positions (lightning_zero.mean_over_tokens is a mean over all of them; "
     "shift labels in the data, or in split_sequence); positions that begin at 0 in each part "
@@ -31,11 +28,8 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """Inside, random numbers of a whole sequence and of its parts agree: a short pattern, along each tensor.
-
-    Attributes:
-        length: positions of a part. What is a multiple of it in elements has the pattern in each part from its start.
-    """
+    """Make random numbers of a whole sequence and its parts agree, by a short pattern repeated along each tensor.
+    ``length``: positions of a part; in tensors whose size is a multiple of it, each part starts the pattern anew."""
 
     supports_higher_order_operators = True
 
@@ -48,7 +42,7 @@ class Agreeing(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        if "dropout_p" in given:  # inside of a kernel of attention
+        if "dropout_p" in given:  # inside an attention kernel
             return func(**{**given, "dropout_p": 0.0})
         if given.get("generator") is not None:
             given["generator"] = None
@@ -75,20 +69,15 @@ class Agreeing(TorchDispatchMode):
 
 
 def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """Fill ``tensor`` with ``pattern``, again and again."""
+    """Fill ``tensor`` with repetitions of ``pattern``."""
     many = pattern.to(tensor.device).repeat(-(-tensor.numel() // len(pattern)))
     return tensor.copy_(many[: tensor.numel()].view(tensor.shape))
 
 
 class Sums:
-    """Random sums of the gradients of a step, by the names of parameters, and the sum of squares of each.
-
-    They are linear: those of a sum of gradients are the sums of theirs, and which rank has what when does not matter.
-    Where two gradients differ a random sum does too, by about as much as the norm of their difference.
-
-    Attributes:
-        rounding: of the coarsest dtype of a gradient.
-    """
+    """Random sums and the sum of squares of each parameter's gradient in a step, by name. The sums are linear, so sums
+    of ranks add up to the sums of the added gradients. If two gradients differ, so do their random sums, by about the
+    norm of the difference. ``rounding``: of the coarsest gradient dtype."""
 
     def __init__(self) -> None:
         self.rounding = 0.0
@@ -117,14 +106,14 @@ class Sums:
 
 @dataclasses.dataclass
 class Found:
-    """What a step has given.
+    """The results of a step.
 
     Attributes:
-        losses: that went backward.
+        losses: values on which backward was called.
         sums: of gradients; see :class:`Sums`.
         output: of an evaluation.
-        logged: values that it has logged, with the name of what reduces them.
-        rounding: of the coarsest dtype that was seen.
+        logged: logged values, each with the name of its reduction.
+        rounding: of the coarsest dtype seen.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -135,27 +124,22 @@ class Found:
 
     @property
     def says_something(self) -> bool:
-        """Whether another step can be compared with it: finite losses, with gradients."""
+        """Whether another step can be compared with this one: finite losses and gradients that are not all zero."""
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 
 
 def unit(found: Iterable[Found]) -> float:
-    """The rounding of single operations."""
+    """Return the rounding error of single operations."""
     return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """What differs between a training step and the same one in parts, in words; ``None``: nothing.
+    """Say how a training step in parts differs from the same step on whole sequences; ``None`` if it does not.
 
-    Sums agree to half of the digits of the dtype that they are computed in, as errors of rounding add up from layer to
-    layer; losses, in which they average out, to two thirds. A gradient that is zero but for what is rounded off, as
-    that of the bias of keys in attention, is compared with the norm of all gradients.
-
-    Args:
-        whole, parts: of this rank, and of all ranks of the group.
-        rounding: see :func:`unit`.
-    """
+    Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer; losses, where
+    errors average out, to two thirds. A gradient that is zero up to rounding (bias of keys in attention) is compared
+    with the norm of all gradients. ``parts`` are of all ranks of the group; ``rounding``: see :func:`unit`."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
@@ -177,14 +161,10 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
 
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
-    """As :func:`difference`, of what evaluations have logged and returned.
+    """Like :func:`difference`, for what evaluations have logged and returned.
 
-    What is logged is the mean over parts, or by what it is reduced. A tensor that was returned is that of whole
-    sequences, or this part of it; of single numbers the mean over parts.
-
-    Args:
-        parts: of all ranks of the group; of the others the tensors that they have returned are not read.
-    """
+    A logged value is the mean over parts, or its reduction. A returned tensor must equal that of whole sequences or
+    this part of it; ``parts`` are of all ranks of the group; only this rank's returned tensors are read."""
     for name, (expected, how) in whole.logged.items():
         got = [one.logged[name][0] for one in parts if name in one.logged] or [math.nan]
         value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
@@ -206,7 +186,7 @@ def near(got: float, expected: float, rounding: float) -> bool:
 
 
 def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
-    """What of ``whole`` is at the place of ``part``: all, or this rank's positions; ``None``: shapes do not say."""
+    """Return the piece of ``whole`` that belongs to ``part``; ``None`` if the shapes do not tell."""
     if whole.shape == part.shape:
         return whole
     if whole.dim() != part.dim():
@@ -233,7 +213,7 @@ def refusal(step: str, what: str) -> str:
 
 
 def kind_of(batch: Any) -> str:
-    """What two batches of one kind have in common: keys, types, and how many dimensions tensors have."""
+    """Describe what batches of one kind share: keys, types, and the tensors' numbers of dimensions."""
     if isinstance(batch, Tensor):
         return f"{batch.dim()} {batch.dtype}"
     if isinstance(batch, Mapping):
@@ -244,7 +224,7 @@ def kind_of(batch: Any) -> str:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Of containers of any kind: mappings that torch does not know (BatchEncoding of transformers), dataclasses."""
+    """Yield the leaves of any container, also of dataclasses and transformers' BatchEncoding."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Mapping):
             yield from leaves(dict(leaf))

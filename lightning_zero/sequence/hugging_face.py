@@ -1,8 +1,5 @@
-"""Masks and causal losses of transformers inside of a step: those of the whole sequence.
-
-Its models call ``F.scaled_dot_product_attention`` where they have ``attn_implementation="sdpa"``. Nothing is imported:
-where transformers is not, there is none of its models.
-"""
+"""Masks and causal losses of transformers inside a step, for the whole sequence. Models with
+``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. transformers is not imported here."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from lightning_zero.sequence.part import SequencePart, current
 
 @contextlib.contextmanager
 def of_whole_sequences() -> Iterator[None]:
-    """Inside, models of transformers get masks and causal losses of the whole sequence."""
+    """Give models of transformers masks and causal losses of the whole sequence inside."""
     masks = sys.modules.get("transformers.masking_utils")
     losses = sys.modules.get("transformers.loss.loss_utils")
     makers = {name: masks.ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")} if masks else {}
@@ -40,7 +37,7 @@ def of_whole_sequences() -> Iterator[None]:
 
 
 def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
-    """Make a mask by lengths and padding of the whole sequence. Collective where the padding is that of a part."""
+    """Make a mask from lengths and padding of the whole sequence. Collective if the padding is of a part."""
     part = current()
     if part is None or given["q_length"] != part.length:
         return maker(**given)
@@ -67,7 +64,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """``ForCausalLMLoss``, but a part's last token is to predict the next part's first. Collective."""
+    """Compute ``ForCausalLMLoss``; a part's last token predicts the next part's first. Collective in a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         shift_labels = _next_labels(part, labels, ignore_index)

@@ -1,8 +1,5 @@
-"""Cross entropies of ``torch.nn.functional`` inside of a step: means are those over the tokens of all parts.
-
-A mean over the tokens of a part says nothing about how many these were, and labels that do not count may all lie in one
-part. Every rank of a group calls these losses alike.
-"""
+"""Cross entropies of ``torch.nn.functional`` inside a step, as means over the tokens of all parts. A mean over one part
+does not tell how many tokens count, and a part may have none. Every rank of a group must call these losses alike."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from torch import Tensor
 
 from lightning_zero.sequence.part import set_current
 
-NAMES = ("cross_entropy", "nll_loss", "linear_cross_entropy")  # those that ignore tokens, and weigh them
-IGNORED = -100  # a label that counts nothing, by torch's default
+NAMES = ("cross_entropy", "nll_loss", "linear_cross_entropy")  # those that ignore and weigh tokens
+IGNORED = -100  # the label that torch ignores by default
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function``, but inside of a step a mean is that over the tokens of all parts. Collective there."""
+    """Make means of ``function`` inside a step means over the tokens of all parts. They are collective there."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def loss(*args: Any, **kwargs: Any) -> Tensor:
-        part = set_current(None)  # torch may call this again in the place of its own, for a mode of the user's
+        part = set_current(None)  # torch may call this again for a mode of the user's
         try:
             result = function(*args, **kwargs)
         finally:
@@ -43,7 +40,7 @@ def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _count(given: dict[str, Any]) -> Tensor:
-    """What a mean was divided by: tokens that count, or the sum of their weights."""
+    """Return the divisor of the mean: the number of tokens that count, or the sum of their weights."""
     target: Tensor = given["target"]
     if target.is_floating_point():  # probabilities of classes
         return torch.ones((), device=target.device)
@@ -52,5 +49,5 @@ def _count(given: dict[str, Any]) -> Tensor:
     weight = given.get("weight")
     if weight is None:
         return counts.sum()
-    # An ignored target need not be one of the classes.
+    # An ignored target may be outside the classes.
     return torch.where(counts, weight.detach()[torch.where(counts, target, 0)], 0).sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The part of a sequence that a rank computes with: where it lies, and means over the tokens of all parts."""
+"""A rank's part of a sequence: its place, and means over the tokens of all parts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
 
-TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over: kinds of messages
+TOKENS, PARTS, REFUSED = 1, 2, 3  # kinds of messages, by what a mean is over
 
 
 class Window(NamedTuple):
-    """Where a check takes short sequences out of those of a batch.
+    """Where a check takes short sequences out of a batch.
 
     Attributes:
-        parts: they divide into so many.
-        at: from the beginning of a sequence (0) to its end (1).
+        parts: the short sequence divides into this many parts.
+        at: its place, from the beginning (0) to the end (1) of a sequence.
     """
 
     parts: int
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """The first position, and how many, of ``whole``: so few that one rank can compute them, and enough for a shift
-        or the window of a convolution to show in each part."""
+        """Return the first position and the number of positions of ``whole``: few enough for one rank, and enough for a
+        shift or a convolution's window to show in each part."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 
 
 class SequencePart:
-    """This rank's part of the sequences of a batch: equal parts, in the order of the ranks.
+    """This rank's part of a batch's sequences. Parts are equal and in rank order.
 
     Attributes:
-        sharers: the ranks that have the other parts.
-        window: of the sequences only this; ``None``: all of them.
-        length: positions of one part; ``None``: nothing was cut yet.
+        sharers: the ranks that have the parts.
+        window: the only positions to use; ``None``: all.
+        length: positions of one part; ``None`` before the first cut.
         rounding: of the coarsest dtype that attention was computed in.
     """
 
@@ -54,15 +54,10 @@ class SequencePart:
         return None if self.length is None else self.length * self.size
 
     def of(self, tensor: Tensor, dim: int = 1, *, overlap: int = 0) -> Tensor:
-        """This rank's part of ``tensor``: ``length + overlap`` positions along ``dim``.
-
-        Args:
-            overlap: positions of the next part that come too; ``tensor`` has as many more at its end. With 1, a tensor
-                of ``length + 1`` tokens gives each part its inputs and, shifted by one, its labels.
-
-        Raises:
-            ConfigError: the positions do not divide into equal parts, or tensors of one batch have other lengths.
-        """
+        """Cut this rank's part out of ``tensor``: ``length + overlap`` positions along ``dim``. Raises ConfigError if
+        the positions do not divide into equal parts, or tensors of one batch differ in length. ``overlap``: positions
+        of the next part to include; ``tensor`` has as many more at its end. With 1, a tensor of ``length + 1`` tokens
+        gives each part its inputs and, shifted by one, its labels."""
         whole = tensor.shape[dim] - overlap
         if whole % self.size or whole < self.size:
             raise ConfigError(
@@ -78,21 +73,19 @@ class SequencePart:
                 f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
             )
         self.length = length
-        # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
+        # Contiguous, as a whole batch is: steps call ``labels.view(-1)``.
         return tensor.narrow(dim, start + self.rank * length, length + overlap).contiguous()
 
     def keep(self, tensor: Tensor, *dims: int) -> Tensor:
-        """``tensor``, which each part has for the whole sequence along ``dims``: a mask of attention, say.
-
-        Before training a step is checked on short sequences, and what is kept whole must be as short.
-        """
+        """Return ``tensor``, which every part keeps whole along ``dims``, such as an attention mask. The check before
+        training uses short sequences and so shortens it."""
         if self.window is not None:
             for dim in dims:
                 tensor = tensor.narrow(dim, *self.window.cut(tensor.shape[dim]))
         return tensor
 
     def positions(self, length: int, device: Any = None) -> Tensor:
-        """``[length] int64``: where the tokens of this part are in the whole sequence."""
+        """Return ``[length] int64``: the positions of this part's tokens in the whole sequence."""
         if self.length not in (None, length):
             raise ConfigError(
                 f"lightning_zero.sequence_positions: expected {self.length} positions, as many as a part of this batch "
@@ -101,7 +94,7 @@ class SequencePart:
         return torch.arange(self.rank * length, (self.rank + 1) * length, device=device)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All parts of ``tensor [batch, length]`` together, without gradients: ``[batch, length * size]``."""
+        """Join all parts of ``tensor [batch, length]``, without gradients: ``[batch, length * size]``. Collective."""
         rows = tensor.detach().contiguous().view(1, -1).expand(self.size, -1).contiguous()
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
@@ -109,15 +102,14 @@ class SequencePart:
     def mean_of(
         self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
     ) -> Tensor:
-        """The mean over the tokens of all parts, with gradients: NaN where no part has any.
+        """Return the mean over the tokens of all parts, with gradients; NaN if no part has any. Collective.
+
+        Raises ConfigError, on all ranks, if another rank computes another kind of mean now.
 
         Args:
-            total: sums over ``count`` tokens of this part, in one shape with it. (Or both are of tokens' weights.)
-            dtype: of the mean. It is made in fp64, since half precision does not hold sums and counts.
-            is_feature: parts compute other things with it; all ranks run a backward then, or none does.
-
-        Raises:
-            ConfigError: another rank makes a mean of another kind now; on all ranks.
+            total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
+            dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
+            is_feature: parts compute different things from it. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
@@ -127,13 +119,10 @@ class SequencePart:
         return mean
 
     def loss(self, loss: Tensor) -> Tensor:
-        """The loss of the whole sequences, of ``loss`` that a step has made of this part. Collective.
+        """Turn a step's ``loss`` of this part into the loss of the whole sequences. Collective.
 
-        A term beside a mean over the tokens of all parts is taken for a mean over as many values in each part.
-
-        Raises:
-            ConfigError: there is no mean over the tokens of all parts in it; on all ranks.
-        """
+        A term beside a mean over all parts' tokens is averaged over the parts. Without such a mean all ranks raise
+        ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = _has_mean(loss)
@@ -151,7 +140,7 @@ class SequencePart:
 
 
 def _has_mean(loss: Tensor) -> bool:
-    """Whether a mean over the tokens of all parts is among what ``loss`` is computed from."""
+    """Whether ``loss`` is computed from a mean over the tokens of all parts."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -167,11 +156,9 @@ def _has_mean(loss: Tensor) -> bool:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss, or as a feature.
-
-    The engine divides the sum of all ranks' gradients by their number. A group's loss is there ``size`` times, and so
-    is what comes back from it. What each rank makes something else of gets back the sum of what comes to the ranks.
-    """
+    """Sum over the ranks of a group. The engine divides the sum of all ranks' gradients by their number. A group's loss
+    exists ``size`` times, so its gradient is multiplied by ``size``. A feature is used differently on each rank, so its
+    gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
@@ -186,16 +173,16 @@ class _SumOfParts(torch.autograd.Function):
 
 # -- the step that runs -----------------------------------------------------------------------------------------------
 
-_current: SequencePart | None = None  # of this process: threads of autograd compute blocks again
+_current: SequencePart | None = None  # of this process, because threads of autograd recompute blocks
 
 
 def current() -> SequencePart | None:
-    """The part of the step that runs; ``None`` where sequences are whole."""
+    """Return the part of the running step; ``None`` if sequences are whole."""
     return _current
 
 
 def set_current(part: SequencePart | None) -> SequencePart | None:
-    """Returns the one before."""
+    """Set the current part and return the one before."""
     global _current
     before, _current = _current, part
     return before
@@ -205,37 +192,31 @@ def set_current(part: SequencePart | None) -> SequencePart | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Where the tokens of a forward are in their sequence: ``[length] int64``.
+    """Return the positions of a forward's tokens in their sequence: ``[length] int64``.
 
-    ``0 .. length - 1``, but under ``zero.sequence_parallel`` inside of a step: those of this rank's part. For models
-    that make positions themselves, in the place of ``torch.arange(length)``.
-
-    Raises:
-        ConfigError: inside of a step, another length than that of a part.
-    """
+    Use it in place of ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the positions
+    of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 
 
 def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | None = None) -> Tensor:
-    """The mean of ``values [batch, length, ...]`` over all tokens, in one process and under ``zero.sequence_parallel``.
+    """Return the mean of ``values [batch, length, ...]`` over all tokens. Collective.
 
-    There it is the mean over the tokens of all parts, each token counted once, the same on all ranks of a group, and a
-    loss that ``training_step`` makes of it is taken as it is.
+    Under ``zero.sequence_parallel`` the mean is over all parts, each token counted once, and equal on all ranks of a
+    group. A loss that ``training_step`` computes from it needs no further averaging. The result is 0-d; with ``dim``,
+    it is ``values`` without that dimension. It is NaN where no token counts.
 
     Args:
-        where: ``bool``, of the same shape or one that expands to it: those that count. Default: all.
-        dim: only along this dimension, that of the sequence: one mean for each text, say. Default: along all.
-
-    Returns:
-        A 0-d tensor; with ``dim``, ``values`` without that dimension. NaN where nothing counts.
+        where: ``bool``, expandable to ``values``: the tokens that count. Default: all.
+        dim: average only along this dimension (the sequence), say for one mean per text. Default: along all.
     """
     part = current()
     dims = tuple(range(values.dim())) if dim is None else (dim,)
     if part is None and where is None:
         return values.mean(dims)
     kept = values if where is None else torch.where(where.expand_as(values), values, torch.zeros_like(values))
-    dtype = torch.promote_types(values.dtype, torch.float32)  # sums and counts that half precision does not hold
+    dtype = torch.promote_types(values.dtype, torch.float32)  # half precision does not hold sums and counts
     total = kept.sum(dims, dtype=dtype)
     if where is None:
         count = torch.full_like(total, values.numel() / max(1, total.numel()), requires_grad=False)

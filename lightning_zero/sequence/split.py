@@ -1,14 +1,14 @@
-"""Cuts a batch along the sequence.
+"""Cut a batch along the sequence.
 
-What is cut by itself::
+Cut automatically::
 
     tokens [batch, length]                          for a model that is given labels=tokens, as transformers has it
     (tokens [batch, length], labels [batch, length, ...])
     {"input_ids": [batch, length], ...}             every tensor [batch, length, ...], position_ids in any form; but
                                                     attention_mask, which stays whole: attention sees all positions
 
-Everything else is cut by the module's own ``split_sequence(batch, part)``, which returns a batch made of
-:meth:`SequencePart.of`; or ``batch`` as it is, which every rank of the group then computes as a whole.
+Other batches need the module's ``split_sequence(batch, part)``. It returns a batch made by :meth:`SequencePart.of`, or
+``batch`` itself, which every rank of the group then computes as a whole.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """This rank's part of ``batch``; ``batch`` itself where the module leaves it whole.
-
-    Raises:
-        ConfigError: nothing says how to cut it, or it cannot be cut.
-    """
+    """Return this rank's part of ``batch``, or ``batch`` if the module leaves it whole, else raise ConfigError."""
     if callable(hook := getattr(module, HOOK, None)):
         return hook(batch, part)
     if isinstance(batch, Tensor) and _is_tokens(batch):
@@ -81,10 +77,7 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
 
 
 def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> None:
-    """
-    Raises:
-        ConfigError: several texts in a row, or padding before a text without positions.
-    """
+    """Raise ConfigError for packed texts, or padding before a text without positions."""
     packed = [key for key in _PACKED if batch.get(key) is not None]
     if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
         packed.append("position_ids that begin anew inside of a row")
@@ -102,7 +95,7 @@ def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> Non
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    """Whether a model of transformers in ``module`` takes positions, which it would begin at 0 in each part."""
+    """Whether a transformers model in ``module`` takes positions. It would start them at 0 in each part."""
     models = (m for m in module.modules() if hasattr(m, "config") and hasattr(m, "loss_function"))
     return any("position_ids" in inspect.signature(type(model).forward).parameters for model in models)
 

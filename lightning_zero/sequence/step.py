@@ -1,4 +1,4 @@
-"""One step on a part of a batch: the batch is cut, attention sees all of it, and the loss is that of all tokens."""
+"""One step on a part of a batch: cut the batch, let attention see all of it, and average the loss over all tokens."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lightning_zero.sequence.hugging_face import of_whole_sequences
 from lightning_zero.sequence.part import SequencePart, Window, current, set_current
 from lightning_zero.sequence.split import split_batch
 
-# What ``torch.nn.functional`` has by these names while a step runs: torch's own layers and losses call it there too.
+# Replacements in ``torch.nn.functional`` while a step runs. torch's layers and losses call them there too.
 _FUNCTIONS = {name: losses.over_all_parts(getattr(F, name)) for name in losses.NAMES if hasattr(F, name)}
 _FUNCTIONS["scaled_dot_product_attention"] = attention
 
 
 @contextlib.contextmanager
 def computing(part: SequencePart) -> Iterator[None]:
-    """Inside, modules compute with ``part``."""
+    """Let modules compute with ``part`` inside."""
     before, functions = set_current(part), {name: getattr(F, name) for name in _FUNCTIONS}
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # torch's layers hide attention in kernels, in evaluation
+    torch.backends.mha.set_fastpath_enabled(False)  # torch's fast path would hide attention in kernels, in evaluation
     vars(F).update(_FUNCTIONS)
     try:
         with of_whole_sequences():
@@ -42,22 +42,16 @@ def computing(part: SequencePart) -> Iterator[None]:
 
 
 class SequenceSteps:
-    """The steps of a run under ``zero.sequence_parallel``.
-
-    Args:
-        sharers: the ranks that share a sequence with this one; ``None``: sequences are whole.
-    """
+    """The steps of a run. ``sharers``: the ranks that share a sequence; ``None``: sequences are whole."""
 
     def __init__(self, module: nn.Module, sharers: Sharers | None) -> None:
         self._module, self._sharers = module, sharers
-        self._part: SequencePart | None = None  # of the last training step, whose backward may compute blocks again
+        self._part: SequencePart | None = None  # of the last training step, whose backward may recompute blocks
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on what :meth:`cut` gave. A loss that it returns is the mean over the tokens of all parts.
+        """Run ``step`` on what :meth:`cut` returned and average its loss over the tokens of all parts. Collective.
 
-        Raises:
-            ConfigError: attention cannot be given the whole sequence, or the loss is no such mean.
-        """
+        Raises a ConfigError if attention cannot get the whole sequence, or the loss contains no mean over tokens."""
         self._part = part
         if part is None:
             return step(own, *more)
@@ -65,13 +59,13 @@ class SequenceSteps:
             return self._averaged(part, step(own, *more))
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on what :meth:`cut` gave; what it returns is as it is."""
+        """Run ``step`` on what :meth:`cut` returned and return its output unchanged."""
         with computing(part) if part is not None else contextlib.nullcontext():
             return step(own, *more)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward: what is computed again is computed with the part of its forward."""
+        """Let a backward inside recompute blocks with the part of their forward."""
         if self._part is None or current() is not None:
             yield
         else:
@@ -79,23 +73,15 @@ class SequenceSteps:
                 yield
 
     def manual_loss(self, loss: Tensor) -> Tensor:
-        """A loss of manual optimization, inside of its step.
-
-        Raises:
-            ConfigError: see :meth:`SequencePart.loss`.
-        """
+        """Return the loss of whole sequences in manual optimization; see :meth:`SequencePart.loss`. Collective."""
         part = current()
         return loss if part is None else part.loss(loss)
 
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
-        """This rank's part and what it has of ``batch``; ``None``: the module leaves the batch whole.
-
-        Args:
-            window: cut only this out of the sequences.
-            sharers: default: those of this run.
-        """
+        """Return this rank's part and its piece of ``batch``; the part is ``None`` if the module leaves the batch
+        whole. ``window``: cut only this out of the sequences. ``sharers``: default: those of the run."""
         sharers = sharers or self._sharers
         if sharers is None:
             return None, batch
@@ -112,11 +98,9 @@ class SequenceSteps:
 
 
 def check_alike(batch: Any, group: SequenceGroup) -> None:
-    """All ranks of a group call it with the batch that they have been given, before it goes to the device.
+    """Check that all ranks of a group have got the same batch, before it goes to the device. Collective.
 
-    Raises:
-        ConfigError: they have other ones; on all ranks of the group.
-    """
+    Raises ConfigError on all ranks of the group if the batches differ."""
     found = group.gather_objects(_fingerprint(batch), "the comparison of batches (zero.sequence_parallel)")
     if any(other != found[0] for other in found):
         raise ConfigError(
@@ -127,7 +111,7 @@ def check_alike(batch: Any, group: SequenceGroup) -> None:
 
 
 def _fingerprint(batch: Any) -> int:
-    """Of shapes, and of values on the host. (The host does not wait for what is on a device.)"""
+    """Hash shapes, and values on the host. Values on a device are skipped, so that the host does not wait."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

@@ -4,8 +4,8 @@
 
     extents  an extent is a place for one tensor
     host     pinned slabs          pages    aligned and pinned memory, staging buffers
-                                   pinned   of a fixed size, for what passes through
+                                   pinned   pinned memory of a fixed size, for transfers
     nvme     files                 aio      O_DIRECT reads and writes      regions  places in a file
-                                   claims   whose file it is              write_behind  lets a write go on
+                                   claims   which rank uses which file     write_behind  lets a write go on
     limits   what this process may still take of its machine
 """

@@ -1,7 +1,7 @@
-"""Files read and written past the page cache by a few threads.
+"""Files that a few threads read and write past the page cache.
 
-O_DIRECT wants file offsets, lengths and memory addresses at multiples of the device's block, which divides ``PAGE``
-(otherwise EINVAL). A request is divided among the threads of its file (``preadv`` and ``pwritev`` release the GIL)::
+O_DIRECT needs file offsets, lengths and addresses at multiples of the device's block, which divides ``PAGE`` (else
+EINVAL). The threads of a file share a request (``preadv`` and ``pwritev`` release the GIL)::
 
     read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     a future; done when the last piece is
     threads                    t0        t1        t2        t3
@@ -37,12 +37,12 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """A read, write or allocation failed for good. The message says what, where, for whom, and what to do."""
+    """Raised when a read, write or allocation fails for good. The message names file, cause, user and remedy."""
 
 
 @dataclass(slots=True)
 class Syscalls:
-    """The calls a :class:`DiskFile` makes, each replaceable: tests put failing ones in their place."""
+    """The system calls of a :class:`DiskFile`. Tests replace them by failing ones."""
 
     open: Callable[..., int] = os.open
     preadv: Callable[[int, list[memoryview], int], int] = os.preadv
@@ -52,15 +52,12 @@ class Syscalls:
 
 
 class Joined:
-    """One future for several parts: done when the last part is, with the first error.
-
-    It does not end at the first error: threads still read and write the memory of the other parts, and whoever waits
-    for the future takes that memory back.
-    """
+    """One future for several parts: done when the last part is, with the first error. An error does not end it early,
+    because threads still use the memory of the other parts, which the waiting caller takes back."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()  # what is in flight cannot be cancelled
+        self.future.set_running_or_notify_cancel()  # transfers in flight cannot be cancelled
         self.error: BaseException | None = None
         self._left = parts
         self._lock = threading.Lock()
@@ -73,7 +70,7 @@ class Joined:
             self.error = self.error or error
             if self._left:
                 return
-        # Outside of the lock: callbacks of the future run in this thread, inside of these calls, and may ask for more.
+        # Outside the lock: callbacks of the future run here and may ask for more.
         if self.error is None:
             self.future.set_result(None)
         else:
@@ -90,7 +87,7 @@ class _Piece:
     label: str
 
 
-_WARNED: set[str] = set()  # folders
+_WARNED: set[str] = set()
 
 
 def _warn_once(folder: str) -> None:
@@ -105,20 +102,8 @@ def _warn_once(folder: str) -> None:
 
 
 class DiskFile:
-    """A scratch file that grows in preallocated steps; what an older file of that name held is dropped.
-
-    It is read and written past the page cache where the file system can, else it warns, once per folder.
-
-    Args:
-        path: the file.
-        threads: requests in flight at the disk.
-
-    Raises:
-        DiskError: the file cannot be made.
-
-    Attributes:
-        nbytes: allocated size.
-    """
+    """A scratch file that grows in preallocated steps; an older file of that name is emptied. It bypasses the page
+    cache if the file system can, else it warns once per folder. Raises DiskError if the file cannot be made."""
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
         self.path = os.fspath(path)
@@ -133,18 +118,15 @@ class DiskFile:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def ensure(self, nbytes: int) -> None:
-        """Make the file at least ``nbytes`` long (rounded up to pages), with its blocks allocated.
-
-        Raises:
-            DiskError: no space (the file keeps its size), with needed and free bytes.
-        """
+        """Allocate at least ``nbytes`` (rounded up to pages) for the file. Raises DiskError, with needed and free
+        bytes, if there is no space; the file then keeps its size."""
         wanted = round_up(nbytes, PAGE)
         if wanted <= self.nbytes:
             return
         try:
             self.syscalls.fallocate(self._fd, self.nbytes, wanted - self.nbytes)
         except OSError as error:
-            os.ftruncate(self._fd, self.nbytes)  # give back what was allocated before it failed
+            os.ftruncate(self._fd, self.nbytes)  # give back what was allocated before the failure
             code = error.errno or errno.EIO
             raise DiskError(
                 code,
@@ -154,38 +136,32 @@ class DiskFile:
         self.nbytes = wanted
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what is behind ``nbytes`` (rounded up to pages), which nobody reads or writes."""
+        """Give back the space after ``nbytes`` (rounded up to pages), which must not be in use."""
         wanted = round_up(nbytes, PAGE)
         if wanted < self.nbytes:
             os.ftruncate(self._fd, wanted)
             self.nbytes = wanted
 
     def free_nbytes(self) -> int:
-        """Bytes that the file system can still give."""
         stat = os.statvfs(self._fd)
         return stat.f_bavail * stat.f_frsize
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Fill ``buffer`` from byte ``offset`` on. Its future raises :class:`DiskError`; nothing else is raised late.
-
-        Args:
-            offset, buffer: whole pages inside the file; the buffer page-aligned, untouched until the future is done.
-            label: for whom, in error messages: the unit and role.
-        """
+        """Fill ``buffer`` from byte ``offset`` on; both are whole pages. Do not touch it until the future is done,
+        which raises :class:`DiskError`. ``label``: unit and role, for messages."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Put ``buffer`` at byte ``offset``; see :meth:`read`."""
+        """Write ``buffer`` at byte ``offset``; see :meth:`read`."""
         return self._start(_Piece(True, offset, buffer, label))
 
     def close(self) -> None:
-        """Wait for what is in flight, end the threads, close the file. It stays on disk (scratch: no fdatasync)."""
+        """Wait for requests in flight, end the threads and close the file. It stays on disk, without fdatasync."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        # The threads first: the system gives the number of a closed descriptor to the next file that is opened, and a
-        # thread that is still at work would write into that file.
+        # First the threads: the system may give a closed descriptor's number to another file.
         self._pool.shutdown(wait=True)
         os.close(self._fd)
 
@@ -204,10 +180,8 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """Open the file with O_DIRECT; None where the file system has none.
-
-        Some file systems accept the flag and refuse every write, so one write is tried.
-        """
+        """Open the file with O_DIRECT; return None if the file system has none. Try one write, because some file
+        systems accept the flag and refuse every write."""
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -238,9 +212,8 @@ class DiskFile:
                 raise RuntimeError(f"{self.path} is closed ({request.label!r})")
         for low in starts:
             piece = _Piece(request.write, offset + low, request.memory[low : low + step], request.label)
-            # The interpreter, or another thread's close(), may have ended the pool. The error goes into the future, as
-            # pieces before this one may be under way in the buffer, which the caller takes back when an error is
-            # raised.
+            # The interpreter or another thread's close() may have ended the pool. The error goes into the future,
+            # because earlier pieces may still use the buffer, which the caller takes back on an exception.
             try:
                 self._pool.submit(self._run, joined, piece)
             except RuntimeError as error:
@@ -250,13 +223,13 @@ class DiskFile:
     def _run(self, joined: Joined, piece: _Piece) -> None:
         try:
             self._move(piece)
-        except BaseException as error:  # all of them: a part that is never done lets its waiters hang
+        except BaseException as error:  # all errors: a part that never ends would hang its waiters
             joined.part_done(error)
         else:
             joined.part_done()
 
     def _move(self, piece: _Piece) -> None:
-        """Move a whole piece: go on after short calls, pause and retry after errors that may pass."""
+        """Move a whole piece: continue after short calls; pause and retry after temporary errors."""
         call = self.syscalls.pwritev if piece.write else self.syscalls.preadv
         done = failures = 0
         while done < piece.memory.nbytes:
@@ -265,7 +238,7 @@ class DiskFile:
                 moved = call(self._fd, [piece.memory[done:]], piece.offset + done)
             except OSError as error:
                 moved, code = 0, error.errno or errno.EIO
-            whole = moved - moved % PAGE  # O_DIRECT can only go on from a whole page
+            whole = moved - moved % PAGE  # O_DIRECT can only continue at a page boundary
             if whole > 0:
                 done, failures = done + whole, 0
                 continue

@@ -1,8 +1,5 @@
-"""Folders for files: whether they can be used, which rank uses which file, and what dead jobs have left.
-
-A rank locks its file's name in the folder. The system drops a lock when its process dies, so a name without a lock is
-free, and a file under it left over.
-"""
+"""Folders for files: whether they are usable, which rank uses which file, and what dead jobs have left. The system
+drops a rank's lock on its file when the process dies, so a file without a lock is a leftover."""
 
 from __future__ import annotations
 
@@ -25,14 +22,11 @@ CLAIM_WAIT_S = 2.0  # a peer that looks for leftovers holds a lock for milliseco
 
 _log = logging.getLogger(__name__)
 
-_LOCKS: set[int] = set()  # descriptors of the locks that this process holds
+_LOCKS: set[int] = set()
 
 
 def _let_go_in_child() -> None:
-    """Close the locks in a forked child.
-
-    A lock lives as long as any copy of its descriptor: a data loader's worker would hold it for a dead trainer.
-    """
+    """Close the locks in a forked child, or a data loader's worker would hold them for a dead trainer."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -41,10 +35,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Claim:
-    """A rank's lock on its file in a folder; the system drops it when the process dies.
-
-    The lock file is removed while the lock is held, so whoever opened it before sees, by its inode, that it is gone.
-    """
+    """A rank's lock on its file in a folder. The lock file is removed while locked; others notice by its inode."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
         self._path = folder / f"{rank_name}.lock"
@@ -60,15 +51,15 @@ class Claim:
 
     def release(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()  # while the lock is held: later it may be the lock file of a new owner
-        # Before it is closed: its number may be another file's right after, which a forked child would then close.
+            self._path.unlink()  # while locked: later it may belong to a new owner
+        # Before the close: its number may then belong to another file, which a forked child would close.
         _LOCKS.discard(self._fd)
         os.close(self._fd)
-        with contextlib.suppress(OSError):  # other ranks are still there
+        with contextlib.suppress(OSError):  # other ranks still use it
             self._path.parent.rmdir()
 
     def _try(self, syscalls: Syscalls) -> int | None:
-        self._path.parent.mkdir(0o700, exist_ok=True)  # another job's end may just have removed it
+        self._path.parent.mkdir(0o700, exist_ok=True)  # the end of another job may have removed it
         try:
             _close_to_others(self._path.parent)
             fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -77,13 +68,13 @@ class Claim:
         try:
             _check_own(fd, self._path)  # it will be emptied
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An owner may have removed the file between our open and our lock. A lock on a file without a name keeps
-            # nobody out: the next process makes a new file of that name and locks it too.
+            # An owner may have removed the file before this process locked it. A lock on a file without a name is
+            # useless: the next process makes and locks a new file of that name.
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
                 return fd
         except (BlockingIOError, FileNotFoundError):
             pass
-        except OSError:  # it is another's, or the file system has no locks
+        except OSError:  # another user's file, or a file system without locks
             os.close(fd)
             raise
         os.close(fd)
@@ -97,7 +88,7 @@ class Claim:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Others who may write to ``folder`` could put links there, to files that would then be emptied."""
+    """Forbid other users to write to ``folder``. They could put links there to files that would then be emptied."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check_own(fd, folder)
@@ -130,11 +121,7 @@ def as_config_error(path: object) -> Iterator[None]:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Whether files can rest in ``path``, as far as a look tells.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Check that ``path`` is an existing folder. Raises ConfigError if not."""
     if not os.path.exists(path):
         raise path_error(path, "which does not exist", "Create it or change zero.offload.nvme_path.")
     if not os.path.isdir(path):
@@ -154,7 +141,7 @@ def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> 
 
 
 def remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
-    """Remove the files of ranks that have died, and say so. Those of live ranks are locked."""
+    """Remove, with a warning, the files of dead ranks. Files of live ranks are locked."""
     count = nbytes = 0
     for file in sorted(folder.glob("rank*.bin")):
         with contextlib.suppress(OSError):  # locked: its rank lives

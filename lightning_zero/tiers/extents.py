@@ -1,8 +1,6 @@
-"""Where masters, optimizer state, gradients and parameters rest off the device: host memory, or a file.
-
-A caller reserves extents once: a batch of them is one slab, or one region of the file. Values in host memory are
-computed on where they are (``HostTier.resident``); values in files move by ``NvmeTier.stage_in`` and ``stage_out``.
-"""
+"""Places for masters, optimizer state, gradients and parameters off the device: in host memory or a file. A caller
+reserves extents once; a batch of them is one slab or one region of the file. Values in host memory are used in place
+(``HostTier.resident``); values in files move by ``NvmeTier.stage_in`` and ``stage_out``."""
 
 from __future__ import annotations
 
@@ -17,16 +15,14 @@ from lightning_zero.planning.layout import round_up
 
 
 class Wanted(NamedTuple):
-    """An extent to reserve."""
-
-    label: str  # unit and role, for error messages
+    label: str
     numel: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extent:
-    """A place for ``numel`` elements on one tier. Extents are told apart by identity."""
+    """A place for ``numel`` elements on one tier. Extents compare by identity."""
 
     label: str
     numel: int
@@ -35,11 +31,11 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values, without the padding behind them."""
+        """Bytes of the values, without padding."""
         return self.numel * self.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError where ``tensor`` cannot be staged to or from here."""
+        """Raise ValueError if ``tensor`` cannot be staged to or from this extent."""
         fits = tensor.dtype is self.dtype and tensor.numel() == self.numel and tensor.device.type == "cpu"
         if not fits or not tensor.is_contiguous():
             raise ValueError(
@@ -49,11 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Place extents one behind the other from byte ``base`` on, each at a multiple of ``align``.
-
-    Returns:
-        The extents, and the bytes that they take.
-    """
+    """Place extents one after the other from byte ``base`` on, aligned. Return them and their total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

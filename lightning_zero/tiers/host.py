@@ -1,4 +1,4 @@
-"""Host memory as a tier: slabs of exactly the bytes that were asked for."""
+"""Host memory as a tier: slabs of exactly the bytes that are asked for."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HOST, HostPages
 
-HOST_ALIGN = HOST_ALIGN_NBYTES  # what torch's vectorised loops walk in
+HOST_ALIGN = HOST_ALIGN_NBYTES  # alignment for torch's vectorised loops
 
 
 @dataclass(slots=True)
 class _Slab:
     pages: HostPages
     nbytes: int
-    live: int  # extents that are not freed
+    live: int
 
 
 class HostTier:
-    """Host memory: each batch is one slab of exactly its size, pinned for a GPU. Safe for several threads.
-
-    Args:
-        accelerator: what copies to and from the slabs.
-        budget: bytes this tier may hold. None: what is available.
-        available: gives the bytes of host memory that may still be taken.
-    """
+    """Host memory: one slab of exact size per batch, pinned for a GPU. Thread-safe. ``budget``: bytes that it may hold;
+    None: what ``available`` returns."""
 
     def __init__(
         self,
@@ -48,35 +43,31 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, padding included."""
+        """Bytes held now, with padding."""
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Reserve one slab for all of ``wanted``.
-
-        Raises:
-            ConfigError: with needed and available bytes, before the system would end the process for them.
-        """
+        """Reserve one slab for all of ``wanted``. Raises ConfigError if the memory or the budget does not suffice."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
-        # Up to the end: two threads that look before either takes would both find the same memory free.
+        # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:
             self._refuse_beyond_bounds(total)
             try:
                 pages = HostPages(total, self.accelerator)
             except OSError as error:
                 raise _host_error(total, f"the system refused it ({error})") from error
-            pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is really left
+            pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is left
             slab = _Slab(pages, total, len(extents))
             self._held |= {e: (slab, pages.tensor(e.offset, e.dtype, e.numel)) for e in extents}
             self._nbytes += total
         return extents
 
     def resident(self, extent: Extent) -> Tensor:
-        """The extent's own memory [numel], to compute on in place."""
+        """Return the extent's memory [numel], to be used in place."""
         return self._held[extent][1]
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give extents back. A slab goes when its last extent does."""
+        """Give extents back. A slab is freed with its last extent."""
         with self._lock:
             for extent in extents:
                 slab, _ = self._held.pop(extent)

@@ -1,4 +1,4 @@
-"""What this process may still take of its machine: the least of what the machine has and what its cgroups allow."""
+"""What this process may still take of its machine: the minimum of the machine's and its cgroups' limits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from pathlib import Path
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take.
-
-    The least of the machine's MemAvailable and, for its cgroup (v1 or v2) and each one above it, the limit less the
-    usage; page cache counts as available, since the kernel drops it when asked for memory.
-
-    Args:
-        root: where ``proc`` and ``sys`` are; other than ``/`` in tests.
-    """
+    """Return the bytes of host memory that this process may still take: the minimum of MemAvailable and, for its cgroup
+    (v1 or v2) and those above it, limit less usage. Page cache counts as available. Tests pass a ``root``."""
     bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -25,18 +19,14 @@ def available_host_memory(root: Path = Path("/")) -> int:
             names, mount = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), root / "sys/fs/cgroup/memory"
         else:
             continue
-        # In a container the path may be the host's while the mount shows only our part: what is missing is passed over.
+        # In a container the path may be the host's while the mount shows only a part. Missing folders are skipped.
         inner = Path(path.lstrip("/"))
         bounds += [left for level in (inner, *inner.parents) if (left := _left(mount / level, *names)) is not None]
     return max(0, min(bounds))
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, and the quota of its cgroup (v2) and those above it.
-
-    Args:
-        root: where ``proc`` and ``sys`` are; other than ``/`` in tests.
-    """
+    """Return the cores that this process may use, by affinity and cgroup quotas (v2). Tests pass a ``root``."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -50,7 +40,7 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
-    """Bytes left in one cgroup; None where it has no limit or does not exist."""
+    """Return the bytes left in one cgroup; None if it has no limit or does not exist."""
     limit, usage = ("".join(lines_of(folder / name)) for name in (limit_name, usage_name))
     if not limit.isdigit() or not usage.isdigit():
         return None
@@ -59,7 +49,7 @@ def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | 
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a small file; none where it cannot be read."""
+    """Return the lines of a small file; none if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

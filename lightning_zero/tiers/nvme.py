@@ -1,12 +1,8 @@
-"""Files as a tier: one for each rank, preallocated, past the page cache.
-
-One thread hands pieces to the disk in the order in which they were asked for, and memory is bounded by the ring::
+"""Files as a tier: one per rank, preallocated, past the page cache. One thread hands pieces to the disk in order, and
+the ring bounds the memory::
 
     stage_out : value --copy--> [ring buffer] --write--> file
     stage_in  : file  --read--> [ring buffer] --copy---> out
-
-``aio.py`` moves pages to and from the disk, ``regions.py`` says which place in the file is free, ``claims.py`` whose
-file it is.
 """
 
 from __future__ import annotations
@@ -37,40 +33,28 @@ _VERBS = {True: "write", False: "read"}
 
 
 class _Job(NamedTuple):
-    """One ``stage_in`` or ``stage_out`` of an extent."""
-
     extent: Extent
     tensor: Tensor
     write: bool
-    previous: Future[Any] | None  # the last operation on this extent
+    previous: Future[Any] | None
     joined: Joined
-    pieces: Sequence[range]  # bytes of the extent
+    pieces: Sequence[range]
 
 
 class NvmeTier:
-    """A preallocated file for this rank in a folder of ours under ``path``, read and written through a bounded ring.
+    """A preallocated file of this rank, in a folder under ``path``, read and written through a bounded ring.
 
-    Safe for several threads. Operations on one extent happen in the order they were asked for; others overlap freely:
-    read k+1, step k, write k-1. What an extent holds before the first ``stage_out`` is undefined.
-
-    Tensors of the host are staged. One that is page-aligned and of whole pages (from a :class:`StagingRing`) is read
-    and written in place, without the ring. Device copies from or to it must have arrived before it is staged.
+    Thread-safe. Operations on one extent keep their order; others overlap: read k+1, step k, write k-1. Before the
+    first ``stage_out`` an extent's contents are undefined. A page-aligned host tensor of whole pages is read and
+    written in place, without the ring. Device copies from or to a tensor must have ended before it is staged.
 
     Args:
-        path: an existing, writable folder on a local disk; one job at a time.
-        rank: global rank.
-        instance: tells tiers apart that this process has at a time in one folder, one for each model.
-        budget: bytes this rank may hold there.
-        ring_count, ring_nbytes: buffers for staging; an extent that is larger passes in pieces.
-        threads: requests in flight at the disk.
-
-    Raises:
-        ConfigError: the folder is missing, read-only, no folder, full, or used by another live job.
-
-    Attributes:
-        path: as given.
-        budget: bytes that this rank may hold there; None: no bound.
-        ring: the staging buffers, all the host memory that this tier takes.
+        path: an existing, writable folder on a local disk. Raises ConfigError if it is not, is full, or another live
+            job uses it.
+        instance: distinguishes tiers of this process in one folder, one per model.
+        budget: bytes that this rank may hold there; None: no limit.
+        ring_count, ring_nbytes: staging buffers, all the host memory that this tier takes. Larger extents pass in
+            pieces.
     """
 
     def __init__(
@@ -92,8 +76,7 @@ class NvmeTier:
         self.instance = instance
         name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
         self._claim = claim_file(Path(path), self._folder, name, syscalls)
-        # A constructor that raises leaves no object to close: its lock would keep the folder used until the process
-        # ends.
+        # If the constructor raises, nobody can close the object, and its lock would block the folder.
         with contextlib.ExitStack() as undo:
             undo.callback(self._claim.release)
             remove_leftovers(self._folder, name, syscalls)
@@ -104,30 +87,30 @@ class NvmeTier:
             undo.pop_all()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
         self._regions = Regions()
-        self._last: dict[Extent, Future[Any] | None] = {}  # of every extent that is reserved
-        self._spoiled: dict[Extent, BaseException] = {}  # whose last write failed
+        self._last: dict[Extent, Future[Any] | None] = {}  # of every reserved extent
+        self._spoiled: dict[Extent, BaseException] = {}  # extents whose last write failed
         self._nbytes = 0
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at rest now, padding included, staging buffers not."""
+        """Bytes held now, with padding, without staging buffers."""
         return self._nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that the disk can still give, to all who use it."""
+        """Bytes that the disk can still give, to all its users."""
         return self._file.free_nbytes()
 
     @property
     def spare_nbytes(self) -> int:
-        """Bytes that this rank's file has taken from the disk and that hold nothing."""
+        """Allocated bytes of this rank's file that hold nothing."""
         return self._file.nbytes - self._nbytes
 
     @property
     def disk(self) -> int:
-        """A number of the disk, the same for all folders on it."""
+        """The disk's number, equal for all folders on it."""
         return os.stat(self._folder).st_dev
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
@@ -145,17 +128,17 @@ class NvmeTier:
         return extents
 
     def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
-        """Fill ``out`` [numel] with what the extent holds; it belongs to the tier until the future is done."""
+        """Fill ``out`` [numel] with the extent's values. Do not touch ``out`` until the future is done."""
         return self._stage(extent, out, write=False)
 
     def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Put ``value`` [numel] into the extent; it belongs to the tier until the future is done."""
+        """Write ``value`` [numel] to the extent. Do not touch ``value`` until the future is done."""
         return self._stage(extent, value, write=True)
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give extents back, after what is in flight for them."""
+        """Give extents back, after their operations in flight."""
         for extent in extents:
-            # The region may be another extent's right after. A write that is still under way would land in its values.
+            # Another extent may get the region at once, and a write in flight would overwrite its values.
             wait([future] if (future := self._last[extent]) is not None else [])
             with self._lock:
                 del self._last[extent]
@@ -165,19 +148,19 @@ class NvmeTier:
                 self._regions.give_back(extent.offset, extent.offset + size)
 
     def trim(self) -> None:
-        """Give the end of the file back to the disk, where no extent is."""
+        """Give the unused end of the file back to the disk."""
         with self._lock:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for what is in flight, and remove the file. Errors stay in their futures. May be called twice."""
+        """Wait for operations in flight and remove the file. Errors stay in their futures. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        # In the order of the flow: the stager hands its jobs to the file's threads, so these must still be there.
+        # In the order of the flow: the stager hands its jobs to the file's threads.
         self._stager.shutdown(wait=True)
         self._file.close()
-        # Removed while it is claimed: released first, another process may claim the name and lose its new file here.
+        # Before the claim is released, or another process could claim the name and lose its new file.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._file.path)
         self._claim.release()
@@ -197,8 +180,8 @@ class NvmeTier:
         step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
         pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
         joined = Joined(len(pieces))
-        # In one piece: the single stager waits for ``previous``, so the previous operation must be in its queue before
-        # this one. Another thread in between would get the same ``previous``, and the two would run in any order.
+        # Under one lock: the single stager waits for ``previous``, which must be in its queue first. Otherwise another
+        # thread could get the same ``previous``, and the two would run in any order.
         with self._lock:
             job = _Job(extent, tensor, write, self._last[extent], joined, pieces)
             self._stager.submit(self._run, job)
@@ -213,7 +196,7 @@ class NvmeTier:
         if job.write:
             self._spoiled.pop(job.extent, None)
         lost = None if job.write else self._spoiled.get(job.extent)
-        # After an error the other pieces are not moved but still counted, or the job's future would never be done.
+        # After an error count the other pieces too, or the job's future would never be done.
         for piece in job.pieces:
             error = job.joined.error or lost
             if error is None:
@@ -231,7 +214,7 @@ class NvmeTier:
             future = request(offset, byte_view(job.tensor), job.extent.label)
             future.add_done_callback(lambda future: self._finish(job, future.exception()))
             return
-        # This may wait. Buffers are released by the file's threads and never by this one, so they do come back.
+        # This may wait. The file's threads release buffers, never this thread, so buffers do come back.
         buffer = self.ring.acquire(job.extent.label)
         try:
             if job.write:
@@ -253,8 +236,7 @@ class NvmeTier:
         self._finish(job, error)
 
     def _finish(self, job: _Job, error: BaseException | None) -> None:
-        # Noted before the future is done, because the next read of the extent waits for that future and then looks
-        # here. Otherwise it would take what the file still holds for the values.
+        # Before the future is done: the next read waits for it, looks here, and would else return stale bytes.
         if error is not None and job.write:
             self._spoiled[job.extent] = error
         job.joined.part_done(error)
@@ -265,10 +247,10 @@ def _bytes(job: _Job, piece: range) -> Tensor:
 
 
 def _copy(out: Tensor, value: Tensor) -> None:
-    # Not copy_: in each thread it would start a team of intra-op threads, beyond the rank's thread budget.
+    # Not copy_: each thread would start intra-op threads beyond the rank's thread budget.
     ctypes.memmove(out.data_ptr(), value.data_ptr(), out.numel())
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Whether the disk can read and write this very memory."""
+    """Whether the disk can read and write the tensor's memory directly."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0

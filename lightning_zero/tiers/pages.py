@@ -1,13 +1,9 @@
-"""Page-aligned host memory, and buffers of it that are lent out for staging.
+"""Page-aligned host memory, and staging buffers of it. O_DIRECT needs addresses at multiples of the device's block,
+which divides ``PAGE``; ``mmap`` aligns so.
 
-O_DIRECT wants memory addresses at multiples of the device's block, which divides ``PAGE``; memory from torch's
-allocator is not aligned so, memory from ``mmap`` is.
-
-Forks. A forked child (a data loader's worker) finds zeros instead of our pages (MADV_WIPEONFORK). Shared with it, a
-transfer in flight could land in the child's copy of a page instead of ours (open(2), notes on O_DIRECT), pinned pages
-would be copied one and all, and later writes page by page. MADV_DONTFORK would leave a hole in the child, where it may
-map something else, which it then unmaps when it collects its copy of our mmap object: tried, and it crashed.
-"""
+A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
+transfer in flight could land in the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
+MADV_DONTFORK crashed: the child may map something else into the hole and unmap it with its copy of the mmap object."""
 
 from __future__ import annotations
 
@@ -33,19 +29,10 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
-    """Page-aligned host memory of exactly ``nbytes``; it is given back when the last tensor on it is gone.
+    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. ``accelerator`` pins the pages
+    until :meth:`close`. ``bytes`` is uint8 [nbytes].
 
-    Args:
-        nbytes: size; nothing is rounded up to a power of two, as torch's caching host allocator would.
-        accelerator: pins the pages for itself until :meth:`close`.
-
-    Raises:
-        ConfigError: the pages cannot be pinned.
-        OSError: the system has no address space for them.
-
-    Attributes:
-        bytes: uint8 [nbytes].
-    """
+    Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 
     def __init__(self, nbytes: int, accelerator: Accelerator = HOST) -> None:
         self.nbytes = nbytes
@@ -53,7 +40,7 @@ class HostPages:
         for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a sandbox's kernel may know neither
                 pages.madvise(advice)
-        # A tensor made under inference mode could never be used in training again.
+        # A tensor made under inference mode could never be used in training.
         with torch.inference_mode(False):
             self.bytes: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self._pinned_for: Accelerator | None = None
@@ -61,15 +48,15 @@ class HostPages:
             self._pin(accelerator)
 
     def tensor(self, start: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """A view [numel] that begins at byte ``start``, a multiple of the element size."""
+        """Return a view [numel] from byte ``start`` on, a multiple of the element size."""
         with torch.inference_mode(False):
             return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Unpin the memory and let go of it: it is unmapped when no view of it is left."""
-        # Unpinned while it is mapped: the next line may unmap it, and its addresses may be other memory's then.
+        """Unpin the memory and drop it. It is unmapped with its last view."""
+        # Unpin before the unmapping below: afterwards the addresses may belong to other memory.
         if self._pinned_for is not None:
-            self._pinned_for.synchronize()  # copies that were queued may still read it
+            self._pinned_for.synchronize()  # queued copies may still read it
             self._pinned_for.unpin(self.bytes)
             self._pinned_for = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -87,8 +74,8 @@ class HostPages:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, for I/O. It keeps the tensor's memory alive."""
-    # Not numpy(): a storage that has once been lent to numpy can never be resized again.
+    """Return the bytes of a contiguous host tensor for I/O. They keep the tensor's memory alive."""
+    # Not numpy(): a storage once lent to numpy can never be resized.
     flat = tensor.detach().view(-1).view(torch.uint8)
     array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array.owner = flat
@@ -96,7 +83,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 class StagingBuffer:
-    """One buffer of a :class:`StagingRing`, on loan."""
+    """A buffer on loan from a :class:`StagingRing`."""
 
     def __init__(self, ring: StagingRing, index: int, label: str) -> None:
         self._ring, self._index, self.label = ring, index, label
@@ -108,11 +95,7 @@ class StagingBuffer:
         return byte_view(self.tensor(torch.uint8, self.nbytes))
 
     def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """The first ``numel`` elements of the buffer as a tensor [numel].
-
-        Raises:
-            ValueError: the buffer is smaller than that.
-        """
+        """Return the buffer's first ``numel`` elements as a tensor. Raises ValueError if they do not fit."""
         if numel * dtype.itemsize > self.nbytes:
             raise ValueError(f"a staging buffer holds {self.nbytes} bytes; {numel} elements of {dtype} do not fit")
         return self._ring.pages.tensor(self._index * self.nbytes, dtype, numel)
@@ -123,11 +106,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """``count`` page-aligned buffers of ``nbytes`` each (rounded up to whole pages), lent out one at a time.
-
-    Attributes:
-        pages: the memory of all buffers; ``nbytes`` its size: the host memory that staging takes, never more.
-    """
+    """``count`` page-aligned buffers for loan, each of ``nbytes`` rounded up to pages."""
 
     def __init__(self, count: int, nbytes: int, *, timeout_s: float = ACQUIRE_TIMEOUT_S):
         if count < 1 or nbytes < 1:
@@ -137,16 +116,12 @@ class StagingRing:
         self.nbytes = count * self.buffer_nbytes
         self.pages = HostPages(self.nbytes)
         self._timeout_s = timeout_s
-        self._free = list(range(count))  # the last one back is lent first: it may still be in cache
+        self._free = list(range(count))  # lent last in, first out: the last one may still be in cache
         self._lent: dict[int, str] = {}
         self._changed = threading.Condition()
 
     def acquire(self, label: str = "") -> StagingBuffer:
-        """A free buffer; waits until there is one.
-
-        Raises:
-            RuntimeError: none was given back for ``timeout_s``; the message names who holds them.
-        """
+        """Wait for a free buffer and return it. Raises RuntimeError, with the holders' names, after ``timeout_s``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._free, self._timeout_s):
                 holders = ", ".join(repr(holder) for holder in self._lent.values())
@@ -160,7 +135,7 @@ class StagingRing:
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
-        """Let go of the memory; every buffer must be back."""
+        """Free the memory. Every buffer must be back."""
         with self._changed:
             if self._lent:
                 raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")

@@ -1,8 +1,5 @@
-"""Pinned memory of a fixed size between a device and memory that is not pinned, or what rests in files.
-
-Memory is taken when it is first needed, and kept: pinning takes longer than a copy. Off a GPU nothing is pinned, and
-the rest is the same.
-"""
+"""Pinned memory of a fixed size between a device and unpinned memory or files. Taken at first use and kept, because
+pinning takes longer than a copy. Without a GPU nothing is pinned."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from lightning_zero.tiers.pages import PAGE, HostPages
 
 
 class PinnedPair:
-    """Two buffers of ``PAIR_NBYTES`` that pieces pass through by turns: one is filled while the other is emptied."""
+    """Two buffers of ``PAIR_NBYTES``: one is filled while the other is emptied."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -28,11 +25,10 @@ class PinnedPair:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken now."""
         return 0 if self._pages is None else self._pages.nbytes
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """The buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
+        """Return the buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
         if self._pages is None:
             self._pages = HostPages(2 * PAIR_NBYTES, self._accelerator)
         return self._pages.tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
@@ -44,7 +40,7 @@ class PinnedPair:
 
 
 class Sender:
-    """Sends host memory that is not pinned to the device, cast on the host: a thread waits for pieces, and no other."""
+    """Sends unpinned host memory to the device, cast on the host. Only the calling thread waits for pieces."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -54,11 +50,10 @@ class Sender:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken now."""
         return self._pair.nbytes
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Copy ``source`` [n] into ``target`` [n] on the current stream. ``source`` has been read when this returns."""
+        """Copy ``source`` [n] to ``target`` [n] on the current stream. The caller may change ``source`` afterwards."""
         length = PAIR_NBYTES // target.element_size()
         with self._lock:
             for turn, low in enumerate(range(0, source.numel(), length)):
@@ -75,16 +70,9 @@ class Sender:
 
 
 class ReadAhead:
-    """Memory for what is read from files ahead of a copy to the device: ``READ_AHEAD`` places of one size.
-
-    A place is whole pages, so that the disk writes to it directly.
-    """
+    """Memory for reads from files ahead of their copy to the device: ``READ_AHEAD`` places of whole pages."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
-        """
-        Args:
-            nbytes: of the largest that is read.
-        """
         self._accelerator = accelerator
         self._nbytes = round_up(nbytes, PAGE)
         self._pages: HostPages | None = None
@@ -93,18 +81,15 @@ class ReadAhead:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken now, for places."""
         return 0 if self._pages is None else self._pages.nbytes
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
-        """Memory [numel] to read into, and what to call, with the event of its copy, when that has been queued.
-
-        Where all places are taken, or one would be wasted, it is memory of the moment.
-        """
+        """Return memory [numel] to read into, and a function to call with the event of its copy once that is queued. If
+        no place is free, or a small read would waste one, the memory is temporary."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if not self._free or nbytes * 4 < self._nbytes:
-                # torch's allocator of pinned memory does not hand it out again before the copy is over.
+                # torch's pinned allocator does not reuse it before the copy ends.
                 return self._accelerator.host_memory(torch.Size([numel]), dtype), lambda _: None
             if self._pages is None:
                 self._pages = HostPages(READ_AHEAD * self._nbytes, self._accelerator)

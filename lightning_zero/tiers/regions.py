@@ -1,4 +1,4 @@
-"""Which bytes of a file that grows are taken. Arithmetic on integers."""
+"""Which bytes of a growing file are taken. Arithmetic on integers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 
 class Regions:
-    """Regions that are taken and given back; those given back are taken again before the file grows.
+    """Regions of a file. Freed regions are reused before the file grows.
 
     Attributes:
         end: of the last region.
-        holes: ``(low, high)`` of what was given back before that, in order, none next to another.
+        holes: ``(low, high)`` of freed bytes before ``end``, in order, never adjacent.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,8 @@ class Regions:
         self.holes: list[tuple[int, int]] = []
 
     def take(self, nbytes: int, ensure: Callable[[int], None]) -> int:
-        """The offset of a region of ``nbytes``: in the first hole that is large enough, or at the end.
-
-        Args:
-            ensure: called where the file must hold so many bytes; what it raises leaves everything as it was.
-        """
+        """Return the offset of a new region: the first hole that is large enough, or the end. ``ensure`` is called with
+        the bytes that the file must hold; if it raises, nothing changes."""
         for i, (low, high) in enumerate(self.holes):
             if high - low >= nbytes:
                 self.holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
@@ -32,7 +29,7 @@ class Regions:
         return self.end - nbytes
 
     def give_back(self, low: int, high: int) -> None:
-        """Bytes ``[low, high)`` of a region are free."""
+        """Free bytes ``[low, high)``."""
         holes: list[tuple[int, int]] = []
         for hole in sorted([*self.holes, (low, high)]):
             if holes and holes[-1][1] == hole[0]:

@@ -1,4 +1,4 @@
-"""Writes to files that go on behind whoever has asked for them."""
+"""Write to files while the caller goes on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from lightning_zero.tiers.nvme import NvmeTier
 
 
 class WriteBehind:
-    """Lets one write go on, and no more: what is to be written stays in memory until it is. Safe for several threads.
-
-    An error is raised by the returned future, and by the next read of the extent.
-    """
+    """Runs one write at a time in the background. Thread-safe. Its future and the extent's next read raise its
+    error."""
 
     def __init__(self, tier: NvmeTier) -> None:
         self._tier = tier
@@ -25,7 +23,7 @@ class WriteBehind:
         self._lock = threading.Lock()
 
     def put(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Start to put ``value`` [numel] into ``extent``, after the write before it: see :meth:`NvmeTier.stage_out`."""
+        """Start to write ``value`` [numel] to ``extent`` after the write before it. See :meth:`NvmeTier.stage_out`."""
         with self._lock:
             if self._last is not None and not self._last.done():
                 with recording.stands("disk", extent.label, on_host=True):

@@ -1,7 +1,7 @@
-"""Tells the recording which unit a rank computes at what time: forward, recomputation, backward.
+"""Record which unit a rank computes when: forward, recomputation, backward.
 
-A forward has a beginning and an end. A backward tells of a unit when a kernel needs its weights (which come and go),
-and when a gradient of it has arrived: what was computed since the event before then was that unit's.
+In a backward, events are a kernel's need of a unit's weights and the arrival of its gradients. The time since the last
+event belongs to that unit.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from lightning_zero.device.recording import COMPUTE, Recorder
 
 
 class ComputeLane:
-    """The lane of one engine's compute. Where nobody keeps spans each call costs a look."""
+    """The compute lane of one engine. Without a recorder each call is nearly free."""
 
     def __init__(self) -> None:
         self._calls: list[str] = []
         self._bar: tuple[str, Any] | None = None  # what is computed, since when
-        self._last: Any = None  # the last moment at which that was so
+        self._last: Any = None  # the last moment of that
 
     def enters(self, what: str) -> None:
-        """The module of a unit is called."""
+        """Begin a unit's forward."""
         if (recorder := recording.keeper()) is not None:
             self._calls.append(what)
             self._switch(recorder, what, recorder.moment())
 
     def leaves(self) -> None:
-        """It returned."""
+        """End a unit's forward."""
         if self._calls and (recorder := recording.keeper()) is not None:
             self._calls.pop()
             self._switch(recorder, self._calls[-1] if self._calls else None, recorder.moment())
 
     def backward_begins(self) -> None:
-        """What comes now is a backward."""
+        """Begin a backward."""
         if (recorder := recording.keeper()) is not None:
             self._switch(recorder, None, recorder.moment())
 
     def needs(self, what: str) -> None:
-        """A backward comes to a unit."""
+        """Note that the backward has reached a unit."""
         if (recorder := recording.keeper()) is not None and (self._bar is None or self._bar[0] != what):
             self._switch(recorder, what, recorder.moment())
 
     def arrived(self, what: str) -> None:
-        """A gradient of a unit has been computed."""
+        """Note that a gradient of a unit was computed."""
         if (recorder := recording.keeper()) is None:
             return
         if (self._bar is None or self._bar[0] != what) and self._last is not None:
@@ -51,7 +51,7 @@ class ComputeLane:
         self._last = recorder.moment()
 
     def ends(self) -> None:
-        """The pass is over, or broken off."""
+        """End the pass, also after an error."""
         self._calls = []
         if self._bar is not None and (recorder := recording.keeper()) is not None:
             self._switch(recorder, None, self._last if self._last is not None else recorder.moment())

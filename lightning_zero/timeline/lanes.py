@@ -1,4 +1,4 @@
-"""Bars of a timeline: which lie in one row, and what of compute's is left between its waits."""
+"""Arrange the bars of a timeline in rows, and cut waits out of compute bars."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from dataclasses import dataclass, field
 
 from lightning_zero.device.recording import COMPUTE, LANES, Span
 
-MARK = "mark"  # the lane of the ends of steps
-MOST_BARS = 50_000  # on one page: 15 MB, which a browser still shows
-SHORTEST_S = 1e-6  # a wait that is shorter is none: nobody can see it
+MARK = "mark"  # the lane that marks the ends of steps
+MOST_BARS = 50_000  # on one page: 15 MB, which browsers can show
+SHORTEST_S = 1e-6  # shorter waits are invisible and ignored
 
 
 @dataclass(frozen=True, slots=True)
 class RankLanes:
-    """What one rank has recorded, on the clock of rank 0.
-
-    Attributes:
-        rows: of each lane that has bars; those of one row do not overlap.
-        ends: of steps: those that begin and end what was recorded are among them.
-    """
+    """The recording of one rank, on rank 0's clock."""
 
     rank: int
-    rows: dict[str, list[list[Span]]] = field(default_factory=dict)
-    ends: list[float] = field(default_factory=list)
+    rows: dict[str, list[list[Span]]] = field(default_factory=dict)  # rows of bars that do not overlap, by lane
+    ends: list[float] = field(default_factory=list)  # ends of steps, from that before the recording to the last
 
     @property
     def steps(self) -> int:
@@ -34,11 +29,11 @@ class RankLanes:
 
     @property
     def seconds(self) -> float:
-        """From the end of the step before to that of the last step."""
+        """Seconds from the end of the step before the recording to the end of the last step."""
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:
-        """Seconds that compute stood still inside these steps, by what for."""
+        """Sum the seconds that compute waited inside these steps, by reason."""
         found: Counter[str] = Counter()
         first, last = (self.ends[0], self.ends[-1]) if self.ends else (float("-inf"), float("inf"))
         for span in (s for row in self.rows.get(COMPUTE, []) for s in row if s.waits_for):
@@ -48,7 +43,6 @@ class RankLanes:
 
 
 def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
-    """The lanes of a rank."""
     spans = list(spans)
     ends = sorted(span.begin for span in spans if span.lane == MARK)
     rows: dict[str, list[list[Span]]] = {}
@@ -63,8 +57,10 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 
 
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
-    """The ranks whose lanes are looked at: all, or as many as have ``most`` bars together: rank 0, and in turns that
-    whose compute stands still least, for which the others wait, and that which stands still most."""
+    """Choose the ranks to show: all if they have at most ``most`` bars together, else as many as fit.
+
+    Rank 0 is first; then, in turns, the ranks whose compute waits least (others wait for them) and most.
+    """
 
     def bars(lanes: RankLanes) -> int:
         return sum(len(row) for rows in lanes.rows.values() for row in rows)
@@ -79,7 +75,7 @@ def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]
 
 
 def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """``spans``, which come in the order of their beginnings, in as few rows as they need not to overlap."""
+    """Arrange ``spans``, sorted by begin, in the fewest rows without overlaps."""
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if row[-1].end <= span.begin), None)
@@ -91,8 +87,8 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def outermost(waits: Sequence[Span]) -> list[Span]:
-    """Waits without what inner ones have: each instant is that of the innermost."""
-    waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # those that begin at once: the outer one first
+    """Cut inner waits out of outer ones, so that each instant belongs to the innermost."""
+    waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # of those that begin together, the outer first
     begins = [wait.begin for wait in waits]
     found: list[Span] = []
     for number, wait in enumerate(waits):
@@ -102,9 +98,9 @@ def outermost(waits: Sequence[Span]) -> list[Span]:
 
 
 def without(bars: Iterable[Span], holes: Sequence[Span]) -> list[Span]:
-    """What is left of ``bars`` between ``holes``, which come in the order of their beginnings."""
+    """Cut ``holes``, sorted by begin, out of ``bars``."""
     found: list[Span] = []
-    # The last end so far: a rank may have thousands of waits, and only those near a bar are looked at.
+    # Running maximum of the ends, to skip to the waits near a bar: a rank may have thousands.
     ends = list(itertools.accumulate((hole.end for hole in holes), max))
     begins = [hole.begin for hole in holes]
     for bar in bars:

@@ -1,4 +1,4 @@
-"""A timeline as one page of HTML that needs nothing else: bars in SVG, light and dark as the browser asks."""
+"""Draw a timeline as one self-contained page of HTML: bars in SVG, in the browser's light or dark theme."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from html import escape
 from lightning_zero.device.recording import STANDS, Span
 from lightning_zero.timeline.lanes import RankLanes
 
-ROW = 18  # pixels of a row of bars, with its gap
+ROW = 18  # pixels of a row with its gap
 BAR = 14
-LABEL = 76  # of the names of lanes
-NAMED = 0.012  # of the whole: bars that are shorter show no name
+LABEL = 76  # pixels for names of lanes
+NAMED = 0.012  # share of the width: shorter bars show no name
 _TICKS = 10
 
 _STYLE = """
@@ -56,13 +56,9 @@ all.forEach(s => { s.onscroll = () => all.forEach(o => {
 def page_html(
     title: str, note: str, ranks: Sequence[RankLanes], shown: Sequence[RankLanes], window: tuple[float, float]
 ) -> str:
-    """The page.
+    """Return the page, with a table of all ``ranks`` and lanes of those ``shown``.
 
-    Args:
-        note: a sentence below the title.
-        ranks: that the table has.
-        shown: those whose lanes are drawn.
-        window: the moments that are its left and its right end.
+    ``note``: a sentence below the title. ``window``: moments at the left and right end.
     """
     used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(
@@ -82,7 +78,6 @@ def page_html(
 
 
 def colour_of(span: Span) -> str:
-    """The name of a bar's colour."""
     if span.waits_for:
         return "wait"
     if span.lane == "compute":

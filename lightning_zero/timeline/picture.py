@@ -1,4 +1,4 @@
-"""A timeline as a PNG, drawn by matplotlib where that is installed."""
+"""Draw a timeline as a PNG by matplotlib, where that is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = {
     "step": "#3b9b57",
     "wait": "#d4452f",
 }
-RANKS_SHOWN = 8  # more could not be told apart
+RANKS_SHOWN = 8  # more would be too small
 
 
 def can_draw() -> bool:
@@ -29,8 +29,8 @@ def can_draw() -> bool:
 
 
 def draw(path: Path, title: str, ranks: Sequence[RankLanes], window: tuple[float, float]) -> None:
-    """Write the picture of the first ranks; see :func:`page_html` for the arguments."""
-    # Figures without pyplot: no window, no backend of the user's, no state that is left.
+    """Write the picture of the first ranks; for arguments see :func:`page_html`."""
+    # Figures without pyplot need no window or backend and leave no state.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,9 +1,9 @@
-"""Records some steps on all ranks, and has rank 0 write what they did.
+"""Record some steps on all ranks and write the timeline on rank 0.
 
 ::
 
-    step n | step n + 1 | ... | step n + k | all ranks: clocks are compared before, what was recorded is collected after
-           ^ keep_spans                    ^ take_spans: the host waits for the device at these two moments alone
+    step n | step n + 1 | ... | step n + k | all ranks: compare clocks before, collect spans after
+           ^ keep_spans                    ^ take_spans: the host waits for the device only at these two moments
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from lightning_zero.timeline.page import page_html
 from lightning_zero.timeline.picture import can_draw, draw
 from lightning_zero.timeline.trace import trace_json
 
-ROUNDS = 20  # of messages by which clocks are compared
+ROUNDS = 20  # messages to compare clocks
 
 
 def check_timeline(config: DebugConfig) -> None:
-    """
-    Raises:
-        ConfigError: nothing can be written where ``zero.debug.timeline`` says.
-    """
+    """Raise ConfigError if ``zero.debug.timeline`` cannot be written."""
     if config.timeline is None:
         return
     try:
@@ -43,11 +40,7 @@ def check_timeline(config: DebugConfig) -> None:
 
 
 class Timeline:
-    """The timeline of one engine; nothing where none is asked for.
-
-    Args:
-        settle: brings offloaded steps and refreshes to their end. On all ranks.
-    """
+    """The timeline of one engine, if set in ``zero.debug``. ``settle`` (collective) finishes offloaded steps."""
 
     def __init__(self, config: DebugConfig, comm: Communicator, settle: Callable[[], None]) -> None:
         self._config, self._comm, self._settle = config, comm, settle
@@ -57,7 +50,7 @@ class Timeline:
         self._offset = Offset(0.0, 0.0)
 
     def stepped(self) -> None:
-        """A step of an optimizer has been asked for. On all ranks."""
+        """Count an optimizer step, and begin or end the recording. Collective."""
         if self._config.timeline is None:
             return
         self._steps += 1
@@ -69,11 +62,7 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """The run is over, maybe before all steps were recorded.
-
-        Args:
-            together: all ranks have come here, and none has failed.
-        """
+        """Write the recorded steps at the end of the run. ``together``: all ranks call this and none has failed."""
         if self._config.timeline is None:
             return
         if self._recorder is not None:
@@ -89,7 +78,7 @@ class Timeline:
             )
 
     def close(self) -> None:
-        """Drop what is being recorded. Waits for nobody, and sends no message."""
+        """Drop the recording. Sends no message and does not wait."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.drop_spans()
@@ -125,7 +114,7 @@ class Timeline:
     def _end(self) -> None:
         closed = time.perf_counter()
         self._settle()
-        # What the main thread waits for in ``settle`` it would not have waited for here.
+        # Drop the main thread's waits inside ``settle``, which a run without a timeline does not have.
         spans = [span for span in self._take() if not (span.waits_for and span.begin >= closed)]
         moved = [s._replace(begin=s.begin + self._offset.seconds, end=s.end + self._offset.seconds) for s in spans]
         mine = [tuple(span) for span in moved], self._offset.error
@@ -134,7 +123,7 @@ class Timeline:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
-            except Exception as error:  # training counts more: a full disk, a matplotlib that does not work
+            except Exception as error:  # training goes on without a timeline: full disk, broken matplotlib
                 what = f"{self._config.timeline}: {type(error).__name__}: {error}"
                 warnings.warn(f"zero.debug.timeline: {what}", stacklevel=2)
 

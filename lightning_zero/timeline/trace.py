@@ -1,4 +1,4 @@
-"""A timeline in the JSON of Chrome's traces, which https://ui.perfetto.dev opens."""
+"""Write a timeline in Chrome's trace format, which https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from lightning_zero.timeline.lanes import RankLanes
 
 
 def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:
-    """The document.
-
-    Args:
-        origin: the moment that is 0.
-    """
+    """Return the document. ``origin``: the moment that becomes 0."""
     events = [event for lanes in ranks for event in _events(lanes, origin)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 

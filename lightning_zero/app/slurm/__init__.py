@@ -1,7 +1,1 @@
-"""SLURM.
-
-::
-
-    cluster  group ``cluster``: what a run asks for
-    script   the script of a job
-"""
+"""SLURM jobs: ``cluster`` holds the settings of the group ``cluster``, ``script`` writes a job's script."""

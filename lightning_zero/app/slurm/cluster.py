@@ -1,4 +1,4 @@
-"""Group ``cluster``: what a run asks a cluster for. One place for ``submit``, for sweeps and for the job itself."""
+"""The group ``cluster``: what a run requests from a cluster. Used by ``submit``, by sweeps and inside the job."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class ContainerRuntime(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Group ``cluster``: nodes, tasks and the limits of a job.
+    """Group ``cluster``: nodes, tasks and limits of a job.
 
     Attributes:
-        name: ``slurm``, or ``none`` for everything that is not a job of a cluster.
+        name: ``slurm``, or ``none`` for runs that are not jobs of a cluster.
         nodes: hosts of the job; sets ``trainer.num_nodes``.
-        gpus_per_node: 0 on a cluster of CPUs.
-        tasks_per_node: processes of a node; sets ``trainer.devices``. ``None``: one for each GPU.
-        cpus_per_task: cores of a process, for its offloaded optimizer step and its data loading.
-        mem: host memory of a node in SLURM's words (``500G``); ``0`` is all of it.
-        time: limit of one stretch of the job: ``hours:minutes:seconds`` or ``days-hours``. It goes on in the next.
-        partition, account, qos, constraint, reservation: as SLURM knows them.
+        gpus_per_node: 0 on a CPU cluster.
+        tasks_per_node: processes of a node; sets ``trainer.devices``. ``None``: one per GPU.
+        cpus_per_task: cores of a process, for offloaded steps and data loading.
+        mem: host memory of a node as SLURM writes it (``500G``); ``0``: all.
+        time: limit of one stretch of the job, ``hours:minutes:seconds`` or ``days-hours``; a requeued job gets another.
+        partition, account, qos, constraint, reservation: passed to SLURM.
         exclusive: share no node with other jobs.
-        job_name: what ``squeue`` shows.
-        requeue: save and go back to the queue when the time is up, and go back when a task was killed or fails.
-        signal: what SLURM sends before the end, and what the run listens for: ``USR1`` or ``USR2``.
-        signal_delay: seconds before the end at which it is sent: a step and a checkpoint must fit in.
-        retries: times in a row, without a new checkpoint, that a job which fails goes back to the queue.
-        container: image that the tasks run in: a name or file for pyxis, a ``.sif`` file for apptainer.
+        job_name: shown by ``squeue``.
+        requeue: save and requeue when the time is up; requeue when a task was killed or failed.
+        signal: that SLURM sends before the time limit: ``USR1`` or ``USR2``.
+        signal_delay: seconds between signal and limit: enough for a step and a checkpoint.
+        retries: how often a failing job is requeued in a row without a new checkpoint.
+        container: image of the tasks: a name or file for pyxis, a ``.sif`` file for apptainer.
         container_runtime: ``pyxis`` (an option of srun) or ``apptainer`` (a command).
-        container_mounts: more of ``/outside:/inside``; the working directory is always mounted.
-        python: the interpreter. ``None``: the one that submits, or ``python`` of the container.
+        container_mounts: ``/outside:/inside`` beside the working directory, which is always mounted.
+        python: the interpreter. ``None``: that of the submitting process, or ``python`` in the container.
         env: environment variables of the job.
-        setup: lines of shell before srun, such as ``module load cuda``.
-        sbatch, srun: more options of these commands, such as ``--mail-type=END``.
+        setup: shell lines before srun, such as ``module load cuda``.
+        sbatch, srun: further options of these commands, such as ``--mail-type=END``.
     """
 
     name: ClusterName = ClusterName.none
@@ -156,7 +156,6 @@ class ClusterConfig:
 
     @property
     def tasks(self) -> int:
-        """Processes of a node."""
         return self.tasks_per_node or self.gpus_per_node
 
     @property
@@ -169,7 +168,7 @@ class ClusterConfig:
 
 
 def slurm_options(cluster: ClusterConfig, *, chdir: str | None = None, output: str | None = None) -> dict[str, Any]:
-    """Options of sbatch by their long names, but for ``cluster.sbatch``; those without a value have True."""
+    """Return sbatch options by long names, without ``cluster.sbatch``. Options without a value map to True."""
     wanted = {
         "job-name": cluster.job_name,
         "nodes": cluster.nodes,
@@ -199,11 +198,9 @@ def _at_least(key: str, value: int, least: int) -> None:
 
 
 def seconds_of(time: str) -> int:
-    """``24:00:00`` or ``2-12:30`` in seconds.
+    """Convert ``24:00:00`` or ``2-12:30`` to seconds. Raises ConfigError for others.
 
-    Raises:
-        ConfigError: it is neither. A plain number is refused because YAML reads 24:00:00 as 86400, which SLURM takes
-            for minutes.
+    Plain numbers are refused, because YAML reads 24:00:00 as 86400, which SLURM would take for minutes.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:

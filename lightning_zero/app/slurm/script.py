@@ -1,4 +1,4 @@
-"""The script of a SLURM job, as one would write it by hand. Text only: nothing is submitted here."""
+"""Write the script of a SLURM job as text. Nothing is submitted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
 
 def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, run_dir: str | None = None) -> str:
-    """A script for sbatch that runs the main job.
+    """Write an sbatch script that runs the main job.
 
     Args:
         arguments: of ``python -m lightning_zero.train``.
-        folder: where the job starts: the folder of the one who submits.
-        run_dir: the run's folder; by default it has the job's id in its name, and so is the same after a requeue.
+        folder: working directory of the job.
+        run_dir: the run's folder; the default has the job's id in its name, so that it survives a requeue.
     """
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
@@ -40,28 +40,27 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
 
 
 def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
-    """Options of sbatch."""
     found = slurm_options(cluster, chdir=str(folder), output=log_path(run_dir))
     lines = [f"--{name}" if value is True else f"--{name}={_quoted(value)}" for name, value in found.items()]
     return [*lines, *cluster.sbatch]
 
 
 def log_path(run_dir: str | None, job: str = "%j") -> str:
-    """Beside the run's folder, which is not there yet when SLURM opens the log."""
+    """Return the log's path: beside the run's folder, which does not exist when SLURM opens the log."""
     return os.path.join(run_dir or os.path.dirname(RUN_DIR), f"slurm-{job}.log")
 
 
 def _quoted(value: object) -> str:
-    """For a line of #SBATCH, which is no shell: quotes work, and a % in a path would mean something."""
+    """Quote a value for a #SBATCH line, which is not shell."""
     text = str(value)
     return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
 
 
 def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> str:
-    """The call of srun, on several lines."""
+    """Write the call of srun on several lines."""
     srun = ["srun", "--kill-on-bad-exit=1"]
     if cluster.cpus_per_task is not None:
-        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # not taken over from sbatch
+        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # srun does not inherit it from sbatch
     lines = [" ".join([*srun, *map(shlex.quote, cluster.srun)])]
     lines += _container(cluster, folder)
     python = cluster.python or ("python" if cluster.container else sys.executable)
@@ -71,8 +70,8 @@ def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> s
 
 
 def _word(text: str) -> str:
-    """One word of shell; in double quotes where single ones are inside."""
-    plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # unlike shlex, also with an = in it
+    """Quote one word of shell, in double quotes if it contains single ones."""
+    plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # shlex would quote = too
     return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
 
@@ -91,16 +90,13 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
 
 
 def _verdict_lines(run_dir: str | None) -> list[str]:
-    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # wherever the run changes to
+    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
     verdict = f'export {VERDICT_VARIABLE}="{here}$run_dir/verdict"'
     return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', verdict]
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """What follows srun: back to the queue at the end of the time, and after a failure.
-
-    The exit code of srun does not tell a killed task from an exception: the tasks that srun takes down count too.
-    """
+    """Requeue the job at the time limit and after a failure: srun's exit code does not tell why a task ended."""
     lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']

@@ -1,10 +1,10 @@
-"""Folders of Hugging Face, out: safetensors files that ``from_pretrained`` loads.
+"""Exports folders that Hugging Face's ``from_pretrained`` loads.
 
 ::
 
-    files    which tensor goes where in which file, and their writing in ranges
-    names    what tensors are called there, and in which form
+    files    which tensor goes where in which safetensors file, and writing them in ranges
+    names    names and forms of tensors in the files
     extras   config.json, tokenizers, and the index
     record   which model a checkpoint holds
-    export   of a model that is sharded, by all ranks
+    export   all ranks together write a sharded model
 """

@@ -1,4 +1,4 @@
-"""Exports a sharded model: each rank writes its ranges, and nobody gathers what needs no conversion."""
+"""Export a sharded model: each rank writes its ranges; only tensors that need conversion are gathered."""
 
 from __future__ import annotations
 
@@ -31,26 +31,19 @@ T = TypeVar("T")
 
 
 class _Piece(NamedTuple):
-    """What one rank writes: adjacent elements of a tensor in a file."""
-
     name: str
     start: int
     home: Home | None
-    values: Callable[[], Tensor]  # called while ``home`` is open
+    values: Callable[[], Tensor]
 
 
 @outside_autograd
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
-    """Write the model of ``engine`` to the folder ``path``, as ``from_pretrained`` loads it. On all ranks.
+    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective.
 
-    Args:
-        dtype: of floating-point tensors; ``None``: those that the module had when it was sharded.
-        shard_nbytes: of a file at most.
-
-    Raises:
-        ConfigError: there is something at ``path`` already; or the ranks do not all see the folder.
-        Exception: on all ranks, with folder and cause: it could not be written.
-    """
+    ``dtype``: of floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: upper limit of a file. Raises
+    ConfigError if ``path`` is not empty or some ranks do not see it. If it cannot be written, all ranks raise, with
+    folder and cause."""
     with naming(Path(path), folder=True):
         _Export(engine, Path(path), dtype, shard_nbytes).run()
 
@@ -59,13 +52,13 @@ class _Export:
     def __init__(self, engine: Engine, path: Path, dtype: torch.dtype | None, shard_nbytes: int) -> None:
         self._engine, self._path, self._dtype = engine, path, dtype
         self._shard_nbytes = shard_nbytes
-        self._gathered: tuple[Any, Tensor] | None = None  # a bucket and its masters
+        self._gathered: tuple[Any, Tensor] | None = None
 
     def run(self) -> None:
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         plan = self._together("its names", lambda: outgoing(self._engine.module, _same(state, like)))
-        with contextlib.ExitStack() as stack:  # the writer is left before the folder gets its name
+        with contextlib.ExitStack() as stack:  # the writer exits before the folder gets its name
             files, part = self._together("a folder", lambda: self._begin(stack, plan, like))
             folder = Path(self._broadcast(str(part.path) if part is not None else ""))
             writer = self._together("its files", lambda: self._open(stack, files, folder))
@@ -74,13 +67,13 @@ class _Export:
                 values = {key: self._gather(key) for key in group.members}
                 convert = partial(self._convert, writer, group, values, number)
                 self._together("tensors that are kept otherwise", convert)
-            # Before the folder gets its name: what other ranks have written must be on the disk then.
+            # Before the folder gets its name, the files of all ranks must be on the disk.
             close = partial(self._engine.long_work.call, writer.close, f"{self._path.name}, to the disk")
             self._together("its files on the disk", close)
             self._together("its end", lambda: self._end(stack, plan, folder))
 
     def _like(self, key: str, value: Tensor) -> Tensor:
-        """A tensor on meta as it is to be in the files."""
+        """Return a meta tensor with the shape and dtype that the files will have."""
         info = self._infos.get(key)
         own = info.dtype if info is not None else value.dtype
         wanted = self._dtype if self._dtype is not None and own.is_floating_point else own
@@ -143,7 +136,7 @@ class _Export:
         return sorted(found, key=lambda piece: places[id(piece.home)])
 
     def _gather(self, key: str) -> Tensor:
-        """On all ranks: a whole parameter, on the host."""
+        """Gather a whole parameter on the host. Collective."""
         place = self._engine.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
@@ -171,7 +164,7 @@ class _Export:
 
 
 def _turned(name: str, value: TensorParts, part: Any) -> list[_Piece]:
-    """Pieces of a parameter that does not lie row-major in memory: rows of its boxes."""
+    """Return the pieces of a parameter that is not row-major in memory: rows of its boxes."""
     strides = torch.empty(value.shape, device="meta").stride()
     found: list[_Piece] = []
     for box in boxes(value.shape, part.start, part.start + part.source.numel, value.order):
@@ -192,6 +185,6 @@ def _turned(name: str, value: TensorParts, part: Any) -> list[_Piece]:
 
 
 def _same(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``like``, with one object where ``state`` has one: tied parameters."""
+    """Return ``like`` with one object for each object of ``state``, so that tied parameters stay tied."""
     first: dict[int, Tensor] = {}
     return {key: first.setdefault(id(state[key]), value) for key, value in like.items()}

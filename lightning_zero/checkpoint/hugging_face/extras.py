@@ -1,4 +1,4 @@
-"""What is in a folder of Hugging Face besides tensors."""
+"""What a Hugging Face folder holds besides tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Of tokenizers and processors, which belong to a model and are no part of it here.
+# Files of tokenizers and processors.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,13 +25,8 @@ COMPANIONS = (
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model``, and copy what belongs to it.
-
-    Args:
-        model: of transformers or PEFT; None: there is none.
-        dtype: of the floating-point tensors.
-        source: the folder that the model came from, if it is known.
-    """
+    """Write the configuration of ``model`` (transformers or PEFT, or None) and copy companion files from ``source``,
+    the folder it came from."""
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True

@@ -1,11 +1,11 @@
-"""Safetensors files whose bytes are written in any order, by several processes.
+"""Safetensors files whose bytes several processes write in any order.
 
 ::
 
     8 bytes: length of the header | header: JSON of names, dtypes, shapes, places | values, row-major
 
-The library writes a file of tensors that are all in memory. Here places follow from names and shapes, files are made in
-their full length, and then whoever has a range of a tensor writes it.
+The library can write only tensors that are all in memory. Here places follow from names and shapes, files are made in
+full length, and each rank writes its ranges.
 """
 
 from __future__ import annotations
@@ -27,19 +27,15 @@ from lightning_zero.planning.layout import round_up
 from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK = 1 << 22  # elements written at a time
-_ALIGN = 8  # of values in a file, in bytes
+CHUNK = 1 << 22
+_ALIGN = 8
 
 
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """``bf16``, ``bfloat16`` or a dtype.
-
-    Raises:
-        ConfigError: it is no floating-point dtype.
-    """
+    """Parse ``bf16``, ``bfloat16`` or a dtype. Raises ConfigError if it is no floating-point dtype."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
@@ -47,21 +43,13 @@ def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None
 
 
 class Place(NamedTuple):
-    """Where a tensor lies."""
-
     file: str
     start: int  # bytes
     dtype: torch.dtype
 
 
 class Files:
-    """The files of some tensors.
-
-    Args:
-        tensors: on meta, by name.
-        shard_nbytes: of a file at most; a tensor that is larger has a file of its own.
-        stem: of their names.
-    """
+    """The files of some ``tensors`` (on meta, by name). A tensor larger than ``shard_nbytes`` gets its own file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, room = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
@@ -76,12 +64,12 @@ class Files:
         names = [f"{base}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self.names = names if len(groups) > 1 else [stem]
         self.places: dict[str, Place] = {}
-        self._heads: dict[str, tuple[bytes, int]] = {}  # of each file, with its size
+        self._heads: dict[str, tuple[bytes, int]] = {}  # header and size of each file
         for name, group in zip(self.names, groups, strict=True):
             self._lay_out(name, group)
 
     def _lay_out(self, file: str, group: Mapping[str, Tensor]) -> None:
-        # Wide elements first, so that all lie aligned without gaps, which the format does not allow.
+        # Wide elements first, so that all are aligned without gaps, which the format forbids.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, tensor in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -98,7 +86,7 @@ class Files:
             self.places[name] = Place(file, len(head) + header[name]["data_offsets"][0], tensor.dtype)
 
     def make(self, folder: Path) -> None:
-        """Make the files in their full length, with their headers, and the index if there are several."""
+        """Make the files in full length with their headers, and the index if there are several."""
         for name, (head, size) in self._heads.items():
             with (folder / name).open("wb") as file:
                 file.write(head)
@@ -112,7 +100,7 @@ class Files:
 
 
 class Writer:
-    """Writes ranges into files that are made. Used by one process, as a context."""
+    """Writes ranges into existing files. One process uses it as a context."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder
@@ -126,23 +114,21 @@ class Writer:
             os.close(self._open.popitem()[1])
 
     def close(self) -> None:
-        """Make what was written durable."""
         for fd in self._open.values():
             os.fsync(fd)
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write adjacent elements of a tensor, from ``start`` on in row-major order; ``values`` [n], in any dtype."""
+        """Write adjacent elements of a tensor from ``start`` on, in row-major order; ``values`` [n] in any dtype."""
         place = self._files.places[name]
         if place.file not in self._open:
             self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
         dtype = place.dtype
         for low in range(0, values.numel(), CHUNK):
             part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
-            # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back.
+            # Not ``numpy()``: memory that NumPy has seen cannot be given back.
             data = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
             write_at(self._open[place.file], data, place.start + (start + low) * dtype.itemsize)
 
     def write_whole(self, name: str, value: Tensor) -> None:
-        """Write a tensor that is all here."""
         self.write(name, 0, value.reshape(-1))

@@ -1,8 +1,7 @@
-"""What the tensors of a module are called in a folder of Hugging Face, and what they are there.
+"""Names and forms of a module's tensors in a Hugging Face folder.
 
-Names lose the prefix that the model has in a LightningModule. What transformers keeps otherwise in memory than in files
-goes back into the form of files, tied parameters are there once, and of a model with PEFT's adapters only these.
-"""
+Names lose the prefix of the model in a LightningModule. Tensors that transformers converts at loading are converted
+back, tied parameters appear once, and of a PEFT model only the adapters are written."""
 
 from __future__ import annotations
 
@@ -20,11 +19,7 @@ ADAPTERS = "adapter_model.safetensors"
 
 
 class Group(NamedTuple):
-    """Tensors of memory that become others in files, together.
-
-    Attributes:
-        convert: their values, by name in memory, to values by name in files.
-    """
+    """Tensors in memory that together become other tensors in files. ``convert`` maps values by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -32,12 +27,8 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """
-    Attributes:
-        model: of transformers or PEFT; None: of neither.
-        renamed: by name in files the name in the module's state dict.
-        groups: what is converted.
-    """
+    """What to export. ``renamed``: name in files -> name in the module's state dict. ``model``: of transformers or
+    PEFT, or None."""
 
     model: Any
     renamed: dict[str, str]
@@ -45,16 +36,13 @@ class Outgoing(NamedTuple):
     adapters: bool
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the files, by name; ``state`` and they are on meta."""
+        """Return the tensors of the files by name, on meta like ``state``."""
         renamed = {name: state[key] for name, key in self.renamed.items()}
         return renamed | {name: value for group in self.groups for name, value in group.results.items()}
 
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor]) -> Outgoing:
-    """
-    Args:
-        state: ``module``'s state dict: of each tensor shape and dtype count, and which are the same object.
-    """
+    """Plan the export of ``module``. Of its state dict ``state`` only shapes, dtypes and object identity count."""
     wrapped, prefix = _peft_model(module)
     if wrapped is not None:
         return _adapters(wrapped, prefix, state)
@@ -86,7 +74,7 @@ def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor]) -> Outgoing:
 
 
 def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> dict[str, str]:
-    """Of names for one and the same tensor the one that the others are tied to, else the first."""
+    """Keep one name of each tied tensor: the one that the others are tied to, else the first."""
     tied = getattr(model, "_tied_weights_keys", None)
     tied = set(tied) if tied else set()
     names: dict[int, list[str]] = {}
@@ -116,7 +104,7 @@ def _converter(members: Sequence[str], own: Mapping[str, str], revert: Any) -> A
 
 
 def _together(left: Sequence[str], meta: Mapping[str, Tensor], revert: Any) -> list[list[str]]:
-    """Names that are converted together: alone each of them would give a tensor of the same name."""
+    """Group names that are converted together: alone each would give a tensor of the same name."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in left:
         groups.setdefault(tuple(sorted(revert({name: meta[name]}))), []).append(name)
@@ -124,7 +112,7 @@ def _together(left: Sequence[str], meta: Mapping[str, Tensor], revert: Any) -> l
 
 
 def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """What brings tensors of ``model`` into the form of files; older versions of transformers keep them in it."""
+    """Return the function that converts tensors to the form of files; none with older transformers."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Notes in a checkpoint which model of transformers it holds, so that it can be converted without the user's code."""
+"""Record which transformers model a checkpoint holds, so that it can be converted without the user's code."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from torch import nn
 
 from lightning_zero.pretrained.conversions import hugging_face_model
 
-RECORD = "lightning_zero_hugging_face"  # in a checkpoint
+RECORD = "lightning_zero_hugging_face"
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """What to save of the model of transformers inside of ``module``; plain values only.
-
-    Args:
-        source: the folder that it came from.
-    """
+    """Return plain values that describe the transformers model in ``module``. ``source``: its folder."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -30,7 +26,7 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """The model, without values; None where transformers is not installed or does not know it."""
+    """Build the model without values; None if transformers is not installed or does not have the class."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

@@ -1,8 +1,5 @@
-"""``.metadata``, the index of a folder: made, read, and checked against the files.
-
-It is a pickle, as DCP has it. Reading one may run anything that is in it, so here only the classes of which DCP makes
-its index, and plain values, are let in, and no class is changed.
-"""
+"""``.metadata``, the index of a folder: make it, read it, and check it against the files. It is a pickle, as DCP
+requires. Reading admits only plain values and the classes of DCP's index, so it runs no code."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
 SUFFIX = ".distcp"
-EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
+EXTRA = "meta.pt"  # Lightning's name for all but modules and optimizers
 _TRAILER, _TRAILER_NBYTES = b"\ncrc32 %08x", 15
 _TRAILER_FORM = re.compile(rb"\ncrc32 [0-9a-f]{8}")
 _DCP = "torch.distributed.checkpoint"
@@ -66,7 +63,7 @@ ALLOWED = {
 
 
 def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
-    """The index of what all ranks have written."""
+    """Make the index of what all ranks have written."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Any] = {}
@@ -88,7 +85,7 @@ def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
 
 
 def packed(index: Metadata) -> bytes:
-    """What ``.metadata`` holds: a pickle, and behind its end, where nobody else reads on, its checksum."""
+    """Return the bytes of ``.metadata``: a pickle, then its checksum, which other readers do not see."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)
 
@@ -112,13 +109,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of ``folder``, run nothing that is in it, and compare it with the files that are there.
-
-    Raises:
-        ConfigError: with the file: there is no index, or none that can be trusted; a file is missing or too short; it
-            is no checkpoint of Lightning.
-        OSError: the system's.
-    """
+    """Read the index of ``folder`` without running code in it. Raises ConfigError, with the file, if the index or a
+    file is missing, damaged or too short, or it is no Lightning checkpoint."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -130,7 +122,7 @@ def read_index(folder: Path) -> Metadata:
         raise ConfigError(refusal(folder, f"it has no {INDEX}, which is written last")) from error
     except (OSError, ConfigError):
         raise
-    except Exception as error:  # unpickling what is no pickle raises almost anything
+    except Exception as error:  # unpickling other bytes raises almost anything
         raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ConfigError(refusal(path, f"it holds no index but a {type(index).__name__}"))
@@ -139,7 +131,7 @@ def read_index(folder: Path) -> Metadata:
     try:
         _check_files(folder, index)
         _check_filled(folder, index)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # entries that are not what they should be
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # malformed entries
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
@@ -147,11 +139,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_other_folder(target: Path) -> None:
-    """Refuse to put a checkpoint in the place of a folder that is neither empty nor a checkpoint.
-
-    Raises:
-        IsADirectoryError: all that is in it would be lost.
-    """
+    """Raise IsADirectoryError if ``target`` is a folder with other contents, which a checkpoint would replace."""
     if not target.is_dir() or target.is_symlink():
         return
     others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]

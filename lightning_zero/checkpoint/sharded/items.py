@@ -1,4 +1,4 @@
-"""What of a checkpoint one rank writes."""
+"""Find what one rank writes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from lightning_zero.engine.whole.values import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
-Path = tuple[Any, ...]  # of names and list places, from the top of the checkpoint
+Path = tuple[Any, ...]  # names and list places, from the top of the checkpoint
 
 
 class Item(NamedTuple):
-    """A box of a tensor, or a value of another kind (``dtype`` is None then)."""
+    """A box of a tensor, or another value, with ``dtype`` None."""
 
-    keys: tuple[str, ...]  # several where tied parameters share it
+    keys: tuple[str, ...]  # several if tied parameters share it
     paths: tuple[Path, ...]
     dtype: torch.dtype | None
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]
     box: Box
     order: tuple[int, ...]  # of the dimensions in memory
     source: Any  # a Part, a Tensor, or the value
 
     @property
     def nbytes(self) -> int:
-        """Of the box; 0 of other values."""
+        """Bytes of the box; 0 for other values."""
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property
     def home(self) -> Home | None:
-        """What has to be open while :meth:`tensor` is called and its result is used."""
+        """What must be open while :meth:`tensor` is called and its result is used."""
         return self.source.home if isinstance(self.source, Part) else None
 
     @property
     def slice(self) -> Sliced | None:
-        """What of ``home`` the box is."""
         if not isinstance(self.source, Part):
             return None
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
-        """The box, [box.sizes], where it rests, or as it was when ``snapshot`` was made."""
+        """Return the box, [box.sizes], as it is now, or as it was when ``snapshot`` was made."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.home is not None and self.slice is not None:
@@ -59,18 +58,16 @@ class Item(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """``flat`` [numel], flattened with the dimensions in ``order``, as a view of ``sizes``."""
+    """View ``flat`` [numel], whose dimensions lie in ``order``, as ``sizes``."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
 def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
-    """What ``rank`` writes of ``state``, which nests mappings and lists; those of one home are neighbours.
-
-    Of values that are no parts of tensors, rank 0 writes all, and other ranks those that are theirs alone.
-    """
+    """Return what ``rank`` writes of the nested ``state``; items of one home are neighbours. Of values other than
+    tensor parts, rank 0 writes all; other ranks write only what they alone have."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
-    names: dict[Any, list[str]] = {}  # by the tensor that they share
+    names: dict[Any, list[str]] = {}  # by tensor that they share
     for key, value in planner.state_dict.items():
         names.setdefault(id(value) if isinstance(value, Tensor) else key, []).append(key)
     found: list[Item] = []

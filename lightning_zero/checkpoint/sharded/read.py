@@ -1,4 +1,4 @@
-"""Reads a folder: the tensors in it are :class:`StoredTensor`s, of which each rank reads what it needs."""
+"""Read a folder as :class:`StoredTensor`s, of which each rank reads only what it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class Slice(io.RawIOBase):
-    """Bytes ``[start, start + length)`` of ``file``, to be read."""
+    """A readable view of bytes ``[start, start + length)`` of ``file``."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -57,20 +57,15 @@ class Slice(io.RawIOBase):
 
 
 class _Blob(NamedTuple):
-    """A tensor that torch.save has written somewhere inside of a file."""
+    """A tensor that torch.save has written inside a file."""
 
     path: Path
     start: int  # of its values, in bytes
-    tensor: Tensor  # on the meta device: shape, strides and storage offset
+    tensor: Tensor  # on meta: shape, strides and storage offset
 
 
 class ShardedFolder:
-    """A folder of DCP.
-
-    Raises:
-        ConfigError: it is no whole checkpoint; with the file.
-        OSError: the system's.
-    """
+    """A folder of DCP. Raises ConfigError, with the file, if it is no complete checkpoint; OSError from the system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -83,7 +78,7 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Where the value of ``key`` belongs, from the top of the checkpoint; older folders know the top only."""
+        """Return the place of ``key``'s value in the checkpoint. Older folders know the top level only."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 
@@ -91,7 +86,7 @@ class ShardedFolder:
         return isinstance(self.index.state_dict_metadata[key], TensorStorageMetadata)
 
     def tensor(self, key: str) -> StoredTensor:
-        """One object for keys whose values are the same bytes: tied parameters."""
+        """Return the tensor of ``key``. Tied parameters, whose keys share bytes, give one object."""
         entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
         infos = (self.index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks)
         places = tuple((info.relative_path, info.offset) for info in infos) or key
@@ -102,11 +97,7 @@ class ShardedFolder:
         return self._tensors[places]
 
     def value(self, key: str, *, weights_only: bool = True) -> Any:
-        """A value that is no tensor.
-
-        Raises:
-            pickle.UnpicklingError: it would run code.
-        """
+        """Load a value that is no tensor. Raises pickle.UnpicklingError if it would run code."""
         info = self.index.storage_data[MetadataIndex(key)]
         with (self.path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
@@ -129,8 +120,8 @@ class ShardedFolder:
         return flat
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill ``target`` with a box of what was written at ``place``. All between its first and last element is read,
-        into ``target`` itself where the two lie in memory alike."""
+        """Fill ``target`` with a box of the tensor written at ``place``. Reads all bytes from its first to its last
+        element, directly into ``target`` if both have the same memory layout."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Saves a folder: all ranks write, rank 0 makes it, writes the index, and gives it its name."""
+"""Save a folder: all ranks write; rank 0 makes the folder, writes the index and gives the folder its name."""
 
 from __future__ import annotations
 
@@ -28,13 +28,8 @@ from lightning_zero.tiers.limits import available_host_memory
 
 
 class Behind(NamedTuple):
-    """How a folder is written while training goes on.
-
-    Attributes:
-        begin: hands writing over to a thread.
-        streams: of the engine whose values are copied.
-        spare: memory for the copies, which is used again.
-    """
+    """What a save needs to run while training continues. ``begin`` hands writing over to a thread. ``spare``: memory
+    for copies."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -53,16 +48,14 @@ def save_folder(
 ) -> None:
     """Save ``state`` in the folder ``path``. Collective.
 
-    Args:
-        state: what goes into files of DCP; see :func:`items_of`.
-        extra: what goes into ``meta.pt``; rank 0's counts.
-        group: of all ranks.
-        waits: for the other ranks; None: there are none.
-        behind: write it while training goes on; None: it is written when this returns.
-        long_work: shows how far it is.
+    If the folder cannot be written, all ranks raise, with folder and cause, and ``path`` is as before.
 
-    Raises:
-        Exception: on all ranks, with folder and cause: it could not be written. What had the name has it still.
+    Args:
+        state: goes into files of DCP; see :func:`items_of`.
+        extra: goes into ``meta.pt``; rank 0's counts.
+        group: of all ranks.
+        waits: for the other ranks; None for one rank.
+        behind: write while training continues; None: write before returning.
     """
     target, rank = Path(path), waits.rank if waits is not None else 0
 
@@ -92,7 +85,7 @@ def save_folder(
             found = [entries] if waits is None else collect_objects(group, entries, waits, "saving a checkpoint: index")
             on_all("its index", lambda: _end(stack, folder, target, found))
             return
-        # The file is open now: where another rank fails, the folder may be gone later.
+        # Open the file now: if another rank fails, the folder may be gone later.
         keep = partial(_RankFile, items, rank, folder, target, behind)
         file = on_all("copying values", keep, undo=_RankFile.close)
         rest = stack.pop_all()
@@ -124,7 +117,7 @@ def _check(folder: Path, rank: int) -> None:
 
 
 def _why_not(behind: Behind, items: Sequence[Item]) -> str:
-    """Why training waits for a save all the same; or nothing."""
+    """Return why training must wait for a save, or nothing."""
     wanted = slices_of(items)
     if any(isinstance(home, FileHome) for home in wanted):
         return "what is saved rests in files"
@@ -140,11 +133,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """The file of one rank, open to be written; there is none on a rank that has nothing to write.
-
-    Args:
-        behind: the values are written as they are now, and later.
-    """
+    """The open file of one rank, or none. With ``behind``, it writes the values as they are now, later."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None
@@ -184,5 +173,5 @@ class _RankFile:
         if self._snapshot is not None:
             self._snapshot.close()
         if self._file is not None:
-            with contextlib.suppress(OSError):  # of what is buffered yet, after another error
+            with contextlib.suppress(OSError):  # flushing buffered bytes after another error
                 self._file.close()

@@ -1,8 +1,5 @@
-"""Writes the file of one rank.
-
-torch's own writer keeps a copy of every view until the file ends: the rank's whole shard. Here each box is written from
-where it rests, and what rests in files is read one bucket at a time.
-"""
+"""Write the file of one rank. torch's writer keeps a copy of every view, so of the rank's whole shard, until the file
+ends. This one writes each box from where it rests, and reads values in files one bucket at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ from lightning_zero.ranks.progress import Did
 
 
 class Entry(NamedTuple):
-    """Where an item was written: what the index says of it."""
-
     keys: tuple[str, ...]
     paths: tuple[Path, ...]
     dtype: torch.dtype | None
@@ -35,12 +30,11 @@ class Entry(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # bytes
+    start: int
     length: int
 
 
 def slices_of(items: Sequence[Item]) -> dict[Home, list[Sliced]]:
-    """What of each home is written."""
     found: dict[Home, list[Sliced]] = {}
     for item in items:
         if item.home is not None:
@@ -50,7 +44,7 @@ def slices_of(items: Sequence[Item]) -> dict[Home, list[Sliced]]:
 
 
 def detached(items: Sequence[Item]) -> list[Item]:
-    """``items`` with copies of all values that rest in no home, for a thread that writes them later."""
+    """Copy all values that rest in no home, for a thread that writes ``items`` later."""
     return [item if item.home is not None else item._replace(source=_copy(item.source)) for item in items]
 
 
@@ -61,12 +55,7 @@ def _copy(value: Any) -> Any:
 def write_items(
     items: Sequence[Item], file: BinaryIO, name: str, did: Did, snapshot: Snapshot | None = None
 ) -> list[Entry]:
-    """Write ``items`` to ``file``, which will be found under ``name`` in the folder of the checkpoint.
-
-    Args:
-        did: is told of each, by ``Item.nbytes``.
-        snapshot: of all that rests in homes.
-    """
+    """Write ``items`` to ``file``, called ``name`` in the folder. ``did`` gets ``Item.nbytes`` after each item."""
     entries: list[Entry] = []
     for home, own in itertools.groupby(items, key=lambda item: item.home):
         with opened(home) if home is not None and snapshot is None else contextlib.nullcontext():
@@ -86,16 +75,14 @@ def _write(item: Item, file: BinaryIO, name: str, snapshot: Snapshot | None) -> 
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """``tensor``, a view without gaps, as a host tensor whose storage holds nothing else: torch.save writes storages.
-
-    Nothing is copied on the host.
-    """
+    """Return ``tensor``, a view without gaps, as a host tensor whose storage holds nothing else, because torch.save
+    writes whole storages. On the host nothing is copied."""
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
         return host
-    if strides_of(host) != host.stride():  # with gaps, or elements that lie on each other
+    if strides_of(host) != host.stride():  # gaps, or elements that overlap
         return host.clone(memory_format=torch.contiguous_format)
-    # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back, as homes in files do.
+    # Not ``numpy()``: memory that NumPy has seen cannot be given back, as homes in files do.
     memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
     memory.owner = host  # type: ignore[attr-defined]  # as long as the result lives
     return torch.frombuffer(memory, dtype=host.dtype).as_strided(host.shape, host.stride())

@@ -1,10 +1,10 @@
-"""Whole values: those of all shards together.
+"""Whole values, put together from all shards.
 
 ::
 
-    shown            whole parameters, inside of gather() and between runs
-    values           which rank holds which part of what, for all forms in which it is saved
-    state_dicts      of the module and of optimizers, out of shards and into them
-    snapshot         what shards are now, copied for a thread that writes them later
-    restage          another stage or offload row, from shard to shard
+    shown            whole parameters inside of gather() and between runs
+    values           which rank saves which part
+    state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
+    snapshot         a host copy of shards for a thread that writes it
+    restage          changes the stage or offload row
 """

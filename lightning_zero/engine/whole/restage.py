@@ -1,13 +1,7 @@
-"""Moves a module that is sharded to another row of ``zero/stage`` or ``zero/offload``, shard by shard, without a file.
+"""Move a sharded module to another row of ``zero/stage`` or ``zero/offload``, bucket by bucket, without a file.
 
-::
-
-    refuse ---> tiers ---> for each unit, for each bucket:   values, state, gradient   old place --> new place
-    (nothing has changed)                                    the old place is given back
-
-Layouts stay: which parameters share a bucket, and which ranks share shards, does not depend on the rows. So a value
-either stays in its place, or goes to another tier, or, where the owned range changes (a shard, or all of the bucket),
-is cut or gathered. Of one bucket the old and the new are there together, and of no more.
+Buckets, and which ranks share shards, do not depend on rows. A value stays in place, moves to another tier, or is cut
+or gathered where the owned range changes. The old and the new values of only one bucket exist together.
 """
 
 from __future__ import annotations
@@ -41,33 +35,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The way of what a rank holds of a bucket, from the range that it owns to the one that it is to own."""
+    """Moves values of a bucket from the range that this rank owns to the range that it will own."""
 
     bucket: Bucket
     plan: BucketPlan
 
     @property
     def moves_home(self) -> bool:
-        """Whether masters and state go to another place; the same on all ranks."""
+        """Return whether masters and state change their home. It is the same on all ranks."""
         old, new = ((p.shards_master, p.copies_master, p.home_tier) for p in (self.bucket.plan, self.plan))
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """``values`` [owned numel] of the range that is to be owned; the same tensor, a view or a new one, anywhere.
-
-        On all ranks: where a whole bucket is to be owned it is gathered.
-        """
+        """Gather or cut ``values`` of the owned range to the range that will be owned. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
 
 
-Follow = Callable[[int, Move], None]  # takes the number of a bucket, and moves what somebody else holds of it
+Follow = Callable[[int, Move], None]  # moves values of a bucket, given its number, that other objects hold
 
 
 class _Seen(NamedTuple):
-    """What a rank brings to a restage, to be compared."""
-
     rows: tuple[Any, ...]
     changes: bool
     refusal: str | None
@@ -75,13 +64,7 @@ class _Seen(NamedTuple):
 
 @outside_autograd
 def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """See ``Engine.restage``.
-
-    Args:
-        config: differs from that of ``engine`` in ``stage`` and ``offload`` only.
-        instances: of tiers in files that this process has.
-        follow: is called for each bucket, before it moves. On all ranks.
-    """
+    """See ``Engine.restage``. ``instances`` are numbers of the file tiers of this process. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
@@ -95,12 +78,12 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
     tiers, plans = _make_tiers(engine, config, share, instances)
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
-    comm.streams.accelerator.synchronize()  # what rests may still be read
+    comm.streams.accelerator.synchronize()  # kernels may still read the values that move
     comm.streams.let_go()
     before = engine.tiers
     forget_before = engine.take_tiers(tiers)
     try:
-        # Budgets are of what rests, and not of what is between two places; one that is given is believed all the same.
+        # Lift budgets: they bound values at rest. If the user gave one, available memory is not checked either.
         tiers.set_budgets(None if config.offload.host_budget is None else sys.maxsize, None)
         _move_all(engine, plans, known, follow)
         for sharded in engine.optimizers:
@@ -127,15 +110,11 @@ def _partly_moved(error: BaseException) -> RuntimeError:
     )
 
 
-# -- before anything has changed --------------------------------------------------------------------------------------
+# -- before any change ------------------------------------------------------------------------------------------------
 
 
 def _agree(engine: Engine, config: ZeroConfig) -> bool:
-    """Compare what all ranks bring. It changes nothing. Returns whether there is anything to change, on any rank.
-
-    Raises:
-        ConfigError: on all ranks.
-    """
+    """Return whether any rank changes a row. Raise a ConfigError if a rank refuses or rows differ. Collective."""
     table: list[_Seen] = engine.comm.all_gather_objects(
         _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )
@@ -151,10 +130,7 @@ def _agree(engine: Engine, config: ZeroConfig) -> bool:
 
 
 def _agree_on_grads(engine: Engine) -> None:
-    """
-    Raises:
-        ConfigError: on all ranks: some have gradients that others have not, which then could not be gathered.
-    """
+    """Raise a ConfigError on all ranks unless all have gradients of the same buckets. Collective."""
     grads = [bucket.grad_store.is_there for bucket in engine.buckets]
     table = engine.comm.all_gather_objects(grads, "restaging: gradients")
     for rank, found in enumerate(table):
@@ -166,7 +142,7 @@ def _agree_on_grads(engine: Engine) -> None:
 
 
 def _rows(config: ZeroConfig) -> tuple[Any, ...]:
-    """What must be alike; a node may have a folder and threads of its own."""
+    """Return what ranks must agree on. Nodes may differ in their folder and threads."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
     return config.stage.name.name, offload.name.name, *budgets
@@ -178,7 +154,7 @@ def _say(rows: tuple[Any, ...]) -> str:
 
 
 def _in_the_way(engine: Engine) -> str | None:
-    """Why this rank cannot restage now."""
+    """Return why this rank cannot restage now, or None."""
     if (what := engine.passes.under_way()) is not None:
         return (
             f"expected to be called between steps, got a call {what}. Call it in on_train_batch_end, "
@@ -242,16 +218,12 @@ def _move_all(
 
 
 def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
-    """
-    Args:
-        known: of each optimizer, who has what of the bucket's state.
-    """
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
     keeps_home = not move.moves_home and bucket.is_on(plan.home_tier, tiers)
     keeps_grad = keeps_home and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
     home, came_whole = bucket.home, not bucket.reshards
     with opened(home) as master:
-        # Messages first: what follows may fail on one rank alone.
+        # Messages first: the later calls may fail on one rank alone.
         values, grad = master, None
         states: list[ParamStates] = [{} for _ in known]
         if not keeps_home:

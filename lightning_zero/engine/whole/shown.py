@@ -1,13 +1,12 @@
-"""Whole parameters for a while: inside of ``gather()``, and on the host between runs.
+"""Show whole parameters: inside of ``gather()``, and on the host between runs.
 
-Between runs there is one copy per host, in shared memory, that every rank maps::
+Between runs each host has one copy in shared memory (memfd), which all its ranks map::
 
-    masters of all ranks -- each rank writes its part --> memory of a file without a name (memfd), one per host
-    each rank maps it    -- copy-on-write             --> parameters are plain tensors; a write is of this rank alone
-    the next run         -- compared with the file    --> what was written, on all ranks alike, goes into the shards
+    each rank       -- writes its part of the masters --> the shared memory of its host
+    each rank       -- maps it copy-on-write          --> parameters are plain tensors; a write stays on its rank
+    the next run    -- compares them with the copy    --> writes that are equal on all ranks go into the shards
 
-Shards, optimizer state and units rest as they are: who goes on pays nothing, and a save reads the shards. The file has
-no name, so nothing is left of it when the processes are gone, however they went.
+Shards, optimizer state and units do not change meanwhile, and a save reads the shards.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Engine) -> None:
-    """Wait for steps, and have what users wrote to parameters in the masters, agreed on. Collective."""
+    """Wait for steps, and move users' writes to parameters into the masters. Collective."""
     engine.settle()
     _take_over(engine)
     engine.writes.take_all_over()
@@ -51,11 +50,10 @@ def take_writes_over(engine: Engine) -> None:
 
 
 def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
-    """Have the parameters of ``shown`` buckets as they were before they were plain."""
     for unit in engine.units:
         for bucket in unit.buckets:
             if bucket in shown:
-                # What was written is in the masters, or was dropped with an exception; it is no write to take over.
+                # Writes are in the masters by now, or an exception has discarded them.
                 engine.writes.forget(bucket)
                 bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
 
@@ -64,8 +62,6 @@ def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
 
 
 class _Full(NamedTuple):
-    """What a bucket shows inside of ``gather()``."""
-
     values: Tensor
     grad: Tensor | None
 
@@ -74,13 +70,8 @@ class _Full(NamedTuple):
 def show_full(
     engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Let ``params``, and the others of their buckets, hold full masters inside: :func:`lightning_zero.gather`.
-
-    Values that are written to them inside are kept. All ranks enter, and write the same values unless ``from_rank``
-    names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
-    without our hooks.
-    """
-    # On a group of its own, before any message that a rank which is elsewhere could take for another of its own.
+    """Show full masters in all parameters of the buckets of ``params``: :func:`lightning_zero.gather`. Collective."""
+    # A rank that is elsewhere must not take a later message of gather() for one of its own.
     engine.comm.meet(None, "gather(), which all ranks must enter")
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
@@ -103,13 +94,13 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
         yield
         _refuse_replaced(engine)
         _write_back(shown, from_rank)
-    finally:  # also after an error on the way in: buckets that stayed plain could never be stepped again
+    finally:  # also if showing failed: a bucket that stays plain cannot be stepped
         put_back()
         _hide_full(engine, shown)
 
 
 def _refuse_replaced(engine: Engine) -> None:
-    """Raise where the module has got other parameter objects or other shapes: those would not be trained."""
+    """Raise an error if the user has replaced a parameter or changed its shape: it would not be trained."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -124,8 +115,7 @@ def _refuse_replaced(engine: Engine) -> None:
 
 @outside_autograd
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
-    """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
-    # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
+    """Show full masters in ``buckets``, and full gradients if asked. Fill ``shown``. Collective."""
     take_writes_over(engine)
     engine.settle_gradients()
     if grads:
@@ -146,7 +136,7 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         replaced = []
         for info in bucket.params:
-            # The user has assigned another tensor to ``.data``: what it holds is not in ``full`` yet.
+            # The user may have assigned another tensor to ``.data``; ``full`` lacks its values.
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
@@ -157,13 +147,12 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
         low, high = bucket.owned_range
         with opened(bucket.home) as master:
             own = full[low:high].to(master.device)
-            if not same_bits(master, own):  # else there is nothing to write to a file, or to make whole anew
+            if not same_bits(master, own):  # equal values need no write to a file
                 with opened(bucket.home, changed=True):
                     master.copy_(own)
                     if bucket.reshards:
                         bucket.push()
-        # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
-        # other ranks' slices.
+        # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
         bucket.node_shard.becomes(full)
@@ -183,7 +172,7 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:
-    """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
+    """Gather the reduced gradient of a bucket, [layout.numel]; None if the bucket has none. Collective."""
     if bucket.grad is None:
         return None
     return bucket.gathered([(0, bucket.grad)], bucket.grad.dtype, "gradients")
@@ -193,12 +182,7 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
 
 
 class _Shown(NamedTuple):
-    """A parameter in the memory of this host.
-
-    Attributes:
-        original: what was gathered; the same for all ranks of the host.
-        value: what the module shows, and this rank may write to.
-    """
+    """A parameter in shared memory: ``original`` is common to the host, ``value`` is this rank's copy-on-write view."""
 
     bucket: Bucket
     info: ParamInfo
@@ -207,12 +191,7 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """The whole copy of one engine's parameters on this host, as this rank maps it.
-
-    Attributes:
-        nbytes: of the file.
-        is_shown: the module shows it now.
-    """
+    """This rank's mapping of its host's whole copy of the parameters."""
 
     def __init__(self, engine: Engine, fd: int) -> None:
         self.nbytes, start = _nbytes(engine), 0
@@ -227,17 +206,17 @@ class HostCopy:
         self.is_shown = False
         self.put_back: Callable[[], None] = lambda: None
         self.grads: list[tuple[nn.Parameter, Any]] = []
-        self._seen: list[object] = []  # of the buckets' homes, when the file had their values
+        self._seen: list[object] = []  # ``home.changes`` of the buckets when the copy was equal to the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Take notice that the file has the values that the masters have now."""
+        """Note that the copy holds the masters' present values."""
         self._seen = [bucket.home.changes for bucket in buckets]
 
     def still_equals(self, engine: Engine) -> bool:
-        """Whether it has the values of this rank's masters. They are at rest."""
+        """Return whether the copy holds the present masters of this rank, which no step is changing."""
         if self._seen != [bucket.home.changes for bucket in engine.buckets]:
             return False
-        # Where parameters are the masters themselves, users' code may have written to them by any way.
+        # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
         for bucket, info, original, _ in self.params:
             if not bucket.plan.copies_master:
                 for f in bucket.owned_fragments():
@@ -248,7 +227,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """What this rank has written since it was shown, by place in ``params``, on the host in the built dtype."""
+        """Return the parameters that this rank has changed, by index in ``params``, on the host in the built dtype."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -266,7 +245,7 @@ def _nbytes(engine: Engine) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """A parameter in ``memory``, from a byte on. A storage of its own: a view of all would be saved with all."""
+    """View the parameter at byte ``start`` of ``memory``, in a storage of its own: a save writes whole storages."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
@@ -274,13 +253,13 @@ def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
-    """Whether the shards of some rank are on several hosts; else each host has all values."""
+    """Return whether a shard group spans hosts. If not, each host's ranks hold all values together."""
     groups = engine.comm.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
 def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
-    """Why some host has no room; the same on all ranks."""
+    """Return why the copy does not fit on some host, or None. All ranks get the same answer."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
@@ -293,7 +272,7 @@ def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> 
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Map new memory of this host, which the first of its ranks makes; None on all ranks, and why, if one cannot."""
+    """Map memory that the first rank of each host allocates; (None, why) on all ranks if one fails. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -301,8 +280,8 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
         if comm.rank == leader:
             try:
                 fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
-                os.posix_fallocate(fd, 0, _nbytes(engine))  # no room is an error now, and no signal at a later write
-            except (OSError, AttributeError) as error:  # a system without it
+                os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would be a signal
+            except (OSError, AttributeError) as error:
                 failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
         places = comm.meet((os.getpid(), fd, failed), "where the whole module is")
         failed = next((row[2] for row in places if row[2]), "")
@@ -312,7 +291,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
                 if comm.rank != leader:
                     fd = _open(pid, number)
                 copy = HostCopy(engine, fd)
-            except OSError as error:  # processes that may not see each other
+            except OSError as error:  # the processes cannot see each other's files
                 failed = f"rank {comm.rank} could not map the memory of rank {leader} ({error})"
             failed = next((text for text in comm.meet(failed, "mapping the whole module") if text), "")
         return (None, failed) if failed else (copy, "")
@@ -322,12 +301,11 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
 
 
 def _open(pid: int, fd: int) -> int:
-    """Another process's file, as a file of this one."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
-    """Write the masters into the file. Each rank of a host writes a part: what it holds, or else an equal share."""
+    """Fill the copy with the masters. Each rank of a host writes its shards or an equal share. Collective."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gathers = _gathers(engine, hosts)
@@ -336,7 +314,7 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
     for bucket in engine.long_work.items(engine.buckets, "making the module whole, in buckets"):
         targets = [info.flattened(next(originals).original) for info in bucket.params]
         if bucket.plan.shards_master and not gathers:
-            if here[0] in group:  # other ranks here have the same shards, under hybrid sharding
+            if here[0] in group:  # under hybrid sharding several groups of this host hold the same shards
                 with opened(bucket.home) as master:
                     _write(bucket, targets, master, bucket.owned_range)
             continue
@@ -350,7 +328,7 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
 
 
 def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
-    """Write ``values`` of the elements ``part`` of a bucket, where they belong."""
+    """Write ``values``, the elements ``part`` of a bucket, to its parameters' flat ``targets``."""
     for f in bucket.layout.cut(*part):
         targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
 
@@ -360,11 +338,7 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 
 @outside_autograd
 def show_whole(engine: Engine) -> bool:
-    """Let the module hold whole parameters on the host, if there is room. On all ranks, between runs.
-
-    Returns:
-        whether it does; where not, and ``zero.gather_after_fit`` does not say so, a warning tells why.
-    """
+    """Show whole parameters on the host between runs. Return False, and warn, if there is no room. Collective."""
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
@@ -374,7 +348,7 @@ def show_whole(engine: Engine) -> bool:
     known = copy is not None and copy.still_equals(engine)
     table = engine.comm.meet((machine(), available_host_memory(), known), "making the module whole", patient=True)
     if not all(row[2] for row in table):
-        copy = engine.host_copy = None  # first: there may be no room for two
+        copy = engine.host_copy = None  # free the old copy first: there may be no room for two
         hosts = [row[0] for row in table]
         refusal = _no_room(engine, hosts, [row[1] for row in table])
         if refusal is None:
@@ -393,7 +367,6 @@ def show_whole(engine: Engine) -> bool:
 
 
 def _show(engine: Engine, copy: HostCopy) -> None:
-    """Sends no message."""
     copy.grads = []
     values = iter(copy.params)
     for bucket in engine.buckets:
@@ -405,12 +378,12 @@ def _show(engine: Engine, copy: HostCopy) -> None:
     copy.put_back = engine.passes.hooks.lift_off(keep_engine=True)
     engine.passes.hooks.idle = True
     if engine.comm.device.type != "cpu":
-        engine.module.to("cpu")  # buffers, as Lightning leaves them after a run
+        engine.module.to("cpu")  # moves buffers, as Lightning does after a run
     engine.host_copy, copy.is_shown = copy, True
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the whole module once more, if this rank knows that it is as it was. No message: ranks may be gone."""
+    """Show the whole module again if it still equals this rank's masters. Not collective: other ranks may be gone."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or engine.shown or not copy.still_equals(engine):
         return False
@@ -420,11 +393,7 @@ def show_again(engine: Engine) -> bool:
 
 @outside_autograd
 def _take_over(engine: Engine) -> None:
-    """Take what was written to the whole module into the shards. On all ranks.
-
-    Raises:
-        RuntimeError: on all ranks: they have written different values, or values of another shape.
-    """
+    """Move users' writes to the whole module into the shards. Raise a RuntimeError if ranks differ. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
@@ -442,12 +411,12 @@ def _take_over(engine: Engine) -> None:
     if not numbers:
         return
     shown = {number: copy.params[number] for number in numbers}
-    for number, param in shown.items():  # on all ranks alike
+    for number, param in shown.items():
         param.info.check_shape(written[number].shape)
     _warn_of_dtypes(engine, [param.info for param in shown.values()])
     for number, (bucket, info, original, value) in shown.items():
         bucket.write(info, written[number])
-        original.copy_(written[number])  # by all ranks of the host, the same
+        original.copy_(written[number])
         if info.param.data_ptr() != value.data_ptr():
             value.copy_(written[number])
     changed = {param.bucket for param in shown.values()}
@@ -472,13 +441,9 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 @outside_autograd
 def hide_whole(engine: Engine, *, keep: bool = True) -> bool:
-    """Back to shards, with what was written to the whole module in them. On all ranks. See :func:`_take_over`.
+    """Return to shards with users' writes in them. Return whether the module was whole. Collective.
 
-    Args:
-        keep: the copy, for as long as masters stay as they are.
-
-    Returns:
-        whether the module was whole.
+    With ``keep`` the next ``show_whole`` reuses the copy if masters have not changed.
     """
     copy = engine.host_copy
     was_shown = copy is not None and copy.is_shown
@@ -495,7 +460,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
     copy.put_back()
     engine.passes.hooks.idle = False
     for _, info in _params(engine):
-        info.param.grad = None  # of the user's own backwards in between
+        info.param.grad = None  # from backwards that users ran between runs
     _back_to_shards(engine, engine.buckets)
     for param, grad in copy.grads:
         param.grad = grad
@@ -506,13 +471,13 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Inside, the module is sharded. Between runs it is whole again afterwards. On all ranks."""
+    """Shard the module inside the context; if it was whole, make it whole again at the end. Collective."""
     was_whole = hide_whole(engine)
     try:
         yield
     except BaseException:
         if was_whole:
-            show_again(engine)  # other ranks may not have raised
+            show_again(engine)  # not collective: other ranks may not have raised
         raise
     if was_whole:
         show_whole(engine)
@@ -522,25 +487,14 @@ def set_aside(engine: Engine) -> Iterator[None]:
 
 
 def check_room(engine: Engine) -> None:
-    """Refuse ``zero.gather_after_fit=true`` at the start of a run where some host has no room. On all ranks.
-
-    Raises:
-        ConfigError: on all ranks, with the bytes that are needed and available.
-    """
+    """Raise a ConfigError under ``zero.gather_after_fit=true`` if some host has no room. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
         _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
 
 
 def check_room_here(nbytes: int) -> None:
-    """As :func:`check_room`, on this host alone, and before any process starts.
-
-    Args:
-        nbytes: of the copy.
-
-    Raises:
-        ConfigError: with the bytes that are needed and available.
-    """
+    """Raise a ConfigError if this host has no room for a copy of ``nbytes``. Called before processes start."""
     _refuse(no_room_for(nbytes, available_host_memory(), "this host"))
 
 

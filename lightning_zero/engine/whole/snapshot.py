@@ -1,4 +1,4 @@
-"""What shards are at one moment, copied to the host for a thread that writes them while training goes on."""
+"""Copy values of shards to the host, for a thread that writes them while training goes on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from lightning_zero.tiers.pages import HostPages
 
 
 class _Span:
-    """The range of one tensor that is copied."""
-
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
         self.start, self.stop = len(whole), 0
@@ -27,13 +25,10 @@ class _Span:
 
 
 class Snapshot:
-    """Copies the values of homes in memory, as they are when this is made.
+    """Copies the values that homes in memory have when the snapshot is made.
 
-    Whoever is about to change a home waits until :meth:`stage` has copied all, or until :meth:`close`.
-
-    Args:
-        wanted: parts of the homes' tensors.
-        spare: memory of the copies that were made last, and afterwards of these: new memory takes as long again.
+    A change of a home waits until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` holds buffers
+    of earlier copies for reuse: new memory would double the time of a copy.
     """
 
     def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams, spare: list[Tensor]) -> None:
@@ -45,19 +40,19 @@ class Snapshot:
             span.start, span.stop = min(span.start, low), max(span.stop, high)
         for home in wanted:
             if isinstance(home, ResidentHome) and home.is_exposed and id(home.master) in self._spans:
-                self._copy(self._spans[id(home.master)])  # it may change without a word
-        self._made = streams.mark()  # behind what has made the values
+                self._copy(self._spans[id(home.master)])  # user code may change it without notice
+        self._made = streams.mark()  # after the kernels that computed the values
         self._copied: Future[None] = Future()
         for home in wanted:
             home.lend(self._copied)
 
     @staticmethod
     def nbytes(wanted: Mapping[Home, Sequence[Sliced]]) -> int:
-        """Host memory that the copies take, nearly."""
+        """Return about how much host memory the copies take."""
         return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Make the copies. For the thread that writes them."""
+        """Make the copies. Called on the writing thread."""
         accelerator = self._streams.accelerator
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):
@@ -76,19 +71,19 @@ class Snapshot:
             if (memory.shape, memory.dtype) == (values.shape, values.dtype):
                 return self._spare.pop(place)
         if values.device.type == "cpu":
-            # In large pages: to fill these takes half the time.
+            # Filling large pages takes half the time.
             return HostPages(values.nbytes).tensor(0, values.dtype, values.numel()).view(values.shape)
         return self._streams.accelerator.host_memory(values.shape, values.dtype)
 
     def read(self, part: Sliced) -> Tensor:
-        """Return the values of ``part`` [numel] as they were, on the host, until :meth:`close`."""
+        """Return the copied values of ``part`` [numel] on the host, valid until :meth:`close`."""
         span = self._spans[id(part.whole)]
         assert span.copy is not None
         low, high = part.rows
         return part.of(span.copy[low - span.start : high - span.start])
 
     def close(self) -> None:
-        """Let homes change that were not copied, and give the memory of the copies back. May be called twice."""
+        """Stop holding up changes of homes, and return the buffers to ``spare``. May be called twice."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -1,4 +1,4 @@
-"""State dicts of a sharded module and its optimizers: out of shards, in all forms of ``values.py``, and into them."""
+"""Make state dicts of a sharded module and its optimizers in all forms of ``values.py``, and load them into shards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def module_state(
     engine: Engine, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """See ``Engine.state_dict``."""
+    """See ``Engine.state_dict``. Collective."""
     take_writes_over(engine)
     if hollow is not None:
         values = _tensors(engine, lambda value, info: hollow.tensor(value, info, info.dtype), trainable_only)
@@ -59,11 +59,7 @@ def module_state(
 def hollow_copy(
     engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
-
-    Args:
-        homes: of the copy of each bucket's.
-    """
+    """Make ``module.state_dict()`` on rank 0 with hollow tensors for the copy ``homes`` of the masters."""
     name = f"copy {len(hollow.copies)}"
     hollow.copies[name] = homes
 
@@ -78,12 +74,7 @@ def hollow_copy(
 def sharded_state_dict(
     engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
 ) -> dict[str, Any]:
-    """``module.state_dict()`` with :class:`TensorParts` for parameters, in the dtypes of the masters. Collective.
-
-    Args:
-        homes: of a copy of each bucket's masters, which is saved in their place.
-        trainable_only: leave parameters out that are frozen.
-    """
+    """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``homes``. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if homes is None else {"copy": homes})
 
@@ -104,7 +95,7 @@ def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value,
 
 
 def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
-    """By ``id`` of the parameter, what stands for its value."""
+    """Return ``tensor(value, info)`` for each parameter, by its ``id``."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
         for number, bucket in enumerate(engine.buckets)
@@ -114,17 +105,17 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
 
 
 def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
-    """By ``id``, every parameter on the host in its checkpoint dtype; none where they are not wanted. Collective."""
+    """Gather every parameter on the host in its checkpoint dtype, by ``id``; empty if not ``wanted``. Collective."""
     result: dict[int, Tensor] = {}
     for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
-        full = bucket.full_master()  # ranks that do not want the values take part in the gather
+        full = bucket.full_master()
         for info in bucket.params if wanted else ():
             result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
     return result
 
 
 def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> dict[str, Any]:
-    """``module.state_dict()`` with ``values``, by ``id`` of the parameter, in the place of parameters."""
+    """Return ``module.state_dict()`` with parameters replaced by ``values``, which are by ``id`` of the parameter."""
     with engine.placeholders_allowed():
         state = engine.module.state_dict(keep_vars=True)
     by_id = {id(info.param): info for b in engine.buckets for info in b.params}
@@ -133,8 +124,7 @@ def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_onl
     def info_of(entry: Any) -> ParamInfo | None:
         if not isinstance(entry, Tensor):
             return None
-        # By its memory: an override of ``state_dict`` has detached the parameter, which is another object then, with
-        # the same placeholder.
+        # By memory: an override of ``state_dict`` may have detached the parameter, which shares its placeholder.
         return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
     result = type(state)()
@@ -157,11 +147,7 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
-    """What steps the shards of ``engine`` for ``optimizer``.
-
-    Raises:
-        ConfigError: nothing does.
-    """
+    """Return the stepper of ``optimizer``. Raise a ConfigError if ``engine`` has none."""
     for sharded in engine.optimizers:
         if sharded.optimizer is optimizer:
             return sharded
@@ -172,12 +158,11 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 def optimizer_state(
     engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
 ) -> dict[str, Any]:
-    """See ``Engine.optimizer_state``."""
+    """See ``Engine.optimizer_state``. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     wanted, index = not only_rank_0 or engine.rank == 0, engine.optimizers.index(sharded)
-    # A rank may own nothing of a parameter, or of a whole bucket, and so not know that there is state. It takes part in
-    # the gathers all the same: they follow from what all ranks have told.
+    # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
     known = all_entries(engine, sharded)
     states: dict[tuple[int, int], Any] = {}
     if hollow is None:
@@ -213,10 +198,9 @@ def _hollow_leaf(hollow: Hollow, value: Value, leaf: Leaf) -> Tensor:
 
 @outside_autograd
 def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of ``optimizer`` by names of parameters, with the parts that this rank holds. Collective.
+    """Return the state of ``optimizer`` by parameter name, with the parts that this rank holds. Collective.
 
-    Values that belong to a whole parameter, such as a step count, are :class:`Lone` ones of the rank that holds its
-    first element.
+    Values of a whole parameter, such as a step count, are :class:`Lone` on the rank that holds its first element.
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
@@ -245,12 +229,12 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], Any]) -> list[dict[str, 
 
 
 class _CopyIntoShards(TorchFunctionMode):
-    """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
+    """Turns ``param.copy_(value)`` in ``Module.load_state_dict`` into a write to this rank's slice."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.failed: OSError | None = None  # what has kept a value from being read
+        self.failed: OSError | None = None  # the error of reading a value
         self.did: Callable[[nn.Parameter], object] = lambda param: None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -269,7 +253,7 @@ class _CopyIntoShards(TorchFunctionMode):
 
 
 def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """See ``Engine.load_state_dict``."""
+    """See ``Engine.load_state_dict``. Collective."""
     own: dict[int, int] = {}
 
     def total() -> int:
@@ -277,22 +261,22 @@ def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True
         return sum(own.values())
 
     with loading_into_shards(engine) as copies, engine.long_work.bytes("loading weights", total) as did:
-        copies.did = lambda param: did(own.pop(id(param), 0))  # once, of those that are tied
+        copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
 
         def load() -> Any:
             try:
                 return engine.module.load_state_dict(state, strict=strict)
-            except RuntimeError:  # torch's, of all that has failed
+            except RuntimeError:  # torch's summary of all errors
                 if copies.failed is not None:
                     raise copies.failed from None
                 raise
 
-        # A rank that cannot read its part would leave the others waiting in what follows a load.
+        # If one rank cannot read its part, all must raise: others would wait for it in the next collective.
         return engine.comm.together("loading a checkpoint", load, patient=True)
 
 
 def _own_nbytes(engine: Engine) -> dict[int, int]:
-    """By ``id`` of a parameter: the bytes of its masters that this rank has."""
+    """Return the bytes of masters that this rank owns, by ``id`` of the parameter."""
     found: dict[int, int] = {}
     for bucket in engine.buckets:
         for fragment in bucket.owned_fragments():
@@ -302,7 +286,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
 
 
 def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` of a checkpoint without frozen parameters, with what makes a load leave them as they are."""
+    """Add a :class:`KeptTensor` to ``state`` for each frozen parameter that it lacks: a load keeps its values."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
@@ -310,9 +294,9 @@ def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
-    """Make ``module.load_state_dict`` write slices, inside. On all ranks, each with the same full values."""
+    """Let ``module.load_state_dict`` write slices. All ranks pass the same full values. Collective."""
     engine.settle()
-    # Before the load: taken over later, what the user wrote earlier would replace what is loaded.
+    # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.writes.take_all_over()
     with engine.placeholders_allowed(), _CopyIntoShards(engine) as copies:
         yield copies
@@ -323,7 +307,7 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
 
 
 def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """See ``Engine.load_optimizer_state``."""
+    """See ``Engine.load_optimizer_state``. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     check_optimizer(engine, optimizer, state, "the checkpoint")
@@ -337,14 +321,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any
 
 
 def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
-    """Refuse what ``Engine.load_optimizer_state`` would refuse, before anything is loaded.
-
-    Args:
-        what: has this state, in words.
-
-    Raises:
-        ConfigError: the kinds of the optimizers, the param groups or shapes differ.
-    """
+    """Raise a ConfigError if ``Engine.load_optimizer_state`` would refuse ``state``, which messages call ``what``."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
@@ -356,7 +333,7 @@ def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, An
         )
     settings = optimizer.defaults.keys() - LATER
     for theirs, ours in zip(saved, own, strict=True):
-        # More of them on one side alone are those of another version or a scheduler, or names that users give groups.
+        # Extra settings on one side alone come from another version of torch, a scheduler, or the user's group names.
         lacks, has = sorted(settings - theirs.keys()), sorted(theirs.keys() - ours.keys() - LATER)
         if lacks and has:
             raise ConfigError(
@@ -368,7 +345,7 @@ def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, An
             sharded.check_state(place, found, what)
 
 
-# Settings that torch has given to optimizers in later versions, or that schedulers add.
+# Settings that later versions of torch have added to optimizers, or that schedulers add.
 LATER = frozenset(
     ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "params")
 )
@@ -377,7 +354,7 @@ LATER = frozenset(
 def _pairs(
     optimizer: Optimizer, sharded: Stepper, state: Mapping[str, Any], what: str = "the checkpoint"
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
-    """Param group, its saved one, and each of its parameters with its saved state; each group at least once."""
+    """Yield each group with its saved group, and then with each parameter and its saved state."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
         for number, place in _matched(saved["params"], places, what):
@@ -385,7 +362,7 @@ def _pairs(
 
 
 def _matched(saved: Sequence[Any], places: Sequence[Place], what: str) -> list[tuple[Any, Place]]:
-    """Keys of saved states with the parameters that they belong to: by name where they are names, else by order."""
+    """Pair keys of saved states with parameters: by name if the keys are names, else by order."""
     if not all(isinstance(key, str) for key in saved):
         return list(zip(saved, places, strict=True))
     names = set(saved)

@@ -1,13 +1,7 @@
-"""Which rank holds which part of what: masters and the state of optimizers, for all forms in which they are saved.
+"""Find which rank holds which part of the masters and of optimizer state, for each form in which they are saved.
 
-::
-
-    Hollow        one file: tensors without memory, and each rank writes its ranges into the file
-    TensorParts   a folder: tensors of which each rank holds the parts that it writes
-    gathered      whole tensors
-
-The parts of all ranks together are every element once, whatever the stage: where masters are replicated each rank still
-saves a shard only, and of several replicas the first one saves.
+Each element is saved once at any stage: a rank saves its shard even of replicated masters, and of several replicas the
+first one saves. ``Hollow`` is for one file, into which each rank writes its ranges; ``TensorParts`` is for a folder.
 """
 
 from __future__ import annotations
@@ -30,18 +24,15 @@ from lightning_zero.planning.boxes import memory_order
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine
 
-MASTER = ""  # the name of a parameter's own values
-COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
+MASTER = ""  # the name of a parameter's master values
+COPY = -1  # in place of the optimizer's number: a copy of the masters
 
-Copies = Mapping[str, Sequence[Home]]  # of the masters of all buckets, by name
+Copies = Mapping[str, Sequence[Home]]  # homes of copies of all buckets' masters, by name of the copy
 Entries = Mapping[int, dict[int, dict[str, Any]]]  # state by bucket and slot, with a Leaf for each tensor
 
 
 class Value(NamedTuple):
-    """A value of a parameter: its own, one of the states that an optimizer keeps for it, or a copy.
-
-    It is of the parameter's shape, but for state of optimizers that step whole tensors.
-    """
+    """Names a parameter's masters, an optimizer's state of the parameter, or a copy of the masters."""
 
     bucket: int
     slot: int
@@ -50,11 +41,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of a value, as they lie in the memory of a tensor of its strides.
-
-    Attributes:
-        source: where they rest; to be read while ``home`` is open.
-    """
+    """Adjacent elements of a value, in memory order. Read ``source`` while ``home`` is open."""
 
     value: Value
     start: int
@@ -63,19 +50,17 @@ class Part(NamedTuple):
 
 
 class Range(NamedTuple):
-    """As :class:`Part`, with values."""
-
     value: Value
     start: int
-    values: Tensor  # [n], wherever they rest; to be read before the next one is asked for
+    values: Tensor  # [n] on any device; valid until the next range is requested
 
 
-# -- who has what -----------------------------------------------------------------------------------------------------
+# -- parts of this rank -----------------------------------------------------------------------------------------------
 
 
 def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
-    """What this rank is to save, those of one home one behind the other. Sends no message, and opens no home."""
-    if engine.comm.replica:  # another node has the same
+    """Yield the parts that this rank saves, home by home. Sends no message, and opens no home."""
+    if engine.comm.replica:  # the first replica saves
         return
     for number, bucket in enumerate(engine.buckets):
         yield from _of_masters(bucket, Value(number, 0), bucket.home)
@@ -95,18 +80,14 @@ def _of_masters(bucket: Bucket, value: Value, home: Home) -> Iterator[Part]:
 
 
 def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
-    """By number of the bucket and slot: the state that this rank is to save.
-
-    Args:
-        once: see :meth:`Stepper.entries`.
-    """
+    """Return the state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
     buckets = engine.buckets if not engine.comm.replica else ()
     found = {number: sharded.entries(bucket, once=once) for number, bucket in enumerate(buckets)}
     return {number: entries for number, entries in found.items() if entries}
 
 
 def all_entries(engine: Engine, sharded: Stepper) -> Entries:
-    """As :func:`own_entries`, of all ranks together. Collective."""
+    """Return the state that all ranks save, by bucket and slot. Collective."""
     known: dict[int, dict[int, dict[str, Any]]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
         for number, slots in told.items():
@@ -119,10 +100,7 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """What this rank is to give of ``wanted``, as ``Engine.state_dict`` has brought it up to date.
-
-    Sends no message. What rests in files is read a bucket at a time.
-    """
+    """Yield this rank's ranges of ``wanted``, one open home at a time. Call ``Engine.state_dict`` before it."""
     for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
         if own := [part for part in parts if part.value in wanted]:
             assert home is not None
@@ -132,11 +110,7 @@ def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iter
 
 
 def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather all of ``wanted``, each value in one range, a bucket at a time. Collective.
-
-    Args:
-        wanted: the same on all ranks.
-    """
+    """Gather ``wanted`` (the same on all ranks), each value in one range, bucket by bucket. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -165,12 +139,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
 ) -> dict[int, Any]:
-    """By slot, state of a bucket with whole tensors. Collective.
-
-    Args:
-        entries: of :func:`all_entries`.
-        keep: makes of each gathered tensor what is kept.
-    """
+    """Gather a bucket's state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -180,14 +149,10 @@ def full_entries(
 
 
 class Hollow:
-    """Makes tensors that have shape and dtype, and no values: reading one raises.
+    """Makes tensors with shape and dtype but no values: reading one raises.
 
-    Args:
-        last: gives those again that it has made, as making one takes a tenth of a millisecond. It is of no use then.
-
-    Attributes:
-        made: each of them with what it stands for.
-        copies: of the masters of all buckets, each in a home; by name.
+    Tensors of ``last`` are reused, because making one takes 0.1 ms; ``last`` is useless afterwards. ``made`` pairs each
+    tensor with the value that it stands for.
     """
 
     def __init__(self, last: Hollow | None = None) -> None:
@@ -199,10 +164,10 @@ class Hollow:
         self.copies: dict[str, Sequence[Home]] = {}
 
     def __reduce__(self) -> Any:
-        return type(self), ()  # a copy of what has saved begins anew
+        return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
-        """A tensor for ``value``, with shape and strides of ``like``: those of a parameter in its flat buffer, say."""
+        """Make a tensor for ``value`` with shape and strides of ``like``."""
         made = self._kept.pop((value, dtype), None)
         if made is None or (made.shape, made.stride()) != (like.shape, like.strides):
             with self._mode:
@@ -212,12 +177,7 @@ class Hollow:
 
 
 class TensorParts(Tensor):
-    """A tensor of which this rank holds some parts.
-
-    Attributes:
-        parts: those that this rank is to save; none on a rank that holds none, or holds what another one saves.
-        order: the dimensions as they are flattened, the slowest first.
-    """
+    """A tensor of which this rank saves ``parts``. ``order`` holds the dimensions, the slowest in memory first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -255,16 +215,13 @@ class TensorParts(Tensor):
 
 
 class Lone(NamedTuple):
-    """A value that this rank saves, and no other one."""
+    """A value that only this rank saves."""
 
     value: Any
 
 
 def parts_for_folder(entry: Any, tensor_of: Callable[[Leaf], TensorParts]) -> Any:
-    """Copy a state with ``tensor_of(leaf)`` for each tensor, and :class:`Lone` for what else there is.
-
-    Lists stay lists where tensors are inside; elsewhere they are one value.
-    """
+    """Copy a state with ``tensor_of(leaf)`` for tensors and :class:`Lone` for other values and lists."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):
