@@ -67,7 +67,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (the default), 0 .. 3, or ``"auto"``: the fastest that fits when a run starts.
-        offload, checkpoint, compile: rows of ``zero/offload``, ``zero/checkpoint`` and ``zero/compile``, or settings.
+        offload: a row of ``zero/offload``.
+        checkpoint, compile: a row of ``zero/checkpoint`` and of ``zero/compile``, or the group's settings.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.

@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric do alike with files and folders of checkpoints."""
+"""Read and write files and folders of checkpoints, for the strategies of the Trainer and of Fabric."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 
 
 class CheckpointFiles:
-    """A strategy, as far as files are concerned."""
+    """The part of a strategy that reads and writes checkpoints."""
 
     config: ZeroConfig
     if TYPE_CHECKING:  # the strategy's
@@ -43,12 +43,11 @@ class CheckpointFiles:
 
     @property
     def _long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0."""
         return LongWork(self.is_global_zero and self.config.summary)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        """The user's CheckpointIO, else ours. An AsyncCheckpointIO without an inner one gets ours."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -63,12 +62,12 @@ class CheckpointFiles:
         """Save ``checkpoint`` as a folder. Collective.
 
         Args:
-            options: of a plugin.
-            settings: of :func:`divide`.
+            options: storage options of a plugin, which are refused.
+            settings: arguments of :func:`divide`.
 
         Raises:
             ConfigError: there are ``options``, or the path is not on a mounted file system.
-            Exception: on all ranks, with folder and cause: it could not be written.
+            Exception: writing failed; on all ranks, with the folder and the cause.
         """
         if options is not None:
             raise ConfigError(
@@ -85,8 +84,8 @@ class CheckpointFiles:
         """Read a file or a folder. Collective.
 
         Args:
-            verified: it is compared with its checksums before.
-            of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
+            verified: compare it with its checksums first.
+            of_trainer: name the module's entry as in checkpoints of the Trainer.
         """
         if verified:
             self._verify(path)
@@ -99,11 +98,11 @@ class CheckpointFiles:
         return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
-        """Compare a checkpoint with its checksums. Those that see the same one look at a part of it each. Collective.
+        """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Collective.
 
         Raises:
-            ConfigError: on all ranks, with the file: it is not as it was written.
-            OSError: the system's.
+            ConfigError: it is damaged; on all ranks, with the file.
+            OSError: reading failed.
         """
         if not is_local(path):
             raise ConfigError(
@@ -112,7 +111,7 @@ class CheckpointFiles:
             )
         name = get_filesystem(path)._strip_protocol(str(path))
         found = self._gather_objects(_identity(name), "checksums")
-        # A node that has a copy of its own reads all of it.
+        # Ranks that see different copies check theirs separately.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
         part = peers.index(self.global_rank)
         report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))
@@ -134,20 +133,17 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare a part of a checkpoint with its checksums, before anything of it is loaded.
-
-    Raises:
-        ConfigError: it is not as it was written; with the file.
-    """
-    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # said by who loads it
+    """Compare part ``part`` of ``parts`` with the checksums, before anything is loaded. Raise ConfigError if it is
+    damaged."""
+    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:
         report = check(name, part, parts, long_work)
     except zipfile.BadZipFile as error:
         with open(name, "rb") as file:
-            if file.read(len(_ZIP)) == _ZIP:  # torch might read it all the same, and take other bytes for tensors
+            if file.read(len(_ZIP)) == _ZIP:  # torch might read wrong bytes as tensors
                 raise ConfigError(refusal(Path(name), f"it cannot be read: {error}")) from error
-        return Report(0, 1, [])  # an older format, or no checkpoint: likewise
+        return Report(0, 1, [])  # an older format, or no checkpoint
     if report.damage:
         raise ConfigError(
             f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
