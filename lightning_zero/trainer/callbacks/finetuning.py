@@ -1,7 +1,6 @@
-"""Lightning's fine-tuning callbacks on sharded parameters.
+"""Run Lightning's fine-tuning callbacks on sharded parameters.
 
-They leave out parameters that the optimizer has already, and find these by comparing *values*, which sharded parameters
-do not show. Those are compared by identity.
+They skip parameters that the optimizer already has, and find these by *value*. Sharded ones are compared by identity.
 """
 
 from __future__ import annotations
