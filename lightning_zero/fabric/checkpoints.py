@@ -1,7 +1,6 @@
 """Implement fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder in DCP's format.
 
-The file equals Fabric's under DDP. All ranks write their ranges if it holds one sharded module; with several, rank 0
-gathers and writes all values. In a folder sharded entries have their own keys; the rest is in ``meta.pt``.
+The file equals Fabric's under DDP. All ranks write it if it holds one sharded module; with several, rank 0 does.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Checkpoints(CheckpointFiles):
-    """The part of Fabric's strategy that saves and loads."""
-
     if TYPE_CHECKING:  # the strategy's
         engine_of_optimizer: Callable[[Optimizer], Engine]
 
@@ -129,14 +126,12 @@ class Checkpoints(CheckpointFiles):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, of any front, stage and number of ranks, into the objects of ``state``. Collective.
+        """Load a file or a folder, of any front, stage and number of ranks, into ``state``. Return other entries.
+        Collective.
 
         Args:
             state: a mapping as it was saved; or a module or an optimizer, for a file that holds only that.
             strict: require all of ``state``'s keys, and exact matches of modules.
-
-        Returns:
-            The checkpoint's remaining entries.
 
         Raises:
             ConfigError: the checkpoint is not whole, or of another model; on all ranks. Nothing is loaded.

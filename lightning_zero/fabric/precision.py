@@ -19,8 +19,7 @@ from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
 
 
 class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`, made from ``Fabric(precision=)``. Takes the arguments
-    of :class:`PrecisionRow`."""
+    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     front: ClassVar = "Fabric"
 

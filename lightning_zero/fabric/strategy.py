@@ -35,8 +35,6 @@ from lightning_zero.trainer.summary import print_units
 
 
 class ForkLauncher(Forking, FabricForkingLauncher):
-    """Fabric's launcher."""
-
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         with self._fit_to_fork():
             return super().launch(function, *args, **kwargs)
@@ -131,14 +129,12 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             yield
 
     def module_to_device(self, module: Module) -> None:
-        """Move a module without parameters, such as a metric. Others move when they are sharded, since they may not fit
-        whole."""
+        """Move a module without parameters, such as a metric. Sharding moves others, which may not fit whole."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def setup_module(self, module: Module) -> ZeroModule:
-        """Shard ``module`` in place. Raise ConfigError on all ranks if it cannot be sharded or already is.
-        Collective."""
+        """Shard ``module`` in place. Raise ConfigError on all ranks if this is impossible. Collective."""
         engine = shard(
             module,
             config=with_precision(self.config, self.precision.row),
@@ -163,8 +159,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks as
-        :meth:`engine_of_optimizer`."""
+        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single
+        module."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
@@ -207,8 +203,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the norm of the optimizer's gradients, and return it. Raise RuntimeError on all ranks if it is not
-        finite and ``error_if_nonfinite`` is set. Collective."""
+        """Clip and return the gradients' norm. Raise RuntimeError on all ranks if it must be finite and is not.
+        Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.place_of, self.precision.main_params(optimizer)))

@@ -1,7 +1,6 @@
-"""Let Lightning accept a LightningModule that ``torch.compile`` made.
+"""Let Lightning accept a LightningModule that ``torch.compile`` made: it does so only for three strategies of its own.
 
-Lightning accepts one only under three strategy classes of its own. Its check also runs before any process starts, so
-ours looks there for a C++ compiler, and for settings that cannot work.
+The check runs before any process starts, so settings that cannot work and a missing C++ compiler are found there too.
 """
 
 from __future__ import annotations

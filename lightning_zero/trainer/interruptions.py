@@ -1,7 +1,4 @@
-"""Answer signals that end a run, and guard checkpoints that callbacks save on exceptions.
-
-Signals and exceptions reach ranks at different moments, but saving needs collectives of all ranks.
-"""
+"""Answer signals that end a run, and guard saves on exceptions: both reach ranks at different moments."""
 
 from __future__ import annotations
 
@@ -123,11 +120,8 @@ class Interruptions:
         advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Save if a periodic save is due. Raise Left on all ranks if any rank got a signal. Collective.
-
-        Args:
-            last: no step follows.
-        """
+        """Save if it is time. Raise Left on all ranks if any rank got a signal. ``last``: no step follows.
+        Collective."""
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
         noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.has_failed_write
@@ -140,8 +134,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, leave, or both, as the signal asks. ``at`` puts the loops into the state that a checkpoint needs.
-        Collective."""
+        """Save, leave, or both, as the signal asks. Saving needs the loops' state that ``at`` sets. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -240,8 +233,7 @@ def repair_counts(trainer: pl.Trainer) -> None:
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let plateau schedulers step at the end of a resumed epoch if their metric is known. Lightning always skips them
-    there."""
+    """Let plateau schedulers with a known metric step at the end of a resumed epoch. Lightning always skips them."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):

@@ -40,19 +40,18 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def is_interactive() -> bool:
-    """Whether this process is a notebook or a Python shell."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def threads_of(processes: int) -> int:
-    """Return how many threads Lightning gives each of ``processes`` processes on a host."""
+    """Return Lightning's number of threads for each of ``processes`` processes on a host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Whether this is a notebook that is the run's only process. Raise ConfigError if a notebook would have to start
-    others by running a script."""
+    """Whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
+    script."""
     if not is_interactive() or environment.creates_processes_externally:
         return False
     if processes > 1:
@@ -101,8 +100,6 @@ class Forking:
 
 
 class ForkLauncher(Forking, ForkingLauncher):
-    """The Trainer's launcher."""
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None

@@ -22,14 +22,10 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences(SequenceSteps):
-    """Steps of a run, on whole sequences or on parts of them.
-
-    ``group``: the ranks that share a sequence with this one, or None.
-    """
+    """Steps of a run, on whole sequences (``group`` is None) or on parts shared by the ranks of ``group``."""
 
     def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
-        """Open this rank's group of ``size`` ranks. Raise ConfigError if the ranks do not divide or the module is
-        compiled. Collective."""
+        """Open this rank's group of ``size`` ranks. Raise ConfigError if that is impossible. Collective."""
         self.group: SequenceGroup | None = None
         self._check: SequenceCheck | None = None
         if engine is None or size == 1:
@@ -80,8 +76,8 @@ class LongSequences(SequenceSteps):
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
         """Let torch draw different numbers on each rank of a group inside, for dropout of its positions or heads.
 
-        Outside, ranks draw the same numbers, to make the same batches. The state inside follows from the state outside,
-        which checkpoints hold. Python's and NumPy's generators stay the same, since models may choose layers by them.
+        The state inside follows from the state outside, which all ranks share, to make the same batches, and
+        checkpoints hold. Python's and NumPy's generators stay the same, since models may choose layers by them.
         """
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)

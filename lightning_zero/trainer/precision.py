@@ -15,8 +15,7 @@ from lightning_zero.trainer.precision_row import PrecisionRow
 
 
 class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroStrategy`, made from ``Trainer(precision=)``. Takes the arguments of
-    :class:`PrecisionRow`."""
+    """Precision of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         if self.scaler is not None:

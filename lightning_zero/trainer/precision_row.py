@@ -32,7 +32,6 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def to_dtype(data: Any, dtype: torch.dtype) -> Any:
-    """Convert a batch's floating-point tensors."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -67,8 +66,8 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert the plugin that Lightning chose or a user gave. Raise ConfigError if its precision is not ``asked``
-        (if given), or if no row can replace the plugin."""
+        """Convert Lightning's or a user's plugin. Raise ConfigError if no row replaces it, or its precision is not
+        ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(

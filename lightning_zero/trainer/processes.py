@@ -72,7 +72,6 @@ class Processes:
         process_group_backend: of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
         timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.
         start_method: ``"popen"`` or ``"fork"``; others raise ConfigError.
-        args, more: of Lightning's strategy.
         """
         if start_method not in _START_METHODS:
             raise ConfigError(
@@ -157,10 +156,9 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Meet the other ranks and make the default process group. Collective.
+        """Make the default process group with the other ranks. Collective.
 
-        The group is not bound to a device: NCCL would at once make a communicator of up to a gigabyte, which nobody
-        uses.
+        It is not bound to a device: NCCL would at once make a communicator of up to a gigabyte, which nobody uses.
         """
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
@@ -195,7 +193,6 @@ class Processes:
         return engine.comm.waits if engine is not None else self._start_waits
 
     def _start_is_over(self) -> None:
-        """Close the start's waits, because there is an engine."""
         if self._start_waits is not None:
             self._start_waits.close()
             self._start_waits = None
@@ -224,7 +221,7 @@ class Processes:
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather an object from each rank. Collective."""
+        """Collective."""
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 

@@ -1,7 +1,4 @@
-"""Register the presets with Lightning as strategy names, without importing Lightning.
-
-Registries of the Trainer and Fabric, of either package, are filled at once if imported, else on import.
-"""
+"""Register the presets as strategy names, when Lightning is imported or at once if it already is."""
 
 from __future__ import annotations
 

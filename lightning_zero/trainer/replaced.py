@@ -36,8 +36,7 @@ _NOTHING = object()
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Ours], Ours]:
-    """Replace ``owner.name``, of a class or module, by the decorated function, which gets the original as first
-    argument."""
+    """Replace ``owner.name``, of a class or module, by the decorated function. Its first argument is the original."""
 
     def decorate(ours: Ours) -> Ours:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
@@ -60,7 +59,7 @@ class Replacements:
         self._before: list[tuple[Any, str, Any, Any]] = []
 
     def replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Replace ``owner.name`` by ``ours``, which gets the original as first argument."""
+        """Replace ``owner.name`` by ``ours``, whose first argument is the original."""
         before = vars(owner).get(name, _NOTHING)
         method = functools.partial(ours, getattr(owner, name))
         setattr(owner, name, method)

@@ -41,8 +41,7 @@ _SEED = 1
 class SequenceCheck:
     """The check of one run. It changes nothing in modules, optimizers, random numbers and logs.
 
-    Attributes:
-        found: results of the step being tried; None while steps are real.
+    ``found``: results of the step being tried; None while steps are real.
     """
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
@@ -51,14 +50,10 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Try ``step(*args)`` both ways if batches of this kind are new. Collective.
+        """Try the step called ``name`` both ways if batches of this kind are new. Raise ConfigError on all ranks if
+        parts give other results than whole sequences. Collective.
 
-        Args:
-            name: of the step.
-            together: all ranks call this now; else only ranks that share a sequence, with batches of one kind.
-
-        Raises:
-            ConfigError: parts give other results than whole sequences; on all ranks.
+        ``together``: all ranks call this now; else only ranks that share a sequence, with batches of one kind.
         """
         kind = f"{name} {kind_of(args[0])}"
         new, alone = kind not in self._known, self._group.size == self._engine.world_size
@@ -84,8 +79,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if results differ. ``table``: results in parts of each rank of the group, without
-        tensors."""
+        """Raise ConfigError if results differ. ``table``: the group's results in parts, without tensors."""
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":

@@ -1,4 +1,4 @@
-"""The settings of a strategy, of the Trainer's or of Fabric's."""
+"""The settings of a strategy."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def settings_of(
     compile: str | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
-    """Merge ``config`` with rows that are not None and with ``settings``. Raise ConfigError for a setting that cannot
-    work; the message names its key."""
+    """Merge ``config``, rows that are not None, and ``settings``. Raise ConfigError for a setting that cannot work."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_compiler(config.compile)

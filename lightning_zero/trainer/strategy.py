@@ -150,7 +150,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             yield
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder that Hugging Face's ``from_pretrained`` loads. Each rank writes its part.
+        """Write the model to a new folder for Hugging Face's ``from_pretrained``; each rank writes its part.
         Collective.
 
         Args:
@@ -159,7 +159,6 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
         Raises:
             ConfigError: the folder is not empty, or some rank does not see it.
-            RuntimeError: the module is not sharded yet.
             Exception: writing failed; on all ranks, with the folder and the cause.
         """
         folder, nbytes = local_path(self.broadcast(str(path))), parse_bytes("export(shard_size=)", shard_size)
@@ -172,18 +171,16 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
         """Change the stage, the row of ``zero/offload``, or both, between two steps or between two fits. Collective.
 
-        Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. Values move from shard
-        to shard, one bucket at a time, and all objects stay. Losses equal those of a run that had the new rows from its
-        start. Before the module is sharded, only settings change.
+        Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. All objects stay, and
+        losses equal those of a run that had the new rows from its start. Before the module is sharded, only settings
+        change.
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a row's name, or all settings of the group; default: no change. A row keeps settings that apply to
-                it.
+            offload: a row's name, which keeps other settings that apply to it, or all settings; default: no change.
 
         Raises:
-            ConfigError: rows do not fit or differ between ranks, or a step is under way; on all ranks. Nothing has
-                changed.
+            ConfigError: rows do not fit or differ, or a step is under way; on all ranks. Nothing has changed.
             Exception: moving values failed; the engine then refuses to go on.
         """
 
@@ -254,8 +251,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Check ``model`` before Lightning starts processes: raise ConfigError if this host cannot hold it whole after
-        the fit."""
+        """Raise ConfigError before processes start if this host cannot hold the whole model after the fit."""
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             shown.check_room_here(
@@ -468,8 +464,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients locally at stages 0 and 1; at stages 2 and 3 gradients are still reduced in every
-        backward."""
+        """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
         with self.engine.no_sync():
             yield
 

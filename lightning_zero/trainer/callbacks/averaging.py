@@ -1,7 +1,7 @@
-"""Run Lightning's WeightAveraging (and EMA) callbacks on shards.
+"""Run Lightning's WeightAveraging (and EMA) callbacks on shards: their copy of the module holds this rank's master
+shards.
 
-The callback would copy the whole module before sharding, and update and swap single parameters. Here its copy holds
-this rank's master shards. Checkpoints hold full tensors, as without sharding.
+Checkpoints hold full tensors, as without sharding.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class ShardedAverage(AveragedModel):
         self.engine.masters_changed()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return full tensors on rank 0 and nothing on others, or each rank's parts if folders are saved.
-        Collective."""
+        """Return full tensors on rank 0, or each rank's parts if folders are saved. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:

@@ -15,13 +15,10 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention inside, by torch's formulas.
+    """Counts matrix products, convolutions and attention inside, by torch's formulas; ``backward`` includes
+    recomputation.
 
     torch's own ``FlopCounterMode`` leaves hooks on modules and tensors.
-
-    Attributes:
-        forward: FLOPs outside of backwards.
-        backward: FLOPs inside backwards, including recomputation.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""Run Lightning's ModelPruning on shards.
+"""Run Lightning's ModelPruning on shards, while parameters hold whole values.
 
-The callback computes masks from values, and turns ``weight`` into the parameter ``weight_orig``, the buffer
-``weight_mask`` and a hook. Here this happens while parameters hold whole values. Parameter objects stay, so the engine
-and the optimizers keep them. Masks, and the products that the hooks leave on modules, are not sharded.
+The callback turns ``weight`` into the parameter ``weight_orig``, the buffer ``weight_mask`` and a hook. The parameter
+object stays, so the engine and the optimizers keep it. Masks and the hook's products are not sharded.
 """
 
 from __future__ import annotations

@@ -50,12 +50,9 @@ class NotMeasured(ConfigError):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations create inside, until each is freed.
+    """Counts bytes of storages that operations create inside: ``now``, and ``most`` since :meth:`restart`.
 
-    Attributes:
-        now: bytes alive.
-        most: the maximum of ``now`` since :meth:`restart`.
-        flops: FLOPs by torch's formulas. (torch's own counter keeps tensors of checkpointed calls alive.)
+    ``flops`` is by torch's formulas; torch's own counter keeps tensors of checkpointed calls alive.
     """
 
     def __init__(self) -> None:
@@ -121,7 +118,6 @@ class _Recorder:
     """Divides a pass into stretches at the calls of units."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
-        """``slots``: the number of gradients of each bucket."""
         self._live, self._slots = live, slots
         self._unit, self._backward = 0, False
         self.stretches: list[Stretch] = []
@@ -162,16 +158,14 @@ def measure(
     *,
     trainer: Any = None,
 ) -> Activations:
-    """Measure one forward and backward of ``module``, which may be on meta and must not be sharded yet.
+    """Measure one forward and backward of ``module``, which may be on meta, must not be sharded yet, and stays
+    unchanged.
 
-    ``module`` is unchanged, and its hooks around batches are not called.
+    Hooks around batches are not called. Raises NotMeasured if ``training_step`` fails on tensors without values.
 
     Args:
         batch: real or fake tensors.
         trainer: ``self.trainer`` inside ``training_step``; default: a stand-in.
-
-    Raises:
-        NotMeasured: ``training_step`` fails on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -399,8 +393,7 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Measure ``batch`` and one of twice its size, from which other sizes follow. Raises NotMeasured as :func:`measure`
-    does."""
+    """Measure ``batch`` and one of twice its size, from which other sizes follow. May raise NotMeasured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)

@@ -58,8 +58,6 @@ class Decision:
     """The chosen row and the reason. Saved in checkpoints.
 
     Attributes:
-        stage, offload: rows.
-        reason: a sentence.
         samples: the largest micro-batch per rank that fits, by the plan; None if not known.
         world_size: the number of ranks it was made for.
         fitting: whether it was made for training.
@@ -85,13 +83,8 @@ class Decision:
 
 @dataclass
 class Auto:
-    """The state of a strategy's decision.
-
-    Attributes:
-        asked: settings that leave rows open; None if there is nothing to decide.
-        decision: the latest decision.
-        saved: the decision in the checkpoint that was loaded last.
-    """
+    """The state of a strategy's decision: ``asked`` leaves rows open, or is None; ``saved`` is the loaded
+    checkpoint's."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
@@ -108,8 +101,7 @@ class _Place(NamedTuple):
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """Set the strategy's rows for a run, if they are open. Raise ConfigError on all ranks if no row fits.
-    Collective."""
+    """Set the strategy's rows if they are open. Raise ConfigError on all ranks if no row fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return

@@ -1,5 +1,4 @@
-"""Copy a module with fake tensors, which have no memory. The copy runs steps without effects, and has a trainer: the
-run's, or a stand-in."""
+"""Copy a module with fake tensors, which have no memory, to run its steps without effects."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ _TRAINER: dict[str, Any] = {
 def fake_copy(
     module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
 ) -> pl.LightningModule:
-    """Copy ``module`` with fake tensors, with dtypes by ``id`` of the parameter or buffer. Tied parameters stay
-    tied."""
+    """Copy ``module`` with fake tensors; ``dtypes`` are by ``id``. Tied parameters stay tied."""
     memo: dict[int, Any] = {id(None): None}
     for owner in ("_trainer", "_fabric"):
         held = module.__dict__.get(owner)
@@ -166,8 +164,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to meta when a module registers it. Unlike under ``torch.device("meta")``, other tensors keep
-    values, which the module's code may read."""
+    """Move each parameter to meta when a module registers it. Other tensors keep values, which code may read."""
 
     def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied one stays the same object

@@ -26,8 +26,7 @@ from lightning_zero.planning.placement import Tier
 def held_bytes(engine: Engine) -> Bytes:
     """Count this rank's bytes by role and tier: each storage once, and files by their reserved size.
 
-    Gathered parameters and an optimizer's single numbers (a step count) do not count. File tensors that are in memory
-    now count as staging, like the ring's buffers.
+    Gathered parameters and step counts do not count. File tensors in memory count as staging, like the ring's buffers.
     """
     held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     seen: set[int] = set()
@@ -72,8 +71,8 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Return the number of state tensors per parameter so far, or this rank's whole state if some optimizer steps whole
-    tensors."""
+    """Count state tensors per parameter so far; if some optimizer steps whole tensors, return this rank's whole
+    state."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(

@@ -43,17 +43,13 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """The message that a rank posts instead of its part."""
-
     text: str
 
 
 class BackgroundSaves:
-    """Runs a strategy's background saves, one at a time.
+    """Runs a strategy's background saves, one at a time. ``spare`` is memory of the last copies, for the next ones.
 
-    Attributes:
-        may_fail: whether training goes on if the save under way fails; the same on all ranks.
-        spare: memory of the last copies, reused by the next save.
+    ``may_fail``: training goes on if the save under way fails; the same on all ranks.
     """
 
     def __reduce__(self) -> Any:
@@ -94,9 +90,9 @@ class BackgroundSaves:
 
         Args:
             key: of the save's mailbox.
-            write: writes this rank's part, and returns a value for rank 0.
+            write: writes this rank's part, and returns a value for ``end``.
             end: called on rank 0 with the values of all ranks, in rank order.
-            close: called last in any case, with the error if the save failed.
+            close: called last, with the error if the save failed.
             count: bytes written by ``write`` so far.
         """
         rank, world_size = (waits.rank, waits.world_size) if waits is not None else (0, 1)

@@ -26,8 +26,6 @@ _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 
 
 class CheckpointFiles:
-    """The part of a strategy that reads and writes checkpoints."""
-
     config: ZeroConfig
     if TYPE_CHECKING:  # the strategy's
         _checkpoint_io: CheckpointIO | None
@@ -59,14 +57,10 @@ class CheckpointFiles:
     def _write_folder(
         self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any
     ) -> None:
-        """Save ``checkpoint`` as a folder. Collective.
-
-        Args:
-            options: storage options of a plugin, which are refused.
-            settings: arguments of :func:`divide`.
+        """Save ``checkpoint`` as a folder; ``settings`` are those of :func:`divide`. Collective.
 
         Raises:
-            ConfigError: there are ``options``, or the path is not on a mounted file system.
+            ConfigError: there are storage ``options``, or the path is not on a mounted file system.
             Exception: writing failed; on all ranks, with the folder and the cause.
         """
         if options is not None:
@@ -81,11 +75,9 @@ class CheckpointFiles:
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
-        """Read a file or a folder. Collective.
+        """Read a file or a folder, after comparing it with its checksums if ``verified``. Collective.
 
-        Args:
-            verified: compare it with its checksums first.
-            of_trainer: name the module's entry as in checkpoints of the Trainer.
+        ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
         """
         if verified:
             self._verify(path)
@@ -100,9 +92,7 @@ class CheckpointFiles:
     def _verify(self, path: Any) -> None:
         """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Collective.
 
-        Raises:
-            ConfigError: it is damaged; on all ranks, with the file.
-            OSError: reading failed.
+        Raises ConfigError on all ranks, with the file, if it is damaged.
         """
         if not is_local(path):
             raise ConfigError(
@@ -133,8 +123,7 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare part ``part`` of ``parts`` with the checksums, before anything is loaded. Raise ConfigError if it is
-    damaged."""
+    """Check one of ``parts`` parts against its checksums before loading. Raise ConfigError if it is damaged."""
     if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:

@@ -95,12 +95,8 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
 
 
 def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
-    """Refuse a checkpoint without frozen parameters for a module on meta: a fresh initialisation would replace trained
-    values. Raise ConfigError, with the file and the names.
-
-    Args:
-        on_meta: names of parameters without values.
-    """
+    """Raise ConfigError if the checkpoint lacks frozen parameters whose names are in ``on_meta``: the module has no
+    values for them, and a fresh initialisation would replace trained ones."""
     lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(
@@ -126,9 +122,7 @@ def warn_of_overruled(
 ) -> None:
     """Warn of settings that an optimizer is about to lose to those of its saved state.
 
-    Args:
-        pairs: optimizers with their saved states.
-        scheduled: optimizers whose learning rate a scheduler changes.
+    ``scheduled``: optimizers whose learning rate a scheduler changes.
     """
     found = [text for optimizer, state in pairs for text in _overruled(optimizer, state, optimizer in scheduled)]
     if found:

@@ -145,10 +145,8 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint.
-
-    Args:
-        weights_only: code in the file is only run if this is ``False``. (Lightning's default differs for http paths.)
+    """Read a checkpoint. Code in it runs only if ``weights_only`` is ``False``; Lightning's default differs for http
+    paths.
 
     Raises:
         ConfigError: the file would run code, or is no whole checkpoint; with the file.
@@ -214,8 +212,7 @@ def _classes(path: Any) -> list[str]:
 
 
 def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
-    """Wait until an asynchronous writer's queue is empty: each queued save holds a whole checkpoint. Raise its error
-    now, rather than with the next save."""
+    """Wait until an asynchronous writer's queue, which holds whole checkpoints, is empty. Raise the writer's error."""
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
@@ -226,10 +223,9 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 
 
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
-    """Call ``act`` after the queued writes; never if one of them failed.
+    """Call ``act`` after the queued writes; never if one of them failed. The executor's single thread keeps the order.
 
-    AsyncCheckpointIO itself would remove files at once: if the process were then killed, neither the old nor the new
-    checkpoint would exist. Its executor has one thread, which keeps the order.
+    AsyncCheckpointIO removes files at once: a process killed then would have neither the old nor the new checkpoint.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None

@@ -1,7 +1,7 @@
-"""Save and load the Trainer's checkpoints: as one file (``range_saves.py``) or as a folder
+"""Save and load the Trainer's checkpoints, as one file (``range_saves.py``) or as a folder
 (``sharded_checkpoints.py``).
 
-Besides Lightning's entries a checkpoint holds the random numbers of all ranks and the model's Hugging Face record.
+They also hold the random numbers of all ranks and the model's Hugging Face record.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class Checkpoints:
         return save.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks if writing fails.
-        Collective."""
+        """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks on failure. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             rows = self._gather_rows(self._strategy._random_numbers.row())
             if rows is not None:
@@ -188,11 +187,8 @@ class Checkpoints:
         return self._background.has_failed
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way before a new one begins: only one runs at a time. Collective.
-
-        Raises:
-            Exception: that save failed and ``next_may_fail`` was not set for it; on all ranks.
-        """
+        """Wait for the save under way before the next begins. If it failed, warn if it might, else raise.
+        Collective."""
         if self._background.is_under_way:
             try:
                 with self.noting_failure():
@@ -298,8 +294,8 @@ class Checkpoints:
         )
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that :meth:`load_model` kept for setup. Raise ConfigError on all ranks, before anything is
-        loaded, if the checkpoint's optimizers do not match this run's. Collective."""
+        """Load the weights that :meth:`load_model` kept. Raise ConfigError first if optimizers do not match.
+        Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:

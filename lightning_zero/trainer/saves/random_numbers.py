@@ -27,12 +27,10 @@ KEY = "lightning_zero_rng"  # in a checkpoint
 
 
 class Saved(NamedTuple):
-    """States of the generators that one rank goes on with.
+    """The generators' states that one rank goes on with: before the next draw, and before the epoch's iterator was
+    made.
 
-    Attributes:
-        now: before the next draw.
-        epoch: before the iterator of the epoch was made.
-        in_epoch: whether the next batch comes from that iterator.
+    ``in_epoch``: the next batch comes from that iterator.
     """
 
     now: Generators
@@ -92,8 +90,7 @@ class RandomNumbers:
         self._epoch = self._now()
 
     def _next_epoch(self) -> int:
-        """Return the epoch of the next batch. Lightning counts an epoch that ended with the saved batch only later
-        (``reset``)."""
+        """Return the epoch of the next batch. Lightning counts an ended epoch only later (``reset``)."""
         loop, batches = self._fit_loop, self._fit_loop.epoch_loop
         epochs: Any = loop.epoch_progress.current
         loop.update_restart_stage()

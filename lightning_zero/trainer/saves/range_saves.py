@@ -58,8 +58,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """The file that ranks write, its identity (see :func:`_identity`), and the holes and dtypes of each value's
-    tensors."""
+    """The file that ranks write, its identity, and the holes and dtypes of each value's tensors."""
 
     part: str
     identity: tuple[int, int]
@@ -74,7 +73,7 @@ class RangeSave:
     """One save of a checkpoint.
 
     Args:
-        io: the CheckpointIO in use; it checks the finished file.
+        io: checks the finished file.
         with_values: whether states hold values, for hooks that read them.
         noting: context that marks exceptions as raised on all ranks.
         hollow: factory of tensors without values.
@@ -120,8 +119,7 @@ class RangeSave:
         return found
 
     def write(self, checkpoint: dict[str, Any]) -> bool:
-        """Write a checkpoint of tensors without values. Return False, and write nothing, if they have values.
-        Collective."""
+        """Write the checkpoint; if its tensors have values, return False instead. Collective."""
         if self._with_values:
             return False
         self._write(checkpoint, self._hollow, keep=True)
@@ -191,8 +189,7 @@ class RangeSave:
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """Write all ranges on rank 0, to which other ranks send theirs. Report an error only at the end, so that no
-        rank waits for rank 0. Collective."""
+        """Write all ranks' ranges on rank 0. Raise its error only at the end, when no rank waits for it. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
 

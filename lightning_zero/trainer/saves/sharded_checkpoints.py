@@ -55,11 +55,8 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a checkpoint into what goes into DCP's files and what goes into ``meta.pt``.
-
-    Args:
-        named: keys whose values are states of optimizers (Fabric).
-    """
+    """Divide a checkpoint into parts for DCP's files and for ``meta.pt``. ``named``: keys of optimizer states
+    (Fabric)."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -99,9 +96,7 @@ def read(
     """Read a folder of ours, or of Lightning's FSDP strategies, as a checkpoint of Lightning.
 
     Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
-
-    Args:
-        of_trainer: name the module's entry as in checkpoints of the Trainer.
+    ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
 
     Raises:
         ConfigError: the folder would run code, or is no whole checkpoint; with the file.
