@@ -225,8 +225,6 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
 
 class _Accumulation:
-    """Implements ``fabric.no_backward_sync``."""
-
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
         if not enabled:

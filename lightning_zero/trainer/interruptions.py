@@ -40,18 +40,16 @@ class Left(SIGTERMException):
 class Interruptions:
     """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
 
-    Lightning saves and broadcasts inside signal handlers, so ranks at different places would mix up their collectives.
-    Here a signal to one rank suffices, and the agreement is one small message between hosts per step::
+    Lightning saves and broadcasts inside handlers, where ranks at different places would mix up their collectives. Here
+    a signal to one rank suffices, and the agreement is one small message per step::
 
         signal             training                                     only evaluating
         requeue_signal     save, requeue, leave (SLURM only)            requeue
-        SIGTERM            save if asked to, leave                      leave at once
+        SIGTERM            save if asked to (on SLURM always), leave    leave at once
 
-    Ranks finish a validation before they leave. On SLURM, SIGTERM always saves. The handler of the requeue signal
-    replaces an existing one: submitit's would requeue without saving.
+    Ranks finish a validation first. A requeue handler that exists is replaced: submitit's would not save.
 
     Args:
-        training: whether the run trains, rather than only evaluates.
         saves_on_sigterm: save on SIGTERM outside of SLURM too.
         save_every_s: seconds between periodic saves; longer if saves would exceed :data:`SAVING_SHARE` of the time.
     """

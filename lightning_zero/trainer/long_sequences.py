@@ -76,8 +76,8 @@ class LongSequences(SequenceSteps):
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
         """Let torch draw different numbers on each rank of a group inside, for dropout of its positions or heads.
 
-        The state inside follows from the state outside, which all ranks share, to make the same batches, and
-        checkpoints hold. Python's and NumPy's generators stay the same, since models may choose layers by them.
+        The seed is drawn from the state outside, which checkpoints hold and ranks share to make the same batches.
+        Python's and NumPy's generators stay the same: models may choose layers by them.
         """
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)

@@ -22,7 +22,6 @@ FLAGS = [row.value for row in Precision]
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Set torch's default dtype inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -146,6 +145,5 @@ class PrecisionRow:
             self.scaler.load_state_dict(state_dict)
 
     def main_params(self, optimizer: Optimizer) -> Any:
-        """Return the optimizer's parameters, each once."""
         seen: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         return seen.values()

@@ -221,7 +221,7 @@ class Processes:
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Collective."""
+        """Gather an object from each rank. Collective."""
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 

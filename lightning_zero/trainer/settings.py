@@ -1,4 +1,4 @@
-"""The settings of a strategy."""
+"""The settings of a strategy, shared by the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lightning_zero.timeline.record import check_timeline
 
 
 def call_to_go_on(path: str) -> str:
-    """Say how a user's own script resumes from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
 
 

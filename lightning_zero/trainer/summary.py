@@ -112,7 +112,6 @@ def planned_peaks(
     states: States,
     activations: Activations | None,
 ) -> dict[Phase, Bytes]:
-    """Return this rank's bytes at the worst moment of each phase."""
     rank = engine.comm.shard_rank
     if activations is None:
         return memory.peak_bytes(buckets, limits, rank, state_tensors=states)

@@ -48,8 +48,7 @@ class ZeroMonitor(Callback):
         zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
         zero/prefetch_hits           share of gathers that were issued before they were needed
 
-    Speeds are averages over the last ten logs; the rest is since the last log. Metrics are rank 0's. Metrics that
-    cannot occur in a run (disk without files, say) are not logged.
+    Speeds are averages over the last ten logs; the rest is since the last log. Metrics are rank 0's.
 
     Model FLOPs are counted by torch's formulas during the first batch, or taken from the module's ``flops_per_batch``
     (forward and backward of one batch, which ranks that share a sequence divide). Compiled modules need the latter.
@@ -185,7 +184,6 @@ class ZeroMonitor(Callback):
                 pl_module.log(name, values[name], on_step=True, on_epoch=False, logger=False, prog_bar=True)
 
     def _now(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return all counts so far."""
         assert self._recorder is not None
         sums, order, now = self._sums, _engine(trainer).order, time.monotonic()
         sums["seconds"] += now - self._since
@@ -242,7 +240,7 @@ def _engine(trainer: pl.Trainer) -> Engine:
 
 
 def _batches_at_once(trainer: pl.Trainer) -> int:
-    """Return how many batches all ranks compute at once: ranks that share a sequence share one."""
+    """Count batches that all ranks compute at once: ranks that share a sequence share one."""
     batches: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
     return batches
 

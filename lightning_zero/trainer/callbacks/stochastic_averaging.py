@@ -1,8 +1,5 @@
-"""Run Lightning's StochasticWeightAveraging on shards.
-
-The callback's copy holds this rank's master shards, as in ``averaging.py``. Its own code does the rest: schedules, the
-epoch that updates batch norms, and checkpoints.
-"""
+"""Run Lightning's StochasticWeightAveraging on shards: its copy holds this rank's master shards, as in
+``averaging.py``."""
 
 from __future__ import annotations
 

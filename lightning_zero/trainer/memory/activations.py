@@ -1,7 +1,7 @@
 """Measure what a micro-batch needs beside parameters, by one forward and backward on fake tensors without memory.
 
-A copy of the module runs its own ``training_step`` with fake parameters in the compute dtypes; every storage counts
-until it is freed. Fake tensors are on a fake CPU: GPU kernels may need scratch memory beyond this.
+A copy of the module runs its own ``training_step``; every storage counts until it is freed. Fake tensors are on a fake
+CPU, so scratch memory of GPU kernels does not count.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a pass into stretches at the calls of units."""
+    """Divides a pass into stretches at the calls of units. ``slots``: the number of gradients of each bucket."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots

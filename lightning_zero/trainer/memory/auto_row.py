@@ -83,8 +83,10 @@ class Decision:
 
 @dataclass
 class Auto:
-    """The state of a strategy's decision: ``asked`` leaves rows open, or is None; ``saved`` is the loaded
-    checkpoint's."""
+    """The state of a strategy's decision. ``asked``: settings that leave rows open; None if there is nothing to decide.
+
+    ``saved``: the decision in the checkpoint that was loaded last.
+    """
 
     asked: ZeroConfig | None
     decision: Decision | None = None

@@ -31,13 +31,12 @@ def planned_states(
     """Return the number of state tensors per parameter, or each parameter's state if some optimizer steps whole
     tensors.
 
+    Raises UnknownStateError if an optimizer cannot be tried.
+
     Args:
         optimizers: unchanged; their parameters may be on meta or fake.
         window_nbytes: bytes of gradients in transit at a time.
         param_of: maps an optimizer's parameter to that of ``units``.
-
-    Raises:
-        UnknownStateError: an optimizer cannot be tried.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):

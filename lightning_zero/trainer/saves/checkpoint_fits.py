@@ -37,7 +37,7 @@ class OnlyWeightsError(ConfigError, KeyError):
 
 
 def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
-    """Return ``loaded`` if it is a checkpoint of Lightning, else raise ConfigError."""
+    """Return ``loaded`` if it is a checkpoint of Lightning; raise ConfigError otherwise."""
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), Mapping) and _VERSION in loaded:
         return loaded
     what = f"a {type(loaded).__name__}"
@@ -53,7 +53,6 @@ def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
 
 
 def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Raise OnlyWeightsError if the checkpoint has no optimizer states."""
     if "optimizer_states" in checkpoint:
         return
     raise OnlyWeightsError(

@@ -71,12 +71,10 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of a strategy.
+    """Saves and loads a strategy's checkpoints. ``range_save`` is set while ``Trainer.save_checkpoint`` writes by
+    ranges.
 
-    Attributes:
-        range_save: the save under way inside ``Trainer.save_checkpoint``, if all ranks write one file.
-        hollow: tensors without values of the latest such save.
-        next_may_fail: whether training goes on if the next background save fails.
+    ``hollow``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -187,7 +185,7 @@ class Checkpoints:
         return self._background.has_failed
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way before the next begins. If it failed, warn if it might, else raise.
+        """Wait for the save under way before the next begins. Raise its error, or warn if training may go on.
         Collective."""
         if self._background.is_under_way:
             try:

@@ -128,10 +128,9 @@ class RangeSave:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, content: Any, hollow: Hollow, *, keep: bool) -> dict[int, Tensor]:
-        """Write rank 0's ``content`` with the values of ``hollow``. Raise on all ranks if it fails. Collective.
+        """Write ``content`` with the values of ``hollow``. Raise on all ranks if it fails. Collective.
 
-        Args:
-            keep: give the file the checkpoint's name; else unlink it, and return its tensors, mapped, on rank 0.
+        Unless ``keep``, unlink the file, and return its tensors, mapped, on rank 0.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
         with self._noting(), contextlib.ExitStack() as stack:
