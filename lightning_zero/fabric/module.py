@@ -33,8 +33,7 @@ class ZeroModule(nn.Module):
 
     @outside_graphs
     def _sync_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, as DDP does, if training batches may have changed them. Evaluation changes
-        none, and ranks may have different numbers of batches."""
+        """Give all ranks rank 0's buffers, as DDP does, unless nothing has changed them. Evaluation changes none."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
             self.engine.sync_buffers()

@@ -25,7 +25,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._overflowed: dict[int, bool] = {}  # by id of an optimizer whose gradients were unscaled since its step
+        self._overflowed: dict[int, bool] = {}  # by id of each optimizer unscaled since its last step
 
     def convert_input(self, data: Any) -> Any:
         """Convert floating-point inputs, also under autocast, as Fabric does."""
@@ -62,7 +62,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         """Step unless gradients overflowed on any rank; then all ranks skip the step."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
-        if "closure" in kwargs:  # torch.amp.GradScaler refuses it too
+        if "closure" in kwargs:  # as torch.amp.GradScaler
             raise RuntimeError(
                 "optimizer.step(closure) does not go with loss scaling (precision='16-mixed'). Call fabric.backward, "
                 "then optimizer.step(), or use precision='bf16-mixed'."

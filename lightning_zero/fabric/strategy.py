@@ -71,7 +71,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
-        self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
+        self._set_up: list[weakref.ref[Engine]] = []  # the same order on all ranks
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

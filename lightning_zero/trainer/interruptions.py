@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine import Engine
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
-MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
+MEET_S = 10.0  # how long a failed rank waits for the others to fail at the same place
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
@@ -189,7 +189,7 @@ class Interruptions:
                 if leaving and not requeues:
                     said += f"\nTo go on: {strategy.run_plan.command_to_go_on(path)}"
                 checkpoints.after_writes(partial(print, said, flush=True))
-                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
+                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # the new file replaces older ones
                     if os.path.realpath(older) != os.path.realpath(path):  # one path may be relative
                         strategy.remove_checkpoint(str(older))
         finally:
@@ -244,8 +244,8 @@ def failed_on_all_ranks(error: Exception) -> bool:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """Refuse to save on an exception unless all ranks fail at the same place within :data:`MEET_S`. Raise RuntimeError
-    if some rank does not: saving would hang or mix up collectives."""
+    """Raise RuntimeError unless all ranks fail at the same place within :data:`MEET_S`: a save by some ranks would
+    hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -88,7 +88,7 @@ class Forking:
                 os.environ[_THREADS] = wanted
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        """Run Lightning's function in the forked process, and clean up after it."""
+        """Run Lightning's function in the forked process, and clean up."""
         if os.environ.get(_THREADS, "").isdigit():  # torch read the variable before it was changed
             torch.set_num_threads(int(os.environ[_THREADS]))
         try:

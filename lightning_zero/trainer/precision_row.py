@@ -1,4 +1,4 @@
-"""Precision, of the Trainer or of Fabric: contexts and inputs. The dtypes of parameters are the engine's business."""
+"""Precision of the Trainer and of Fabric: contexts and inputs. The engine handles the dtypes of parameters."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """The shared part of the precision plugins of the Trainer and of Fabric: a row of ``zero/precision``.
+    """A row of ``zero/precision`` as a plugin; shared by the Trainer's and Fabric's. Raises ConfigError for other
+    precisions.
 
     Args:
-        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``; others raise
-            ConfigError.
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
         scaler: loss scaling of ``16-mixed``; default: as ``torch.amp.GradScaler``.
     """
 

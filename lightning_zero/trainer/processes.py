@@ -50,7 +50,7 @@ class Processes:
         node_rank: Any
         world_size: Any
 
-        # The strategies'.
+        # Defined by the strategies.
         def _settings_of_front(self) -> dict[str, Any]:
             """Settings of the Trainer or Fabric that change which collectives ranks issue."""
 
@@ -251,8 +251,8 @@ def has_failed() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit. Ranks wait for each other first, or gloo aborts at random; after an exception
-    this rank does not wait, since others may never come."""
+    """Destroy the process group at exit. Ranks wait for each other first, or gloo aborts at random, except after an
+    error."""
     if _failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

@@ -158,7 +158,7 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
     told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
     told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
     kept = [(values, dict(values)) for values in told]
-    for optimizer in strategy._lightning_optimizers:  # which count steps of manual optimization
+    for optimizer in strategy._lightning_optimizers:  # these hooks count steps of manual optimization
         optimizer._on_before_step = optimizer._on_after_step = lambda: None
     undo = [_keep(inner) for inner in module.modules()]
     with warnings.catch_warnings():  # the real step will warn again

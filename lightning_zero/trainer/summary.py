@@ -41,7 +41,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 def _where(unit: Unit) -> str:
     """Return ``device``, or the tier of each role, as in ``parameters device, gradients host, optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
-    row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # beside others, some tiny buckets stay on the device
+    row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
         return row.master.name
     return f"parameters {row.compute_param.name}, gradients {row.grad.name}, optimizer {row.master.name}"
@@ -79,7 +79,7 @@ def print_held(engine: Engine, micro_batches: int, activations: Activations | No
     """Print the bytes that this rank was planned to hold and holds, at the end of a run."""
     from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
-    engine.after_step.settle()  # this rank alone, so without an agreement
+    engine.after_step.settle()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)
     plan = planned_now(engine, held)

@@ -25,7 +25,7 @@ from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAverag
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.replaced import in_place_of
 
-EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint
+EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ class ShardedAverage(AveragedModel):
             device = self.engine.comm.device if move.plan.home_tier is Tier.device else torch.device("cpu")
         values = move.of(average.detach()).to(device)
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-            values = values.clone()  # else a part would keep the memory of the whole
+            values = values.clone()  # a view would keep the whole storage alive
         self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Stands for ``_average_model`` until the module is sharded. ``loaded``: a checkpoint's state for the average."""
+    """Stands for ``_average_model`` until the module is sharded. ``loaded`` is the checkpoint to load then."""
 
     def __init__(self) -> None:
         self.loaded: Any = None

@@ -1,7 +1,5 @@
-"""Run Lightning's fine-tuning callbacks on sharded parameters.
-
-They skip parameters that the optimizer already has, and find these by *value*. Sharded ones are compared by identity.
-"""
+"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity, since they show no values to
+compare."""
 
 from __future__ import annotations
 

@@ -161,11 +161,8 @@ def measure(
     """Measure one forward and backward of ``module``, which may be on meta, must not be sharded yet, and stays
     unchanged.
 
-    Hooks around batches are not called. Raises NotMeasured if ``training_step`` fails on tensors without values.
-
-    Args:
-        batch: real or fake tensors.
-        trainer: ``self.trainer`` inside ``training_step``; default: a stand-in.
+    Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
+    Raises NotMeasured if ``training_step`` fails on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -173,7 +173,7 @@ def _decide(
     model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.run_plan.activations = partial(_itself, found)  # not a lambda: strategies are pickled
+        strategy.run_plan.activations = partial(_itself, found)  # a lambda could not be pickled
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:

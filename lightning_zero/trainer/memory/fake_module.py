@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """A trainer for the copy: the one of the run, if there is one, with optimizers that step nothing."""
+    """The copy's trainer: the run's, if there is one, but with optimizers that step nothing."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer, optimizers=optimizers)
@@ -128,8 +128,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Return the state that optimizers of a copy of ``module`` will have, as :func:`planned_states` does. If unknown,
-    return Adam's number of tensors, and why."""
+    """Return the planned state of ``module``'s optimizers; if unknown, Adam's number of tensors, and why."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False):
@@ -167,7 +166,7 @@ def parameters_on_meta() -> Iterator[None]:
     """Move each parameter to meta when a module registers it. Other tensors keep values, which code may read."""
 
     def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        if param is None or param.is_meta:  # a tied one stays the same object
+        if param is None or param.is_meta:  # a tied parameter stays one object
             return None
         return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 

@@ -35,7 +35,7 @@ def held_bytes(engine: Engine) -> Bytes:
         storage = None if tensor is None else tensor.untyped_storage()
         if storage is None or not storage.nbytes() or storage._cdata in seen:
             return
-        seen.add(storage._cdata)  # the object, not the address: on the meta device all have the same address
+        seen.add(storage._cdata)  # by object, because meta tensors share one address
         held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
 
     for bucket in engine.buckets:
@@ -100,8 +100,8 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned for this moment, between two steps. Gradients that the user cleared are held, and
-    planned, until the next backward drops them."""
+    """Return the bytes planned for now, between two steps. Cleared gradients count until the next backward drops
+    them."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

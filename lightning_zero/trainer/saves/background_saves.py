@@ -47,9 +47,9 @@ class _Failure(NamedTuple):
 
 
 class BackgroundSaves:
-    """Runs a strategy's background saves, one at a time. ``spare`` is memory of the last copies, for the next ones.
+    """Runs a strategy's background saves, one at a time.
 
-    ``may_fail``: training goes on if the save under way fails; the same on all ranks.
+    ``may_fail``: training goes on if the save fails; the same on all ranks. ``spare``: memory for the next copies.
     """
 
     def __reduce__(self) -> Any:

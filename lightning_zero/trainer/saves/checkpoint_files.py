@@ -22,7 +22,7 @@ from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
 
 T = TypeVar("T")
-_ZIP = b"PK\x03\x04"  # how a file of torch.save begins
+_ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
 
 class CheckpointFiles:
@@ -77,7 +77,7 @@ class CheckpointFiles:
     ) -> dict[str, Any]:
         """Read a file or a folder, after comparing it with its checksums if ``verified``. Collective.
 
-        ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
+        ``of_trainer``: give the module's entry the name it has in checkpoints of the Trainer.
         """
         if verified:
             self._verify(path)

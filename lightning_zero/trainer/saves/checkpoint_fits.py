@@ -19,7 +19,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
-_VERSION = "pytorch-lightning_version"  # Lightning needs it to bring older checkpoints up to date
+_VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it
 _HOOK = "on_fit_start"  # runs between configure_optimizers and the load of states
 _SHOWN = 5  # names listed in a message
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # change how a step is computed, not its result

@@ -36,7 +36,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not is_local(path) or not saves_as_torch():
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        name = get_filesystem(path)._strip_protocol(str(path))  # also handles file:///folder/last.ckpt
         with naming(Path(name)):
             refuse_other_folder(Path(name))
         with written_aside(name) as part:

@@ -304,8 +304,10 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the checkpoint's tensors if the module is on meta on some rank, else None. Raise ConfigError if frozen
-        parameters have no values from anywhere. Collective."""
+        """Return the checkpoint's tensors if some rank's module is on meta, else None. Collective.
+
+        Raises ConfigError if frozen parameters on meta have no values from anywhere.
+        """
         if self._to_load is None:
             return None
         on_meta = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}

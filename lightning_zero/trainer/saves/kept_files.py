@@ -100,8 +100,8 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Find each ModelCheckpoint's ``last.ckpt``. Its state is saved before the link is made, so a restarted
-        callback may not know the link, and would make a ``last-v1.ckpt``."""
+        """Find each ``last.ckpt`` of this job. A restarted callback may not know its link, and would make
+        ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.rng import Generators, of_rank
 from lightning_zero.lightning_api import pl
 from lightning_zero.trainer.replaced import Replacements
 
-KEY = "lightning_zero_rng"  # in a checkpoint
+KEY = "lightning_zero_rng"  # key in a checkpoint
 
 
 class Saved(NamedTuple):
