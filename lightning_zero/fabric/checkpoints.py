@@ -187,7 +187,6 @@ def _converted(
     of_module: Callable[[ZeroModule], dict[str, Any]],
     of_optimizer: Callable[[Optimizer], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Replace each object by what is saved of it."""
     content: dict[str, Any] = {}
     for key, entry in state.items():
         value: Any = entry

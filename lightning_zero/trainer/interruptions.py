@@ -149,11 +149,10 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Give the loops, inside, the state in which Lightning itself saves.
+        """Give the loops, inside, the state in which Lightning itself saves; an exception leaves them in it.
 
         Lightning saves before it counts the step for loggers, and counts that step on load. A batch counted as fetched
-        but not begun means that earlier validations are done. An exception keeps this state for callbacks that save on
-        exceptions.
+        but not begun means that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()

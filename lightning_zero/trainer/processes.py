@@ -251,8 +251,8 @@ def has_failed() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit. Ranks wait for each other first, or gloo aborts at random, except after an
-    error."""
+    """Destroy the process group at exit, after all ranks have come, or gloo aborts at random. After an error do
+    nothing."""
     if _failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

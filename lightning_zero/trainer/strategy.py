@@ -63,7 +63,7 @@ _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_
 
 
 class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
-    """Trains a LightningModule with ZeRO stages 0-3. Other arguments are those of every Lightning strategy.
+    """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError, which names the setting that cannot work.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (the default), 0 .. 3, or ``"auto"``: the fastest that fits when a run starts.
@@ -80,8 +80,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         save_every_s: also save such a checkpoint every so many seconds.
         run_plan: what the program around the run tells the strategy; see :class:`RunPlan`.
 
-    Raises:
-        ConfigError: a setting cannot work; the message names the key to change.
+    Other arguments are those of every Lightning strategy.
     """
 
     _launchers: ClassVar = TRAINERS

@@ -31,7 +31,7 @@ _DTYPES = {Precision.fp32: "fp32", Precision.fp64: "fp64", Precision.fp16: "fp16
 
 
 class ZeroMonitor(Callback):
-    """Logs the metrics below to every logger of the Trainer. Sends no message and waits for no device.
+    """Logs these metrics to all loggers, without messages or waits. Raises ConfigError under other strategies.
 
     ::
 
@@ -58,9 +58,6 @@ class ZeroMonitor(Callback):
         prog_bar: show speed, and MFU where known, in the progress bar.
         peak_flops: FLOP/s of one device; default: the GPU's known peak.
         count_flops: count FLOPs during the first batch.
-
-    Raises:
-        ConfigError: the Trainer has another strategy; when a run starts.
     """
 
     def __init__(

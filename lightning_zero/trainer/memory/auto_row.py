@@ -83,10 +83,8 @@ class Decision:
 
 @dataclass
 class Auto:
-    """The state of a strategy's decision. ``asked``: settings that leave rows open; None if there is nothing to decide.
-
-    ``saved``: the decision in the checkpoint that was loaded last.
-    """
+    """A strategy's decision. ``asked``: settings that leave rows open, or None. ``saved``: the loaded checkpoint's
+    decision."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None

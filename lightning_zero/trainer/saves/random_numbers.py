@@ -110,7 +110,6 @@ class RandomNumbers:
             self._made_in_place = self._fit_loop.is_resuming
 
     def on_train_start(self) -> None:
-        """Set the generators in the last hook before training goes on."""
         if self._saved is not None:
             self._saved.now.restore(self._device)
 
