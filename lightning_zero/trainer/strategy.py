@@ -63,7 +63,7 @@ _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_
 
 
 class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
-    """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError, which names the setting that cannot work.
+    """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (the default), 0 .. 3, or ``"auto"``: the fastest that fits when a run starts.
