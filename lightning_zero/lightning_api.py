@@ -1,9 +1,7 @@
-"""Takes from Lightning what the strategies use.
+"""Import from Lightning everything that the strategies use.
 
-Lightning is published twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``: the same sources,
-but no class of one is a class of the other. A
-process works with one of them: with the one it has imported before this module; where that is both or neither, with
-``lightning`` if it is installed. (The main job, its models and its data import ``lightning``.)
+Lightning has two packages, ``lightning`` and ``pytorch_lightning`` with ``lightning_fabric``, whose classes differ. A
+process uses the one that was imported before this module. If both or neither was, it uses ``lightning`` if installed.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ else:
 
 
 def check_package(name: str) -> None:
-    """Refuse a Trainer or a Fabric of the package that this process does not work with.
-
-    Args:
-        name: of the package whose Trainer or Fabric asks for a strategy.
-
-    Raises:
-        ConfigError: it is the other one.
-    """
+    """Raise ConfigError if a Trainer or Fabric of package ``name`` is not of the package that this process uses."""
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
             f"strategy: expected a Trainer or a Fabric of {pl.__name__} and {fabric.__name__}, with which "
@@ -77,7 +68,7 @@ rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
 reset_seed = fabric.utilities.seed.reset_seed
 
-# What has no public name. Read against Lightning 2.6.6; no other file takes any.
+# Private names, checked against Lightning 2.6.6. No other file uses private names.
 ScriptLauncher = pl.strategies.launchers._SubprocessScriptLauncher
 ForkingLauncher = pl.strategies.launchers._MultiProcessingLauncher
 ForkedResult = pl.strategies.launchers.multiprocessing._WorkerOutput

@@ -1,8 +1,6 @@
-"""fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder.
+"""Implement fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder in DCP's format.
 
-The file is the one that Fabric writes under DDP: full tensors under the names of the module, and optimizers' states as
-without sharding. All ranks write it, each its ranges, if one sharded module is in it; of several, rank 0 gathers the
-values. The folder is in DCP's format: what has shards under its own key, the rest in ``meta.pt``.
+The file equals Fabric's under DDP. All ranks write it if it holds one sharded module; with several, rank 0 does.
 """
 
 from __future__ import annotations
@@ -36,28 +34,26 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Checkpoints(CheckpointFiles):
-    """What a strategy of Fabric's does with checkpoints."""
-
     if TYPE_CHECKING:  # the strategy's
         engine_of_optimizer: Callable[[Optimizer], Engine]
 
     # -- states ---------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """Full tensors on all ranks. On all ranks."""
+        """Return full tensors on all ranks. Collective."""
         if not isinstance(module, ZeroModule):
             return module.state_dict()
         return module.engine.state_dict(only_rank_0=False, trainable_only=self.config.checkpoint.exclude_frozen)
 
     def load_module_state_dict(self, module: Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """On all ranks, each with the same full tensors."""
+        """Load full tensors, the same on all ranks. Collective."""
         if not isinstance(module, ZeroModule):
             module.load_state_dict(state_dict, strict=strict)
             return
         module.engine.load_state_dict(self._with_frozen(module, state_dict), strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As without sharding, on all ranks. On all ranks."""
+        """Return the optimizer's unsharded state on all ranks. Collective."""
         return self.engine_of_optimizer(optimizer).optimizer_state(optimizer, only_rank_0=False)
 
     def _with_frozen(self, module: ZeroModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,14 +68,11 @@ class Checkpoints(CheckpointFiles):
         storage_options: Any | None = None,
         filter: Filter | None = None,
     ) -> None:
-        """Save modules, optimizers and anything else that ``state`` holds. On all ranks.
+        """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: by key of ``state``: whether an entry is saved, by its name and value. In a folder values have
-                shapes and dtypes only.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
+            filter: by key of ``state``, a function of name and value that says whether an entry is saved. In a folder
+                values have only shapes and dtypes.
         """
         path = self.broadcast(path)
         filter = filter or {}
@@ -101,7 +94,7 @@ class Checkpoints(CheckpointFiles):
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
-        """How all ranks write the file; ``None``: rank 0 does, which is given all values."""
+        """Return the save by which all ranks write the file, or None if rank 0 writes all values."""
         owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
         owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
         io = self.checkpoint_io
@@ -133,18 +126,16 @@ class Checkpoints(CheckpointFiles):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what ``state`` names in place, a file or a folder of any front, stage and number of ranks. On all ranks.
+        """Load a file or a folder, of any front, stage and number of ranks, into ``state``. Return other entries.
+        Collective.
 
         Args:
-            state: a mapping as it was saved; a module or an optimizer, for a file that holds only that; None.
-            strict: all that is named is there, and modules take all that they are given and lack nothing.
-
-        Returns:
-            What was not asked for.
+            state: a mapping as it was saved; or a module or an optimizer, for a file that holds only that.
+            strict: require all of ``state``'s keys, and exact matches of modules.
 
         Raises:
-            ConfigError: on all ranks, before anything is loaded: it is no whole checkpoint, or of another model.
-            KeyError: something that is named is not there.
+            ConfigError: the checkpoint is not whole, or of another model; on all ranks. Nothing is loaded.
+            KeyError: a key of ``state`` is missing.
         """
         path = self.broadcast(path)
         checkpoint = self._read_checkpoint(
@@ -196,7 +187,6 @@ def _converted(
     of_module: Callable[[ZeroModule], dict[str, Any]],
     of_optimizer: Callable[[Optimizer], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What is saved of each object."""
     content: dict[str, Any] = {}
     for key, entry in state.items():
         value: Any = entry

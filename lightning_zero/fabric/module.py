@@ -1,4 +1,4 @@
-"""What stands for a module that ``fabric.setup`` has sharded."""
+"""The module that ``fabric.setup`` returns, inside Fabric's wrapper."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from lightning_zero.engine.torch_modes import outside_graphs
 
 
 class ZeroModule(nn.Module):
-    """Calls the module, which is sharded in place. Fabric sends what a user has marked as a forward method through it.
-
-    Attributes:
-        module: the user's.
-    """
+    """Calls the user's ``module``, which is sharded in place. Fabric also routes marked forward methods through it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -25,10 +21,7 @@ class ZeroModule(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """
-        Raises:
-            RuntimeError: the module was released.
-        """
+        """Return the module's engine. Raise RuntimeError if the module was released."""
         engine = engine_of(self.module)
         if engine is None:
             raise RuntimeError("this module is not sharded any more (engine.release()). Call fabric.setup again.")
@@ -40,8 +33,7 @@ class ZeroModule(nn.Module):
 
     @outside_graphs
     def _sync_buffers(self) -> None:
-        """As DDP does: ranks compute with rank 0's, which batches of training have changed. In evaluation nothing does,
-        and ranks may have more batches or fewer."""
+        """Give all ranks rank 0's buffers, as DDP does, unless nothing has changed them. Evaluation changes none."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
             self.engine.sync_buffers()

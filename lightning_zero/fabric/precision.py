@@ -1,4 +1,4 @@
-"""Precision of Fabric's steps: inputs and outputs, backward, loss scaling."""
+"""Precision of Fabric's steps: inputs, outputs, backward and loss scaling."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
 
 
 class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`. The strategy makes it from ``Fabric(precision=)``.
-
-    Its arguments are those of :class:`PrecisionRow`.
-    """
+    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     front: ClassVar = "Fabric"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._overflowed: dict[int, bool] = {}  # by id of an optimizer whose gradients were unscaled since its step
+        self._overflowed: dict[int, bool] = {}  # by id of each optimizer unscaled since its last step
 
     def convert_input(self, data: Any) -> Any:
-        """Also for autocast, as Fabric does it."""
+        """Convert floating-point inputs, also under autocast, as Fabric does."""
         dtype = AUTOCAST_DTYPES.get(self.row, self._default_dtype)
         return data if dtype is None else to_dtype(data, dtype)
 
@@ -41,7 +38,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Reduction ends inside: gradients are finished when ``fabric.backward`` returns."""
+        """Run the backward; all gradients are reduced when it returns."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
@@ -53,7 +50,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Before clipping, say. Gradients rest without the scale: it is found out here whether they are finite."""
+        """Check once per step whether the gradients are finite. They rest without the loss scale. Collective."""
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
@@ -62,10 +59,10 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As Fabric's mixed precision: a step whose gradients overflowed on any rank is skipped by all."""
+        """Step unless gradients overflowed on any rank; then all ranks skip the step."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
-        if "closure" in kwargs:  # torch.amp.GradScaler refuses it too
+        if "closure" in kwargs:  # as torch.amp.GradScaler
             raise RuntimeError(
                 "optimizer.step(closure) does not go with loss scaling (precision='16-mixed'). Call fabric.backward, "
                 "then optimizer.step(), or use precision='bf16-mixed'."

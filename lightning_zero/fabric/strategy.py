@@ -1,4 +1,4 @@
-"""ZeroFabricStrategy: what Fabric asks of a strategy, in terms of the engine. No sharding logic here."""
+"""ZeroFabricStrategy: maps what Fabric asks of a strategy to calls of the engine. It holds no sharding logic."""
 
 from __future__ import annotations
 
@@ -35,21 +35,15 @@ from lightning_zero.trainer.summary import print_units
 
 
 class ForkLauncher(Forking, FabricForkingLauncher):
-    """Of Fabric."""
-
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         with self._fit_to_fork():
             return super().launch(function, *args, **kwargs)
 
 
 class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrategy):
-    """ZeRO stages 0-3 as a strategy of Fabric.
+    """ZeRO stages 0-3 as a strategy of Fabric, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
 
-    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`. Fabric's own ``precision``, a plugin, has the name
-    of a group of settings, which may be given there too.
-
-    Raises:
-        ConfigError: a setting that cannot work; the message names the key to change.
+    ``precision`` is Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
     """
 
     _launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
@@ -77,7 +71,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
-        self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
+        self._set_up: list[weakref.ref[Engine]] = []  # the same order on all ranks
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -96,7 +90,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         super().setup_environment()
         self._join_ranks()
         if self._start_waits is not None:
-            # Kept: before there are engines, between them, and when they are gone, barriers wait with these.
+            # Not closed by the first engine: barriers need these waits whenever there is no engine.
             self._start_waits.place = "the user's code, outside of the calls of sharded modules"
             weakref.finalize(self, self._start_waits.close)
 
@@ -105,7 +99,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """So that a rank that saves alone, and those that wait for it in a step, hear of each other."""
+        """Return the first engine: its waits tell ranks in a step of a rank that saves alone, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -119,7 +113,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @precision.setter
     def precision(self, plugin: fabric.plugins.precision.Precision | None) -> None:
-        """Fabric hands over the plugin it chose from ``Fabric(precision=)``; ours takes its place."""
+        """Replace the plugin that Fabric chose from ``Fabric(precision=)`` with a FabricPrecision."""
         if plugin is None:
             self._precision = None
             return
@@ -129,23 +123,18 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
+        """Build modules on the host (on meta with ``empty_init``): the whole model may not fit on the device."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: Module) -> None:
-        """Metrics and losses, say. What has parameters is moved when it is sharded, or by ``module.to(fabric.device)``:
-        the whole need not fit on the device."""
+        """Move a module without parameters, such as a metric. Sharding moves others, which may not fit whole."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def setup_module(self, module: Module) -> ZeroModule:
-        """Shard ``module`` in place.
-
-        Raises:
-            ConfigError: it cannot be sharded, or was before; on all ranks.
-        """
+        """Shard ``module`` in place. Raise ConfigError on all ranks if this is impossible. Collective."""
         engine = shard(
             module,
             config=with_precision(self.config, self.precision.row),
@@ -154,7 +143,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         )
         self._set_up.append(weakref.ref(engine))
         with engine.placeholders_allowed():
-            module.to(self.root_device)  # what is neither parameter nor buffer: states of metrics
+            module.to(self.root_device)  # moves the rest: states of metrics
         if self.config.summary and self.is_global_zero:
             print_units(engine)
         return ZeroModule(module)
@@ -165,24 +154,18 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         found = self.setup_module(module)
         try:
             return found, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
-        except ConfigError:  # on all ranks: the module is as it was
+        except ConfigError:  # raised on all ranks
             found.engine.release()
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step the shards of the module whose parameters it has.
-
-        Raises:
-            ConfigError: it has parameters of no module that was set up, or of several; on all ranks.
-        """
+        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single
+        module."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
-        """
-        Raises:
-            ConfigError: there is none, or there are several.
-        """
+        """Return the engine of the optimizer's parameters. Raise ConfigError if they belong to none or to several."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         found = {engine for param in params for engine in engines() if engine.owns(param)}
         if len(found) != 1:
@@ -196,8 +179,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Those that are told of a backward: of the module that the user has named, else of all whose forward has come.
-        If none has, they notice by themselves."""
+        """Return the engines to prepare for a backward: that of the module the user named, else those in a pass. Other
+        engines notice a backward themselves."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -205,7 +188,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @property
     def _engines(self) -> list[Engine]:
-        """Of the modules that were set up and are sharded still, in the order in which they were set up."""
+        """Engines of modules that are still sharded, in the order of setup, which is the same on all ranks."""
         live = set(engines())
         return [engine for reference in self._set_up if (engine := reference()) is not None and engine in live]
 
@@ -220,10 +203,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
-        """
+        """Clip and return the gradients' norm. Raise RuntimeError on all ranks if it must be finite and is not.
+        Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.place_of, self.precision.main_params(optimizer)))
@@ -237,17 +218,15 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         engine.sharded_grads.clip_by_value(map(engine.place_of, self.precision.main_params(optimizer)), clip_val)
 
     def teardown(self) -> None:
-        """Shards stay where they are."""
+        """End the run; shards stay."""
         for engine in self._engines:
             engine.rest()
         super().teardown()
 
 
 class _Accumulation:
-    """What Fabric asks for ``fabric.no_backward_sync``."""
-
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
+        """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
         if not enabled:
             return contextlib.nullcontext()
         engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)
@@ -260,10 +239,7 @@ class _Accumulation:
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
-    """
-    Raises:
-        ConfigError: a setting that only the Trainer's strategy could follow.
-    """
+    """Raise ConfigError for a setting that only the Trainer's strategy can follow."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the step "

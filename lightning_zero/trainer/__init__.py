@@ -1,19 +1,17 @@
-"""The strategy, as Lightning sees it.
+"""The Trainer's strategy.
 
 ::
 
-    strategy        every method of a Lightning strategy, in the order in which they are called
-    saves/          checkpoints: what they hold, who writes them, behind training too, and what a run goes on from
-    memory/         what a run will need of memory, what it takes, and the row that is chosen by it
-    callbacks/      ZeroMonitor, and Lightning's callbacks that need to know of shards
-
-    processes       how they meet, wait and end; launchers: how they are started, in a notebook too
-    precision       its precision plugin; precision_row, settings: what Fabric's strategy has in common with this one
-    registration    names for Trainer(strategy=) and Fabric(strategy=), without importing it
+    strategy        the methods of a Lightning strategy, in the order of a run
+    saves/          checkpoints          memory/    what a run needs of memory; stage=auto
+    callbacks/      ZeroMonitor, and Lightning's callbacks on shards
+    processes       start, connect and end processes; launchers: start them by script or fork
+    precision       precision plugin; precision_row and settings are shared with Fabric
+    registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     replaced        methods of Lightning that are replaced where it has no hook
-    last_batches    batches of an epoch that will not divide under zero.vertical_chunks
-    long_sequences  steps on parts of sequences; sequence_check: the first ones are tried whole and in parts before
-    compiled        LightningModules that torch.compile has made
-    summary         what is shown at the start and at the end
+    last_batches    refuses batches that zero.vertical_chunks does not divide
+    long_sequences  steps on parts of sequences; sequence_check: tries the first ones whole and in parts
+    compiled        LightningModules that torch.compile made
+    summary         tables at the start and the end
 """

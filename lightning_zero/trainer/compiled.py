@@ -1,8 +1,6 @@
-"""Lightning's check of strategies for models that ``torch.compile`` has made: ours compile too.
+"""Let Lightning accept a LightningModule that ``torch.compile`` made: it does so only for three strategies of its own.
 
-Lightning takes a compiled LightningModule only where the strategy is of one of three classes that it names, and asks
-nobody else. So the function that compares them is another one for our strategies, and the same for all others. It is
-called before any process starts, which makes it the place to miss a C++ compiler too, and what else a strategy misses.
+The check runs before any process starts, so settings that cannot work and a missing C++ compiler are found there too.
 """
 
 from __future__ import annotations

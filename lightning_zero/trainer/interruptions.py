@@ -1,7 +1,4 @@
-"""Handles interruptions of training: signals that end a run, and checkpoints that are asked for on exceptions.
-
-Both come at moments that differ between ranks, while saving takes collectives of all ranks.
-"""
+"""Answer signals that end a run, and guard saves on exceptions: both reach ranks at different moments."""
 
 from __future__ import annotations
 
@@ -29,40 +26,32 @@ from lightning_zero.trainer.replaced import Replacements
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
 
-ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # on an exception: a save has raised it
-MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
-SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
+ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
+MEET_S = 10.0  # how long a failed rank waits for the others to fail at the same place
+SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """All ranks leave together, between two steps. What was to be saved is saved."""
+    """All ranks leave the run together between two steps. Saves are done."""
 
 
 class Interruptions:
-    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree.
+    """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
 
-    Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
-    then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
-    Here a signal to one rank is enough, and the agreement is one small message between hosts for each step.
+    Lightning saves and broadcasts inside handlers, where ranks at different places would mix up their collectives. Here
+    a signal to one rank suffices, and the agreement is one small message per step::
 
-    ::
-
-        signal             training                                     nothing is trained
+        signal             training                                     only evaluating
         requeue_signal     save, requeue, leave (SLURM only)            requeue
-        SIGTERM            save if asked to, leave                      leave at once
+        SIGTERM            save if asked to (on SLURM always), leave    leave at once
 
-    A validation is finished first.
-
-    SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
-    signal takes the place of one that is there already (submitit's, which would requeue without saving).
+    Ranks finish a validation first. A requeue handler that exists is replaced: submitit's would not save.
 
     Args:
-        training: else only evaluating.
-        saves_on_sigterm: also where SLURM is not.
-        save_every_s: save after so many seconds, for runs that are started again; seldomer if saving takes more than
-            :data:`SAVING_SHARE` of the time.
+        saves_on_sigterm: save on SIGTERM outside of SLURM too.
+        save_every_s: seconds between periodic saves; longer if saves would exceed :data:`SAVING_SHARE` of the time.
     """
 
     def __init__(
@@ -89,7 +78,7 @@ class Interruptions:
             self._signum = environment.requeue_signal
         self._before: Any = None
         self._main_thread = threading.current_thread() is threading.main_thread()
-        # Before Lightning, which leaves a signal alone that has a handler.
+        # Installed before Lightning's: Lightning skips a signal that already has a handler.
         if self._main_thread and self._signum is not None:
             self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
         self._loop = trainer.fit_loop.epoch_loop
@@ -103,12 +92,12 @@ class Interruptions:
         if self.training:
             self._noted = max(self._noted, _REQUEUE)
         elif self._requeue() and VERDICT_VARIABLE in os.environ:
-            raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
+            raise SystemExit(1)  # the job's script requeues after this exit; srun ends the other ranks
 
     def _on_term(self, signum: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and self._noted < _TERM:
-            launcher.kill(signum)  # type: ignore[attr-defined]  # to the processes that this one has started
+            launcher.kill(signum)  # type: ignore[attr-defined]  # to the processes that this one started
         self._noted = max(self._noted, _TERM)
         if not self.training:
             self._connector.received_sigterm = True
@@ -116,27 +105,21 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """The exit code of the process. Outside of SLURM it tells a launcher that the run has not come to its end."""
-        # Where one rank fails, srun kills those that take longer to end.
+        """The process's exit code. Outside of SLURM it tells a launcher that the run is not finished."""
+        # srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
     def _advance_from_boundary(self, advance: Any, data_fetcher: Any) -> None:
-        """Answer signals before a batch is fetched: afterwards a loader that saves its place would count that batch."""
+        """Answer signals before a batch is fetched: a stateful loader would count a fetched batch as used."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
-        if first_of_window and not loop.restarting:  # inside a window, what it has accumulated would be lost
+        if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
             self.at_boundary()
         advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Save if it is time to, and leave if any rank got a signal. On all ranks, between two steps.
-
-        Args:
-            last: no step follows.
-
-        Raises:
-            Left: on all ranks.
-        """
+        """Save if it is time. Raise Left on all ranks if any rank got a signal. ``last``: no step follows.
+        Collective."""
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
         noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.has_failed_write
@@ -149,14 +132,8 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Do what the signal asks for: save, leave, or both.
-
-        Args:
-            at: inside of it loops are in the state that a checkpoint is to find, ours or that of a callback that saves
-                on exceptions.
-            saves: whether there is anything to save.
-        """
-        self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
+        """Save, leave, or both, as the signal asks. Saving needs the loops' state that ``at`` sets. Collective."""
+        self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
                 what = "saved" if asked == _SAVE else "interrupted: saved"
@@ -172,16 +149,14 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Put the loops, inside, into the state in which Lightning itself saves.
+        """Give the loops, inside, the state in which Lightning itself saves; an exception leaves them in it.
 
-        Lightning saves before it counts the step for loggers, and counts that step when it loads. A batch that is
-        counted as fetched and not as begun tells it that the validations after the batch before are done.
-
-        An exception leaves the loops so: callbacks that save on exceptions find the state that was saved here.
+        Lightning saves before it counts the step for loggers, and counts that step on load. A batch counted as fetched
+        but not begun means that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
-        ahead = not loop._should_accumulate()  # what it asks when it loads
+        ahead = not loop._should_accumulate()  # Lightning checks the same on load
         loop._batches_that_stepped -= ahead
         yield
         loop._batches_that_stepped += ahead
@@ -194,7 +169,7 @@ class Interruptions:
             logger.save()
         strategy = cast(Any, trainer.strategy)
         checkpoints = strategy._checkpoints
-        checkpoints.wait_for_writes()  # the next number follows from the files that are there
+        checkpoints.wait_for_writes()  # hpc_save_path numbers the file after those on disk
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         failed, checkpoints.next_may_fail = False, not leaving
@@ -207,27 +182,26 @@ class Interruptions:
             rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         else:
             if leaving:
-                checkpoints.finish_writes()  # a requeue ends these processes
+                checkpoints.finish_writes()  # a requeue ends this process
             if trainer.is_global_zero:
                 said = f"{what} step {trainer.global_step} in {path}"
                 if leaving and not requeues:
                     said += f"\nTo go on: {strategy.run_plan.command_to_go_on(path)}"
                 checkpoints.after_writes(partial(print, said, flush=True))
-                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
-                    if os.path.realpath(older) != os.path.realpath(path):  # in "." they are written in two ways
+                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # the new file replaces older ones
+                    if os.path.realpath(older) != os.path.realpath(path):  # one path may be relative
                         strategy.remove_checkpoint(str(older))
         finally:
             checkpoints.next_may_fail = False
         if failed:
-            # The exception's frames, which refer to each other, hold what hooks were given: values of a file without a
-            # name, whose room the next try may need.
+            # The exception's frames form cycles that hold an unnamed file, whose disk space the next save may need.
             gc.collect()
         if self._save_every_s is not None:
             now = time.monotonic()
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM, or the script of the job, to run the job again. Returns whether it will run again."""
+        """Have SLURM, or the job's script, run the job again. Return whether it will."""
         if give_verdict(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -243,24 +217,20 @@ class Interruptions:
         return not failure
 
     def let_go(self) -> None:
-        """Give signals back to Lightning, after the run."""
         self._replaced.undo()
         if self._main_thread and self._signum is not None:
-            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
+            self._connector._original_handlers[self._signum] = self._before  # Lightning restores this handler next
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Do not count a batch that was fetched and never trained: validations every so many batches go by this."""
+    """Uncount a batch that was fetched but never trained, since ``val_check_interval`` goes by this count."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
         total.ready -= 1
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """After a validation at the end of an epoch that was resumed, have schedulers step that have their metric.
-
-    Lightning lets them out there, because metrics of before are in no checkpoint. These are of now.
-    """
+    """Let plateau schedulers with a known metric step at the end of a resumed epoch. Lightning always skips them."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -268,16 +238,13 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 
 
 def failed_on_all_ranks(error: Exception) -> bool:
-    """Whether a save has raised ``error``, and failed on all ranks alike."""
+    """Whether ``error`` is from a save that failed on all ranks."""
     return ON_ALL_RANKS in error.__dict__
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """Refuse a checkpoint on an exception that not all ranks have met at the same place.
-
-    Raises:
-        RuntimeError: they have not, and saving would hang or mix up collectives.
-    """
+    """Raise RuntimeError unless all ranks fail at the same place within :data:`MEET_S`: a save by some ranks would
+    hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -1,4 +1,4 @@
-"""Finds, before the first step, batches that will not divide: at the end of an epoch a run would come to them late."""
+"""Refuse, before the first step, batches that will not divide: an epoch's last batch would fail late."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from lightning_zero.lightning_api import CombinedLoader, pl
 
 
 def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
-    """
-    Raises:
-        ConfigError: a batch of an epoch of training, as far as loaders say, does not divide into ``vertical_chunks``.
-    """
+    """Raise ConfigError if a training batch will not divide into ``vertical_chunks``, as far as loaders tell."""
     loaders: Any = trainer.fit_loop._combined_loader
     if vertical_chunks == 1 or not isinstance(loaders, CombinedLoader):
         return
@@ -34,7 +31,7 @@ def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
         try:
             batches, rest = divmod(len(sampler.sampler), size)  # type: ignore[arg-type]
         except TypeError:
-            continue  # nobody knows how long it is
+            continue  # the sampler has no length
         if rest % vertical_chunks and not sampler.drop_last and (limit is None or limit > batches):
             raise ConfigError(
                 f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got a DataLoader of "

@@ -1,12 +1,12 @@
-"""How processes are started: by running the script again, or, in a notebook, by fork; one process in a cell by nobody.
+"""Start processes: by running the script again, or by fork in a notebook. One process in a notebook needs no start.
 
-Forked processes have a copy of all that the notebook holds. They train it, and end; rank 0 sends back what the Trainer
-has found, and the weights. What is there must survive a fork::
+Forked processes have copies of the notebook's objects. They train them and end; rank 0 sends back the Trainer's results
+and the weights. Not everything survives a fork::
 
-    CUDA in use            it cannot: refused before the fork
-    a process group        likewise
-    a sharded module       is made plain first: its shards were cut for another number of ranks
-    a pool of OpenMP       a child that has it would wait for its threads for ever: such children compute on one thread
+    CUDA in use            refused before the fork
+    a process group        refused before the fork
+    a sharded module       made plain first: its shards are for another number of ranks
+    a pool of OpenMP       children would wait for its threads forever, so they compute on one thread
 """
 
 from __future__ import annotations
@@ -40,22 +40,18 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook, or a shell."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def threads_of(processes: int) -> int:
-    """How many threads Lightning gives each of so many processes of a host."""
+    """Return Lightning's number of threads for each of ``processes`` processes on a host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Whether a run has nobody to start, since it is one process of a notebook.
-
-    Raises:
-        ConfigError: it has others to start, by running a script that there is not.
-    """
+    """Whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
+    script."""
     if not is_interactive() or environment.creates_processes_externally:
         return False
     if processes > 1:
@@ -68,17 +64,13 @@ def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
 
 
 class Forking:
-    """What forked processes need beside Lightning's launcher of the Trainer, or of Fabric, which comes after it."""
+    """Mixin for Lightning's fork launchers of the Trainer and of Fabric."""
 
     _strategy: Any
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Inside, forked processes can train.
-
-        Raises:
-            ConfigError: they could not.
-        """
+        """Prepare forking: inside, forked processes can train. Raise ConfigError if they could not."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -96,8 +88,8 @@ class Forking:
                 os.environ[_THREADS] = wanted
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        """In a forked process: before Lightning's own, and after it."""
-        if os.environ.get(_THREADS, "").isdigit():  # torch has read it when the notebook began
+        """Run Lightning's function in the forked process, and clean up."""
+        if os.environ.get(_THREADS, "").isdigit():  # torch read the variable before it was changed
             torch.set_num_threads(int(os.environ[_THREADS]))
         try:
             super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
@@ -108,8 +100,6 @@ class Forking:
 
 
 class ForkLauncher(Forking, ForkingLauncher):
-    """Of the Trainer."""
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None
@@ -119,7 +109,7 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """As Lightning's; all ranks give their part of the weights."""
+        """Collect rank 0's results as Lightning does, with the whole weights. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None
@@ -138,10 +128,7 @@ TRAINERS = (ScriptLauncher, ForkLauncher)
 
 
 def _refuse_fork() -> None:
-    """
-    Raises:
-        ConfigError: something is in use here that a forked process could not use.
-    """
+    """Raise ConfigError if this process uses something that a forked process could not use."""
     way = "Restart the kernel, and leave that to the processes, or run a script with strategy='zero3'."
     if is_in_use():
         raise ConfigError(
@@ -157,7 +144,7 @@ def _refuse_fork() -> None:
 
 
 def _threads_survive() -> bool:
-    """Whether a forked process can compute on several threads. It finds out by a process that tries to."""
+    """Whether a forked process can compute on several threads. Found out by forking one."""
     probe = multiprocessing.get_context("fork").Process(target=_compute_on_threads, daemon=True)
     probe.start()
     probe.join(PROBE_S)

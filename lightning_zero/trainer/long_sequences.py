@@ -1,4 +1,4 @@
-"""``zero.sequence_parallel`` under the Trainer: what a strategy does around its steps."""
+"""Wrap the Trainer's steps for ``zero.sequence_parallel``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,10 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences(SequenceSteps):
-    """Steps of a run: on whole sequences, or on parts of them where ranks share sequences.
-
-    Attributes:
-        group: the ranks that share a sequence with this one; ``None``: sequences are whole.
-    """
+    """Steps of a run, on whole sequences (``group`` is None) or on parts shared by the ranks of ``group``."""
 
     def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
-        """Open the group of this rank. Collective.
-
-        Args:
-            size: ranks that share a sequence.
-
-        Raises:
-            ConfigError: the ranks do not divide, or the module is compiled.
-        """
+        """Open this rank's group of ``size`` ranks. Raise ConfigError if that is impossible. Collective."""
         self.group: SequenceGroup | None = None
         self._check: SequenceCheck | None = None
         if engine is None or size == 1:
@@ -55,17 +44,16 @@ class LongSequences(SequenceSteps):
         self._check = SequenceCheck(module, engine, self, self.group)
 
     def check_alike(self, batch: Any) -> None:
-        """See :func:`check_alike`."""
         if self.group is not None:
             check_alike(batch, self.group)
 
     @property
     def trying(self) -> SequenceCheck | None:
-        """Tries a step now, which is not real."""
+        """The check, while it tries a step that is not real."""
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Before a step, outside of its scope; see :meth:`SequenceCheck.before`."""
+        """Check a step before it runs, outside of its scope; see :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
@@ -86,11 +74,10 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
-        """Inside, torch draws other numbers on each rank of a group: dropout of different positions, or heads.
+        """Let torch draw different numbers on each rank of a group inside, for dropout of its positions or heads.
 
-        Outside they draw the same ones, so that they make the same batches. What is drawn inside follows from the state
-        outside, which checkpoints hold. Python's and NumPy's numbers stay the same: by them models choose layers, on
-        all ranks alike.
+        The seed is drawn from the state outside, which checkpoints hold and ranks share to make the same batches.
+        Python's and NumPy's generators stay the same: models may choose layers by them.
         """
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)

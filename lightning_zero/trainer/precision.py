@@ -15,10 +15,7 @@ from lightning_zero.trainer.precision_row import PrecisionRow
 
 
 class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroStrategy`. The strategy makes it from ``Trainer(precision=)``.
-
-    Its arguments are those of :class:`PrecisionRow`.
-    """
+    """Precision of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         if self.scaler is not None:
@@ -29,7 +26,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Reduction ends inside, so that ``on_after_backward`` finds finished gradients."""
+        """Run the backward; all gradients are reduced when ``on_after_backward`` is called."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.reducer.set_loss_scale(self.scaler.scale)
@@ -40,7 +37,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """As Lightning's mixed precision does it: a step whose gradients overflowed on any rank is skipped by all."""
+        """Step unless gradients overflowed on any rank; then all ranks skip the step."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
@@ -57,7 +54,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
         return result
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load scaler state that DDP or FSDP has saved, under the names of their plugins."""
+        """Load scaler state that DDP's or FSDP's plugin has saved."""
         for name in ("MixedPrecision", "FSDPPrecision"):
             self.load_state_dict(checkpoint.get(name) or {})
 

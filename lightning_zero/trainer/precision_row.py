@@ -1,4 +1,4 @@
-"""Precision, of the Trainer or of Fabric: contexts and inputs. The dtypes of parameters are the engine's business."""
+"""Precision of the Trainer and of Fabric: contexts and inputs. The engine handles the dtypes of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ FLAGS = [row.value for row in Precision]
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Have new floating-point tensors made in ``dtype``, inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -32,19 +31,16 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def to_dtype(data: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors of a batch."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class PrecisionRow:
-    """A precision plugin of Lightning's, or of Fabric's, as far as it is a row of ``zero/precision``.
+    """A row of ``zero/precision`` as a plugin; shared by the Trainer's and Fabric's. Raises ConfigError for other
+    precisions.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
-        scaler: the loss scaling of ``16-mixed``; default: that of ``torch.amp.GradScaler``.
-
-    Raises:
-        ConfigError: another precision.
+        scaler: loss scaling of ``16-mixed``; default: as ``torch.amp.GradScaler``.
     """
 
     front: ClassVar[str] = "Trainer"  # whose precision it is
@@ -69,14 +65,8 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Ours in place of the plugin that Lightning chose or a user gave.
-
-        Args:
-            asked: the row that the strategy was given.
-
-        Raises:
-            ConfigError: another precision than that, or a plugin that no row does the work of.
-        """
+        """Convert Lightning's or a user's plugin. Raise ConfigError if no row replaces it, or its precision is not
+        ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(
@@ -121,7 +111,7 @@ class PrecisionRow:
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         if self.row in AUTOCAST_DTYPES:
-            # The weight cache would keep copies of weights that have been dropped and changed since.
+            # autocast's weight cache would keep stale copies of dropped weights.
             device = self.strategy.root_device.type
             with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
                 yield
@@ -155,6 +145,5 @@ class PrecisionRow:
             self.scaler.load_state_dict(state_dict)
 
     def main_params(self, optimizer: Optimizer) -> Any:
-        """The user's parameters of one optimizer (each once), which find their shards."""
         seen: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         return seen.values()

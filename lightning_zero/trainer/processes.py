@@ -1,4 +1,4 @@
-"""The processes of a run: how they are started, meet, wait for each other and end. The Trainer's and Fabric's alike."""
+"""Start, connect and end the processes of a run, for the strategies of the Trainer and of Fabric."""
 
 from __future__ import annotations
 
@@ -37,15 +37,11 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """What a strategy of Lightning's, of the Trainer's or of Fabric's, says and does about processes.
-
-    Attributes:
-        run_plan: what the program around a run tells of it.
-    """
+    """The part of a strategy that deals with processes. ``run_plan``: see :class:`RunPlan`."""
 
     config: ZeroConfig
     cluster_environment: ClusterEnvironment | None
-    _launchers: ClassVar[tuple[Any, Any]]  # by the script itself, and by fork
+    _launchers: ClassVar[tuple[Any, Any]]  # for "popen" and for "fork"
     if TYPE_CHECKING:  # Lightning's
         parallel_devices: Any
         _launcher: Any
@@ -54,13 +50,13 @@ class Processes:
         node_rank: Any
         world_size: Any
 
-        # The strategies'.
+        # Defined by the strategies.
         def _settings_of_front(self) -> dict[str, Any]:
-            """Those of the Trainer, or of Fabric, that make ranks issue other collectives, or other numbers."""
+            """Settings of the Trainer or Fabric that change which collectives ranks issue."""
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """An engine of this run, if there is one yet."""
+            """An engine of this run, or None."""
 
     def __init__(
         self,
@@ -71,16 +67,11 @@ class Processes:
         start_method: str,
         **more: Any,
     ) -> None:
-        """
-        Args:
-            cluster_environment: None: of ``mpirun`` where it has started this process, else what Lightning finds.
-            process_group_backend: of ``torch.distributed``; None: nccl on GPUs, gloo on CPUs.
-            timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
-            start_method: ``"popen"`` or ``"fork"``.
-            args, more: of Lightning's strategy.
-
-        Raises:
-            ConfigError: another way to start processes.
+        """Args:
+        cluster_environment: default: that of ``mpirun`` if it started this process, else Lightning's choice.
+        process_group_backend: of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
+        timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.
+        start_method: ``"popen"`` or ``"fork"``; others raise ConfigError.
         """
         if start_method not in _START_METHODS:
             raise ConfigError(
@@ -91,7 +82,7 @@ class Processes:
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
-        self._start_waits: Waits | None = None  # until there is an engine
+        self._start_waits: Waits | None = None  # used until there is an engine
         self.run_plan = RunPlan()
         more["cluster_environment"] = cluster_environment or own_environment()
         super().__init__(*args, **more)
@@ -118,7 +109,7 @@ class Processes:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that share a sequence have the same samples."""
+        """Give the same samples to ranks that share a sequence."""
         return {
             "num_replicas": self.num_nodes * self.num_processes // self.config.sequence_parallel,
             "rank": self.global_rank // self.config.sequence_parallel,
@@ -126,7 +117,7 @@ class Processes:
 
     @property
     def _node(self) -> str | None:
-        """The node of this rank, as the cluster environment numbers it: several may be on one host."""
+        """Name this rank's node as the cluster environment numbers it: one host may have several."""
         return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
 
     def _set_world_ranks(self) -> None:
@@ -148,11 +139,11 @@ class Processes:
         elif launchers.in_one_process(self.cluster_environment, self.num_nodes * self.num_processes):
             self._launcher = None
         else:
-            # Also where something else has made the processes: it sets the number of threads of every rank.
+            # Also for processes started from outside: the launcher sets each rank's number of threads.
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _join_ranks(self) -> None:
-        """Meet the other ranks, once in a process. Nobody is met by a single one in a notebook."""
+        """Meet the other ranks, once per process. A lone process in a notebook skips this. Collective."""
         begin()
         self._set_world_ranks()
         device = self.root_device
@@ -165,8 +156,10 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
-        would make its communicator at once, of up to a gigabyte, and the engine sends nothing over this group."""
+        """Make the default process group with the other ranks. Collective.
+
+        It is not bound to a device: NCCL would at once make a communicator of up to a gigabyte, which nobody uses.
+        """
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -184,11 +177,7 @@ class Processes:
         )
 
     def _end_forked(self, *, failed: bool) -> None:
-        """At the end of a forked process, which ends without what is to be done at exit.
-
-        Args:
-            failed: by an exception.
-        """
+        """Clean up at the end of a forked process, which runs no exit handlers. ``failed``: by an exception."""
         if failed:
             fail()
         for engine in engines():
@@ -199,12 +188,11 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """What Lightning's own collectives wait with: some rank may be at work for long in between."""
+        """The waits that Lightning's own collectives use. They are patient: some rank may be busy for long."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
     def _start_is_over(self) -> None:
-        """There is an engine."""
         if self._start_waits is not None:
             self._start_waits.close()
             self._start_waits = None
@@ -228,17 +216,17 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Around a wait of Lightning's for all ranks: one that waits for this rank meanwhile hears of it."""
+        """Announce a wait of Lightning's collectives to ranks that wait for this rank meanwhile."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather an object of each rank. Collective."""
+        """Gather an object from each rank. Collective."""
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Do this on all ranks, without messages inside; where it fails on one, all raise. Collective."""
+        """Call ``act``, which sends no messages, on each rank. If it fails on one, all raise. Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
@@ -247,13 +235,13 @@ _failed = False
 
 
 def begin() -> None:
-    """A run begins. An exception of an earlier one was survived, by all ranks."""
+    """Begin a run: all ranks survived the exception of an earlier one."""
     global _failed
     _failed = False
 
 
 def fail() -> None:
-    """An exception has ended a run on this rank: nobody is waited for any more."""
+    """Note that an exception ended the run on this rank, so that it waits for nobody."""
     global _failed
     _failed = True
 
@@ -263,10 +251,8 @@ def has_failed() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit. At a clean exit ranks wait for each other first, or gloo aborts at random.
-
-    After an exception this rank does not wait: the others may never come.
-    """
+    """Destroy the process group at exit, after all ranks have come, or gloo aborts at random. After an error do
+    nothing."""
     if _failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

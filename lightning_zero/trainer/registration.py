@@ -1,7 +1,4 @@
-"""Makes the presets known to Lightning as strategy names, without importing Lightning.
-
-The Trainer's registry and Fabric's, of either package, are filled when they are imported, or at once where they are.
-"""
+"""Register the presets as strategy names, when Lightning is imported or at once if it already is."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _REGISTRIES = {
 
 
 def register_presets() -> None:
-    """Register every preset, now or as soon as a registry of Lightning's is there."""
-    # Lightning's own code, by torch 2.13: nobody who sees this can change it, and every rank says it.
+    """Register every preset, now or when Lightning is imported."""
+    # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     for name in _REGISTRIES:
         if name in sys.modules:
@@ -48,7 +45,7 @@ def _fill(module: ModuleType) -> None:
 
 
 def _factory(module: str, name: str) -> Callable[[], Any]:
-    """A function that the registry calls for ``strategy=name``; the strategy is imported only then."""
+    """Make the function that the registry calls for ``strategy=name``. It imports the strategy."""
 
     def make_strategy() -> Any:
         from lightning_zero.lightning_api import check_package
@@ -63,7 +60,7 @@ def _factory(module: str, name: str) -> Callable[[], Any]:
 
 
 class _Registration(MetaPathFinder):
-    """Has the module of a registry found by the other finders, and fills the registry when it has executed."""
+    """Import hook that fills a registry after its module has executed."""
 
     def __init__(self) -> None:
         self._finding = False

@@ -1,8 +1,8 @@
-"""Replaces methods of Lightning where it has no hook: all that are replaced, read against Lightning 2.6.6.
+"""Replace methods of Lightning where it has no hook. This list is complete, and was checked against Lightning 2.6.6.
 
 ::
 
-    on the class, for as long as the process lives; under another strategy they do what they did
+    on the class, for the life of the process; under other strategies they behave as before
     Trainer.save_checkpoint                                          saves/range_saves
     ModelCheckpoint._link_checkpoint, _remove_checkpoint,
         _save_checkpoint, _should_remove_checkpoint                  saves/kept_files
@@ -21,7 +21,7 @@
     _TrainingEpochLoop.on_run_start, _on_before_fetch                saves/random_numbers
     _FitLoop.setup_data, _load_combined_loader_states                saves/random_numbers
 
-A subclass, a wrapper or a mock of the user's is called as ever, and what it calls is what is replaced here.
+Subclasses, wrappers and mocks of users still work: the methods that they call are the replaced ones.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ _NOTHING = object()
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Ours], Ours]:
-    """Have the decorated function called in the place of a method of a class, or of a function of a module.
-
-    Its first argument is what it replaces.
-    """
+    """Replace ``owner.name``, of a class or module, by the decorated function. Its first argument is the original."""
 
     def decorate(ours: Ours) -> Ours:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
@@ -56,20 +53,20 @@ def in_place_of(owner: Any, name: str) -> Callable[[Ours], Ours]:
 
 
 class Replacements:
-    """Methods of objects that are replaced for a run."""
+    """Methods of objects that are replaced for one run."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any, Any]] = []
 
     def replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Have ``ours`` called in the place of ``owner.name``, with that as its first argument."""
+        """Replace ``owner.name`` by ``ours``, whose first argument is the original."""
         before = vars(owner).get(name, _NOTHING)
         method = functools.partial(ours, getattr(owner, name))
         setattr(owner, name, method)
         self._before.append((owner, name, before, method))
 
     def undo(self) -> None:
-        """Put back what was there, unless somebody has replaced it since."""
+        """Restore the originals, except where somebody has replaced them since."""
         while self._before:
             owner, name, before, method = self._before.pop()
             if vars(owner).get(name) is not method:

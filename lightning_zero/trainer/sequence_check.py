@@ -1,4 +1,4 @@
-"""Before the first step under ``zero.sequence_parallel`` a short one runs whole and in parts; see sequence/check.py."""
+"""Compare a short step on whole sequences with one in parts before the first real step; see sequence/check.py."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ from lightning_zero.sequence.check import (
 from lightning_zero.sequence.part import Window
 from lightning_zero.sequence.step import SequenceSteps
 
-_TRIES = (0.0, 0.5, 1.0)  # where in the sequences; there may be no labels at their beginning
-_LOSS_SCALE = 1024.0  # of fp16, where it is not smaller by now: what a run begins with may overflow
+_TRIES = (0.0, 0.5, 1.0)  # positions in the sequences; their beginnings may have no labels
+_LOSS_SCALE = 1024.0  # largest loss scale of fp16 here: a run's first scale may overflow
 _SEED = 1
 
 
 class SequenceCheck:
-    """The check of one run. It leaves no trace in modules, optimizers, random numbers and what is logged.
+    """The check of one run. It changes nothing in modules, optimizers, random numbers and logs.
 
-    Attributes:
-        found: of the step that is tried now; ``None``: steps are real.
+    ``found``: results of the step being tried; None while steps are real.
     """
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
@@ -51,20 +50,16 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Try ``step(*args)`` both ways where batches of this kind are new.
+        """Try the step called ``name`` both ways if batches of this kind are new. Raise ConfigError on all ranks if
+        parts give other results than whole sequences. Collective.
 
-        Args:
-            name: of the step.
-            together: all ranks come here now. Otherwise only those that share a sequence do, with batches of one kind.
-
-        Raises:
-            ConfigError: on all ranks: what parts give is not what whole sequences give.
+        ``together``: all ranks call this now; else only ranks that share a sequence, with batches of one kind.
         """
         kind = f"{name} {kind_of(args[0])}"
         new, alone = kind not in self._known, self._group.size == self._engine.world_size
         if not (self._any(new) if together and not alone else new and alone):
             return
-        self._steps.cut(args[0])  # what cannot be cut is refused here
+        self._steps.cut(args[0])  # refuses a batch that cannot be cut
         for number, at in enumerate(_TRIES):
             window = Window(self._group.size, at)
             whole = self._try(name, step, args, window, number, OnPaper(1))
@@ -84,10 +79,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """
-        Args:
-            table: what each rank of the group has found in parts, without tensors.
-        """
+        """Raise ConfigError if results differ. ``table``: the group's results in parts, without tensors."""
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":
@@ -140,7 +132,7 @@ class SequenceCheck:
             self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A backward of the step that is tried; by a loss of whole sequences."""
+        """Run the backward of the step being tried. ``loss`` is of whole sequences."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler
@@ -150,7 +142,7 @@ class SequenceCheck:
             self._module.backward(loss, *args, **kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:
-        """In the place of ``self.log``: by value, where it is a number."""
+        """Record logged numbers in place of ``self.log``."""
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             assert self.found is not None
             self.found.logged[name] = float(value), str(getattr(reduce_fx, "__name__", reduce_fx))
@@ -158,7 +150,7 @@ class SequenceCheck:
 
 @contextlib.contextmanager
 def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) -> Iterator[None]:
-    """Inside, ``module`` may do what a step does; afterwards nothing of it is left but what it has told others."""
+    """Let ``module`` run a step inside, and undo the step's effects on it and on Lightning's objects afterwards."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
     told = [vars(scaler)] if scaler is not None else []
@@ -166,10 +158,10 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
     told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
     told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
     kept = [(values, dict(values)) for values in told]
-    for optimizer in strategy._lightning_optimizers:  # which count steps of manual optimization
+    for optimizer in strategy._lightning_optimizers:  # these hooks count steps of manual optimization
         optimizer._on_before_step = optimizer._on_after_step = lambda: None
     undo = [_keep(inner) for inner in module.modules()]
-    with warnings.catch_warnings():  # the real step says them
+    with warnings.catch_warnings():  # the real step will warn again
         warnings.simplefilter("ignore")
         module.__dict__["log"] = log
         try:
@@ -184,7 +176,7 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
 
 
 def _keep(module: nn.Module) -> Callable[[], None]:
-    """Remember buffers, metrics and other attributes; returns what puts them back."""
+    """Remember buffers, metrics and other attributes. Return a function that restores them."""
     attributes = dict(vars(module))
     holders = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
     tensors = {

@@ -1,4 +1,4 @@
-"""The settings of a strategy, of the Trainer's or of Fabric's."""
+"""The settings of a strategy, shared by the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from lightning_zero.timeline.record import check_timeline
 
 
 def call_to_go_on(path: str) -> str:
-    """How a run of a script of the user's own goes on from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
 
 
 @dataclass
 class RunPlan:
-    """What the program around a run tells its strategy; the main job does.
+    """What the program around a run, such as the main job, tells its strategy.
 
     Attributes:
-        settings: those of the run, besides the strategy's own. All ranks must have the same, and compare them at the
-            start.
-        resumes_job: the checkpoint to go on from was written by an earlier start of this job. It is compared with its
-            checksums, unless ``zero.checkpoint.verify`` is false.
-        command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
-        optimizer_states: tensors of optimizer state for each parameter, for the decision on ``stage="auto"``; ``None``:
-            those of ``configure_optimizers``.
-        activations: gives the activations of a micro-batch, for the table at the end of training.
+        settings: settings of the run besides the strategy's. Ranks compare them at the start; they must be equal.
+        resumes_job: the checkpoint is of an earlier start of this job, so it is verified unless
+            ``zero.checkpoint.verify`` is false.
+        command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
+        optimizer_states: state tensors per parameter, for ``stage="auto"``; default: from ``configure_optimizers``.
+        activations: returns the activations of a micro-batch, for the table at the end of training.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -49,21 +46,17 @@ def settings_of(
     compile: str | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
-    """``config``, with the rows that are not None and ``settings`` on top of it: the arguments of both strategies.
-
-    Raises:
-        ConfigError: a setting that cannot work; the message names the key to change.
-    """
+    """Merge ``config``, rows that are not None, and ``settings``. Raise ConfigError for a setting that cannot work."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_compiler(config.compile)
     check_timeline(config.debug)
     path = config.offload.nvme_path
-    if path is not None and "$" not in path:  # variables are those of the ranks
+    if path is not None and "$" not in path:  # each rank expands its own variables
         check_folder(os.path.expanduser(path))
     return config
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """``config`` for an engine that computes in ``row``. It knows nothing of sequences: they are the strategy's."""
+    """Return ``config`` for an engine that computes in ``row``. The engine does not handle sequence parallelism."""
     return make_config(config, precision=replace(config.precision, name=row), sequence_parallel=1)

@@ -1,4 +1,4 @@
-"""ZeroStrategy: Lightning's lifecycle in terms of the engine, in its order. No sharding logic here."""
+"""ZeroStrategy: maps the hooks of Lightning's Trainer to calls of the engine. It holds no sharding logic."""
 
 from __future__ import annotations
 
@@ -56,37 +56,31 @@ from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import print_held, print_units
 
-# These replace methods of Lightning when they are imported: see ``replaced.py``.
+# Importing these modules replaces methods of Lightning; ``replaced.py`` lists them.
 ADAPTERS = compiled, averaging, stochastic_averaging, finetuning, pruning, kept_files, range_saves
-# Hooks of Lightning outside of its steps. What a step has left open (a ``training_step`` that returned None) is over.
+# Prefixes of hooks outside of steps. A pass still open there (``training_step`` returned None) can be ended.
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
 class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
-    """Trains a LightningModule with ZeRO stages 0-3.
+    """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
-        stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``. ``"auto"``: the
-            fastest that fits, decided at the start of a run.
+        stage: ``"zero0"`` .. ``"zero3"`` (the default), 0 .. 3, or ``"auto"``: the fastest that fits when a run starts.
         offload: a row of ``zero/offload``.
-        checkpoint: a row of ``zero/checkpoint``.
-        compile: a row of ``zero/compile``, or its settings.
-        config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
+        checkpoint, compile: a row of ``zero/checkpoint`` and of ``zero/compile``, or the group's settings.
+        config: a whole :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
-        timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
-        start_method: how processes are started: ``"popen"``, by running the script again, or ``"fork"``, in a notebook.
-
-    The remaining arguments are those of every Lightning strategy.
+        timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.
+        start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
     Attributes:
         config: the settings of this run.
-        saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
-            SLURM it always does.
-        save_every_s: a run saves it every so many seconds too.
-        run_plan: what the program around a run tells of it: see :class:`RunPlan`.
+        saves_on_sigterm: on SIGTERM, save ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before leaving; on SLURM always.
+        save_every_s: also save such a checkpoint every so many seconds.
+        run_plan: what the program around the run tells the strategy; see :class:`RunPlan`.
 
-    Raises:
-        ConfigError: a setting that cannot work; the message names the key to change.
+    Other arguments are those of every Lightning strategy.
     """
 
     _launchers: ClassVar = TRAINERS
@@ -111,7 +105,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     ) -> None:
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         self._asked_precision = self.config.precision.name
-        self._given_offload = self.config.offload  # with settings for rows that may be gone to
+        self._given_offload = self.config.offload  # holds settings for rows that restage() may choose
         refuse_writer(checkpoint_io, self.config.checkpoint)
         super().__init__(
             accelerator=accelerator,
@@ -132,18 +126,14 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self._sequences = LongSequences()
         self._evaluation_starts = False
         self._trained = False
-        self._left = False  # on a signal, in a hurry
-        self._has_values = False  # the module, which was trained before
+        self._left = False  # whether a signal ended the run
+        self._has_values = False  # whether an earlier run left values in the module
 
     # -- what users call --------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        """The engine of the connected LightningModule.
-
-        Raises:
-            RuntimeError: it is not sharded yet.
-        """
+        """Return the engine of the connected LightningModule; raise RuntimeError if the module is not sharded yet."""
         if (engine := self._engine_that_waits) is None:
             raise RuntimeError(
                 "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
@@ -153,57 +143,44 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
-        """Inside, the sharded module may be called outside of a Lightning step (generation, say). Collective."""
+        """Let the sharded module be called outside of a Lightning step, to generate text for example. Collective."""
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it, each rank its part.
+        """Write the model to a new folder for Hugging Face's ``from_pretrained``; each rank writes its part.
+        Collective.
 
         Args:
-            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
-            shard_size: of a file at most.
+            dtype: of floating-point tensors, such as ``"bf16"``; default: the dtypes the module was built with.
+            shard_size: largest size of a file.
 
         Raises:
-            ConfigError: the folder has something in it, or not all ranks see it.
-            RuntimeError: the module is not sharded yet.
-            Exception: on all ranks, with folder and cause: it could not be written.
-
-        Collective.
+            ConfigError: the folder is not empty, or some rank does not see it.
+            Exception: writing failed; on all ranks, with the folder and the cause.
         """
         folder, nbytes = local_path(self.broadcast(str(path))), parse_bytes("export(shard_size=)", shard_size)
         export(self.engine, folder, parse_dtype("export(dtype=)", dtype), nbytes)
 
     def finish_writes(self) -> None:
-        """Wait until what was handed over for writing behind training is written.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-
-        Collective.
-        """
+        """Wait until all background saves are on disk; raise on all ranks if one has failed. Collective."""
         self._checkpoints.finish_writes()
 
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
-        """Go on with another stage, another row of ``zero/offload``, or both. Between two steps: in
-        ``on_train_batch_end``, ``on_train_epoch_end`` and the like, or between two fits.
+        """Change the stage, the row of ``zero/offload``, or both, between two steps or between two fits. Collective.
 
-        Values go from shard to shard, a bucket at a time, and through no file. Parameters, optimizer state, gradients,
-        averages of callbacks and all objects that hold them stay; losses are those of a run that had the rows all
-        along. Before a module is sharded it only changes the settings.
+        Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. All objects stay, and
+        losses equal those of a run that had the new rows from its start. Before the module is sharded, only settings
+        change.
 
         Args:
-            stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: as it is.
-            offload: a row's name; settings that were given with the strategy count as far as they go with it. Or all
-                settings of the group. Default: as it is.
+            stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
+            offload: a row's name, which keeps other settings that apply to it, or all settings; default: no change.
 
         Raises:
-            ConfigError: rows that do not go together or find no room, other ones on some ranks, or a step that is under
-                way; on all ranks, and nothing has changed.
-            Exception: while values moved. The engine then refuses to go on.
-
-        Collective.
+            ConfigError: rows do not fit or differ, or a step is under way; on all ranks. Nothing has changed.
+            Exception: moving values failed; the engine then refuses to go on.
         """
 
         def rows() -> ZeroConfig:
@@ -221,7 +198,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             self._given_offload = config.offload
 
     def _move_to(self, config: ZeroConfig) -> None:
-        """Move the module, if it is sharded yet."""
+        """Restage the module if it is already sharded. Collective."""
         module, engine = self.lightning_module, self._engine_that_waits
         if module is None or engine is None:
             return
@@ -242,7 +219,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Without this Lightning would leave the samplers alone and every rank would train on the same data."""
+        """Whether there are several ranks. Without this Lightning would give every rank the same data."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -251,11 +228,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Lightning hands over the plugin it chose from ``Trainer(precision=)``; ours takes its place.
-
-        Raises:
-            ConfigError: another precision than ``zero.precision.name`` asks for.
-        """
+        """Replace Lightning's plugin with a ZeroPrecision. Raise ConfigError unless it has ``zero.precision.name``."""
         if plugin is None:
             self._precision_plugin = None
             return
@@ -272,17 +245,12 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _speaks_for_all(self) -> bool:
-        """Whether what this process refuses now is refused for all ranks: it starts them, all on this host."""
+        """Whether an error raised in this process stops all ranks: this process starts them, all on this host."""
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Check ``model`` when Lightning has been given it, and has not started other processes yet. Modules may lack
-        the parts that ``configure_model`` makes: what these add is found when the run is set up.
-
-        Raises:
-            ConfigError: what the settings ask for does not fit here.
-        """
+        """Raise ConfigError before processes start if this host cannot hold the whole model after the fit."""
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             shown.check_room_here(
@@ -310,7 +278,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0 and where the Trainer has a progress bar that is not switched off."""
+        """The progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         bar = trainer.progress_bar_callback if trainer is not None else None
         is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
@@ -318,7 +286,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
+        """Build modules on the host (on meta with ``empty_init``): the whole model may not fit on the device."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -330,10 +298,10 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
-            shown.hide_whole(engine, keep=not fitting)  # a step changes all values
+            shown.hide_whole(engine, keep=not fitting)  # a fit changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
+        self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))
         if fitting and self._layer_sync:
@@ -358,7 +326,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         )
 
     def _sync_layers(self, model: Module) -> Module:
-        """Convert batch norms; they are other modules afterwards, so this comes before sharding."""
+        """Convert batch norms before sharding: conversion creates new modules."""
         assert self._layer_sync is not None
         plain = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
         if not plain:
@@ -368,10 +336,10 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         return self._layer_sync.apply(model)
 
     def model_to_device(self) -> None:
-        """The engine moves buckets and buffers itself."""
+        """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard the module; one that is sharded already, by an earlier run, stays so if nothing has changed."""
+        """Shard the module, or keep its engine from an earlier run if nothing has changed. Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None and not self._still_fits(engine, model, wanted):
@@ -397,7 +365,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             engine.long_work = self._long_work
         engine.passes.calls_meet = True
         with engine.placeholders_allowed():
-            model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
+            model.to(self.root_device)  # moves the rest: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         return model
@@ -416,7 +384,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
+        self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
@@ -429,7 +397,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             self._interruptions.at_boundary(last=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
+        self.engine.sync_buffers()  # as under DDP, all ranks compute with rank 0's buffers
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),
@@ -485,7 +453,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     @contextlib.contextmanager
     def _evaluation(self, key: str, step: Any, args: Any, kwargs: Any) -> Generator[None, None, None]:
         starts = self._evaluation_starts
-        if starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
+        if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
             self.engine.sync_buffers()
         self._sequences.check(key, step, args, kwargs, together=starts)
@@ -495,7 +463,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
+        """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
         with self.engine.no_sync():
             yield
 
@@ -503,8 +471,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
-        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
+        """False, as under DDP: BaseFinetuning's hooks must see the checkpoint before configure_optimizers. Weights are
+        loaded later, in setup."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -517,7 +485,6 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """As a strategy of Lightning's does it: by the CheckpointIO, on rank 0."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -535,7 +502,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Shards stay where they are: saving, testing and fitting again work afterwards."""
+        """End the run. Shards stay, so the module can be saved, tested and fitted again."""
         assert self.cluster_environment is not None and self.accelerator is not None
         module, engine = self.lightning_module, self._engine_that_waits
         if module is not None and engine is not None:
@@ -554,7 +521,6 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
-        """At the end of training: the plan beside what was measured. On rank 0."""
         trained, self._trained = self._trained, False
         if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
             activations = self.run_plan.activations() if self.run_plan.activations is not None else None
@@ -570,8 +536,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             shown.show_again(engine)
 
     def on_exception(self, exception: BaseException) -> None:
-        """No collective here: the other ranks may be gone."""
-        if isinstance(exception, Left):  # between two steps, on all ranks
+        """Mark the run as failed, without collectives: other ranks may be gone."""
+        if isinstance(exception, Left):  # raised on all ranks between two steps, so the engine is intact
             self._left = True
             return
         processes.fail()

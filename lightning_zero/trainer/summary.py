@@ -1,4 +1,4 @@
-"""What is shown at the start, the units that were chosen, and at the end: the bytes that were held and planned."""
+"""Print the chosen units at the start of a run, and the planned and held bytes at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
-    """Rows (unit, parameters, gathered bytes, where its roles rest); runs of equal units share one."""
+    """Return rows (unit, parameters, gathered bytes, tiers); adjacent equal units share a row."""
 
     def facts(unit: Unit) -> tuple[int, int, str]:
         nbytes = sum(b.full.nbytes for b in unit.buckets)
@@ -39,16 +39,16 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 
 def _where(unit: Unit) -> str:
-    """``device``, or what rests where: ``parameters device, gradients host, optimizer nvme``."""
+    """Return ``device``, or the tier of each role, as in ``parameters device, gradients host, optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
-    row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # beside others, some tiny buckets stay on the device
+    row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
         return row.master.name
     return f"parameters {row.compute_param.name}, gradients {row.grad.name}, optimizer {row.master.name}"
 
 
 def large_unit(engine: Engine) -> str | None:
-    """Says it where most of the model is one unit, which stage 3 gathers at once; else ``None``."""
+    """Return a warning if one unit holds most of the model, which stage 3 then gathers at once; else None."""
     sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.reshards) for unit in engine.units}
     total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
     if 2 * sizes[largest] <= total or total == 0:
@@ -63,7 +63,6 @@ def large_unit(engine: Engine) -> str | None:
 
 
 def print_units(engine: Engine) -> None:
-    """The table of units."""
     precision = engine.precision.name
     table = Table(
         title=f"{engine.config.stage.name.name}, {precision}, {engine.world_size} rank(s)", title_justify="left"
@@ -77,14 +76,10 @@ def print_units(engine: Engine) -> None:
 
 
 def print_held(engine: Engine, micro_batches: int, activations: Activations | None = None) -> None:
-    """The table at the end of a run: what this rank was planned to hold, and what it holds.
-
-    Args:
-        activations: of a micro-batch; ``None``: not known.
-    """
+    """Print the bytes that this rank was planned to hold and holds, at the end of a run."""
     from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
-    engine.after_step.settle()  # this rank alone, so without an agreement
+    engine.after_step.settle()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)
     plan = planned_now(engine, held)
@@ -117,7 +112,6 @@ def planned_peaks(
     states: States,
     activations: Activations | None,
 ) -> dict[Phase, Bytes]:
-    """Bytes of this rank at the worst moment of each phase."""
     rank = engine.comm.shard_rank
     if activations is None:
         return memory.peak_bytes(buckets, limits, rank, state_tensors=states)

@@ -1,7 +1,2 @@
-"""Callbacks.
-
-::
-
-    monitor    ZeroMonitor    flops  floating-point operations of a batch
-    averaging, stochastic_averaging, finetuning, pruning  Lightning's, where they need to know of shards
-"""
+"""Callbacks: ZeroMonitor (``monitor``, which counts FLOPs with ``flops``), and Lightning's callbacks on shards
+(``averaging``, ``stochastic_averaging``, ``finetuning``, ``pruning``)."""

@@ -1,8 +1,7 @@
-"""Lightning's WeightAveraging (and EMA) callbacks on shards.
+"""Run Lightning's WeightAveraging (and EMA) callbacks on shards: their copy of the module holds this rank's master
+shards.
 
-The callback copies the whole module before it is sharded, and updates and swaps parameters one by one. Here its copy is
-a copy of this rank's master shards, and updates and swaps run on these; checkpoints hold full tensors as they do
-without sharding.
+Checkpoints hold full tensors, as without sharding.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAverag
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.replaced import in_place_of
 
-EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint
+EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Have the masters of all buckets in memory, inside. The averages take as much memory anyway."""
+    """Hold the masters of all buckets in memory inside. The averages take as much memory."""
     engine.settle()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -40,7 +39,7 @@ def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
 
 
 class _Tensors(nn.Module):
-    """This rank's master shards as parameters, the module's buffers as buffers: what torch's AveragedModel averages."""
+    """This rank's master shards as parameters, and the module's buffers, for torch's AveragedModel to average."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class ShardedAverage(AveragedModel):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
-        self._homes: list[ResidentHome] = []  # of the averages, as they were saved last
+        self._homes: list[ResidentHome] = []  # of the averages, made for the last save
         self._beside_masters = device is None
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -79,12 +78,12 @@ class ShardedAverage(AveragedModel):
         with masters(self.engine):
             current = _Tensors(self.engine)
             for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
-                average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
+                average.data = average.data.to(now.dtype)  # thawing a bucket may change its dtype
             super().update_parameters(current)
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
-        """Put the averages into the model; with ``swap`` also the model's values into the averages."""
+        """Copy the averages into the model; with ``swap``, also the model's values into the averages."""
         self._begin_to_change()
         with masters(self.engine, changed=True):
             current = _Tensors(self.engine)
@@ -97,7 +96,7 @@ class ShardedAverage(AveragedModel):
         self.engine.masters_changed()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """On all ranks: full tensors on rank 0, and nothing on others; where folders are saved, each rank's parts."""
+        """Return full tensors on rank 0, or each rank's parts if folders are saved. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -115,14 +114,14 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of a bucket's masters with them, before they move."""
+        """Move the average of bucket ``number`` where a restage is about to move its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
             device = self.engine.comm.device if move.plan.home_tier is Tier.device else torch.device("cpu")
         values = move.of(average.detach()).to(device)
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-            values = values.clone()  # else a part would keep the memory of the whole
+            values = values.clone()  # a view would keep the whole storage alive
         self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
@@ -135,7 +134,7 @@ class ShardedAverage(AveragedModel):
         return self._homes
 
     def _begin_to_change(self) -> None:
-        """Let who saves in the background copy the averages first."""
+        """Let a background save copy the averages before they change."""
         for home in self._homes:
             home.open(to_write=True)
         self._homes = []
@@ -160,7 +159,7 @@ class ShardedAverage(AveragedModel):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Give averaging callbacks a sharded copy, after the module was sharded."""
+    """Give averaging callbacks a sharded copy once the module is sharded. Collective."""
     for callback in _averaging(trainer):
         waiting: Any = callback._average_model
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
@@ -171,13 +170,13 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
 
 
 def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The weights that training goes on with; the callback saves averages under their key."""
+    """Return the weights to train on with: averaging callbacks save the averages as the module's state."""
     weights: Mapping[str, Any] = checkpoint.get("current_model_state", checkpoint["state_dict"])
     return weights
 
 
 def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:
-    """What moves the averages of callbacks when the module of ``engine`` is restaged."""
+    """Return the functions that move callbacks' averages when ``engine`` is restaged."""
     averaging: list[Any] = [*_averaging(trainer), *stochastic(trainer)]
     averages = (callback._average_model for callback in averaging)
     return [a.follow for a in averages if isinstance(a, ShardedAverage) and a.engine is engine]
@@ -195,11 +194,7 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """What an averaging callback has in ``_average_model`` until the module is sharded.
-
-    Attributes:
-        loaded: from a checkpoint, for the average.
-    """
+    """Stands for ``_average_model`` until the module is sharded. ``loaded`` is the checkpoint to load then."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -215,7 +210,7 @@ class NoAverageYet:
 
 
 def averages_shards(trainer: pl.Trainer) -> bool:
-    """Whether a callback of ``trainer`` averages shards."""
+    """Whether the trainer's strategy is ours."""
     return hasattr(trainer.strategy, "_checkpoints")
 
 
@@ -270,11 +265,7 @@ def _on_load_checkpoint(
 
 
 def _average_of(callback: WeightAveraging) -> ShardedAverage:
-    """The average of a callback.
-
-    Raises:
-        RuntimeError: it belongs to another module.
-    """
+    """Return a callback's average. Raise RuntimeError if it belongs to another engine."""
     average: Any = callback._average_model
     if engine_of(average.engine.module) is not average.engine:
         raise RuntimeError(

@@ -1,8 +1,5 @@
-"""Lightning's fine-tuning callbacks on sharded parameters.
-
-They leave out parameters that the optimizer has already, and find these by comparing *values*, which sharded parameters
-do not show. Those are compared by identity.
-"""
+"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity, since they show no values to
+compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a training batch as it is computed."""
+"""Count the FLOPs of a training batch while it is computed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Inside, products of matrices, convolutions and attention are counted, by torch's formulas.
+    """Counts matrix products, convolutions and attention inside, by torch's formulas; ``backward`` includes
+    recomputation.
 
-    torch's own ``FlopCounterMode`` puts hooks on modules and tensors beside this, which stay with a graph.
-
-    Attributes:
-        forward: of what no backward computes.
-        backward: of the rest, recomputation among it.
+    torch's own ``FlopCounterMode`` leaves hooks on modules and tensors.
     """
 
     def __init__(self) -> None:
@@ -30,8 +27,7 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def of_model(self) -> int:
-        """What the model needs: what is computed a second time in a backward (activation checkpointing) is left out.
-        A backward takes twice its forward at most, and less where parameters are frozen."""
+        """FLOPs that the model needs, without recomputation: a backward counts as at most twice its forward."""
         return self.forward + min(self.backward, 2 * self.forward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +47,7 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if packet is _CPU_ATTENTION:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if packet is _CPU_ATTENTION_BACKWARD:
-        # grad_out, query, key, value; four products for two. The kernel's own product again is recomputation.
+        # args: grad_out, query, key, value. Four products for two; the kernel's fifth product is recomputation.
         return 2 * int(sdpa_flop_count(args[1].shape, args[2].shape, args[3].shape))
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

@@ -1,4 +1,4 @@
-"""ZeroMonitor: speed, memory by role and tier, and what compute has stood still for."""
+"""ZeroMonitor: logs speed, memory by role and tier, and the time that compute stood still."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
 
-SMOOTHED = 10  # logs that a speed is the average of
+SMOOTHED = 10  # number of logs over which speeds are averaged
 _BETWEEN_RANKS = ("gather", "reduce", "agree")
 _OFFLOADED = ("transfer", "step", "h2d", "d2h")
 _DISK = ("disk", "disk_read", "disk_write")
@@ -31,7 +31,7 @@ _DTYPES = {Precision.fp32: "fp32", Precision.fp64: "fp64", Precision.fp16: "fp16
 
 
 class ZeroMonitor(Callback):
-    """Logs, to every logger of the Trainer, under the names below. It sends no message and waits for no device.
+    """Logs these metrics to all loggers, without messages or waits. Raises ConfigError under other strategies.
 
     ::
 
@@ -40,29 +40,24 @@ class ZeroMonitor(Callback):
         zero/tflops_per_s            model FLOP/s of one device, in 1e12, where the FLOPs of a batch are known
         zero/mfu                     of the device's peak, where that is known too
         zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
-        zero/bytes_over_plan         these together, over those planned: 1.0
+        zero/bytes_over_plan         their sum over the planned sum: 1.0
         zero/peak_bytes/device       the most that tensors have taken of a GPU
         zero/wait_s_per_step         seconds that compute stood still, of which
         zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one),
                                      sequence (the exchange of heads)
         zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
-        zero/prefetch_hits           gathers that were issued before they were needed, of 1
+        zero/prefetch_hits           share of gathers that were issued before they were needed
 
-    Speeds are averages over the last ten logs, the rest is since the last one. Metrics are of rank 0, and what belongs
-    to no part of the run (disk without files, say) is not logged.
+    Speeds are averages over the last ten logs; the rest is since the last log. Metrics are rank 0's.
 
-    Model FLOPs are counted by torch's formulas while the first batch is computed, or taken from the module's
-    ``flops_per_batch`` (forward and backward of one batch, which ranks that share a sequence divide), as Lightning's
-    ThroughputMonitor does. Where modules are compiled only the latter is possible.
+    Model FLOPs are counted by torch's formulas during the first batch, or taken from the module's ``flops_per_batch``
+    (forward and backward of one batch, which ranks that share a sequence divide). Compiled modules need the latter.
 
     Args:
         every_n_steps: optimizer steps between two logs; default: ``Trainer(log_every_n_steps=)``.
-        prog_bar: show speed, and MFU where it is known, in the progress bar.
-        peak_flops: FLOP/s of one device; default: as known for the GPU.
-        count_flops: count while the first batch is computed.
-
-    Raises:
-        ConfigError: at the start of a run, with another strategy.
+        prog_bar: show speed, and MFU where known, in the progress bar.
+        peak_flops: FLOP/s of one device; default: the GPU's known peak.
+        count_flops: count FLOPs during the first batch.
     """
 
     def __init__(
@@ -82,9 +77,7 @@ class ZeroMonitor(Callback):
         self._recorder: Recorder | None = None
         self._counting: FlopCount | None = None
         self._flops_per_sample: float | None = None
-        self._sums: defaultdict[str, float] = defaultdict(
-            float
-        )  # since training began, in which validation is left out
+        self._sums: defaultdict[str, float] = defaultdict(float)  # since training began, without validation
         self._logged: deque[dict[str, float]] = deque(maxlen=SMOOTHED + 1)
         self._since: float = 0.0
 
@@ -110,7 +103,7 @@ class ZeroMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._end_counting()  # of a batch that was left out: on_train_batch_start has returned -1
+        self._end_counting()  # still open if on_train_batch_start returned -1
         first = self._recorder is not None and not self._sums["batches"]
         known = getattr(pl_module, "flops_per_batch", None) is not None
         if first and self._count_flops and not known and not _engine(trainer).compiled.are_there:
@@ -138,7 +131,7 @@ class ZeroMonitor(Callback):
             self._log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_counting()  # likewise
+        self._end_counting()  # as in on_train_batch_start
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder is not None:
@@ -154,7 +147,7 @@ class ZeroMonitor(Callback):
         self._let_go()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._let_go()  # where another callback's hook has raised before ours was called
+        self._let_go()  # still open if another callback's hook raised
 
     def _let_go(self) -> None:
         self._end_counting()
@@ -176,10 +169,10 @@ class ZeroMonitor(Callback):
         speed = self._speed(trainer, {name: now[name] - oldest.get(name, 0) for name in now})
         recent = {name: now[name] - before.get(name, 0) for name in now}
         metrics = speed | self._waits(trainer, recent) | self._memory(trainer)
-        # Not ``self.log``: what that is given is dropped where Trainer(log_every_n_steps=) is another number.
+        # Not ``self.log``: Lightning drops its values if Trainer(log_every_n_steps=) differs from ours.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        # As tensors of the host: numbers Lightning would send to the device, one by one, and wait for each.
+        # Host tensors: Lightning would send plain numbers to the device one by one, and wait for each.
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         trainer.callback_metrics.update(values)
         if self._prog_bar:
@@ -188,7 +181,6 @@ class ZeroMonitor(Callback):
                 pl_module.log(name, values[name], on_step=True, on_epoch=False, logger=False, prog_bar=True)
 
     def _now(self, trainer: pl.Trainer) -> dict[str, float]:
-        """What has been counted until now."""
         assert self._recorder is not None
         sums, order, now = self._sums, _engine(trainer).order, time.monotonic()
         sums["seconds"] += now - self._since
@@ -236,7 +228,7 @@ class ZeroMonitor(Callback):
 
 
 def at_rest(held: Bytes) -> int:
-    """All of ``held`` but for staging buffers, which what is in files passes through."""
+    """Return the sum of ``held`` without staging buffers."""
     return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
 
 
@@ -245,13 +237,13 @@ def _engine(trainer: pl.Trainer) -> Engine:
 
 
 def _batches_at_once(trainer: pl.Trainer) -> int:
-    """That all ranks together compute: one each, or one for all that share a sequence."""
+    """Count batches that all ranks compute at once: ranks that share a sequence share one."""
     batches: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
     return batches
 
 
 def _kinds(engine: Engine) -> set[str]:
-    """What belongs to the run: of :data:`STANDS` and :data:`MOVES`."""
+    """Return the kinds of :data:`STANDS` and :data:`MOVES` that can occur in this run."""
     kinds = set(_BETWEEN_RANKS) if engine.world_size > 1 else set()
     if engine.config.offload.name is not Offload.none:
         kinds.update(_OFFLOADED)
@@ -267,7 +259,7 @@ def _known_peak(engine: Engine) -> float | None:
 
 
 def _size(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch; 0 where it does not say. Tokens are whole numbers [samples, length]."""
+    """Return samples and tokens of a batch, 0 where unknown. Tokens are integers of shape [samples, length]."""
     first = next(_tensors(batch), None)
     if first is None:
         return 0, 0
@@ -276,7 +268,7 @@ def _size(batch: Any) -> tuple[int, int]:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Those that have samples, the one with the inputs first where it has the usual name."""
+    """Yield tensors that have samples, ``input_ids`` first."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield batch

@@ -1,9 +1,7 @@
-"""Lightning's ModelPruning on shards.
+"""Run Lightning's ModelPruning on shards, while parameters hold whole values.
 
-The callback computes masks from the values of parameters, and replaces these: ``weight`` becomes the parameter
-``weight_orig``, the buffer ``weight_mask``, and a hook that multiplies them before each forward. Here all of that runs
-where parameters hold their whole values. They stay the same objects under another name, so that the engine and the
-optimizers keep them. Masks, and the products that the hooks leave on modules, are not sharded.
+The callback turns ``weight`` into the parameter ``weight_orig``, the buffer ``weight_mask`` and a hook. The parameter
+object stays, so the engine and the optimizers keep it. Masks and the hook's products are not sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ def _with_values(engine: Engine | None) -> Generator[None, None, None]:
         return
     with show_full(engine, list(engine.module.parameters())):
         yield
-    engine.sync_buffers()  # masks that were drawn at random: rank 0's
+    engine.sync_buffers()  # random masks differ between ranks
 
 
 @in_place_of(ModelPruning, "setup")
@@ -56,7 +54,7 @@ def _make_pruning_permanent(theirs: Any, callback: ModelPruning, module: nn.Modu
 def _on_save_checkpoint(
     theirs: Any, callback: ModelPruning, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
 ) -> None:
-    """Masks are applied to the state dict that is saved. The callback would ask the module for another one."""
+    """Apply masks to the state dict being saved. The callback would ask the module for a new one."""
     if engine_of(module) is None:
         theirs(callback, trainer, module, checkpoint)
         return

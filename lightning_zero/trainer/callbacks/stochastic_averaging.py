@@ -1,9 +1,5 @@
-"""Lightning's StochasticWeightAveraging on shards.
-
-The callback copies the whole module before it is sharded, and then averages and transfers parameters one by one. Here
-its copy is one of this rank's master shards, as that of ``WeightAveraging`` is (``averaging.py``), and the callback's
-own code does the rest: schedules, the epoch that renews batch norms, what is in checkpoints.
-"""
+"""Run Lightning's StochasticWeightAveraging on shards: its copy holds this rank's master shards, as in
+``averaging.py``."""
 
 from __future__ import annotations
 
@@ -27,17 +23,17 @@ from lightning_zero.trainer.replaced import in_place_of
 
 
 class StochasticAverage(ShardedAverage):
-    """What the callback has in ``_average_model``. Its state dict is that of the whole module."""
+    """The callback's ``_average_model``. Its state dict is that of the whole module."""
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Let ``avg_fn``, which is element-wise, average the masters in; the first ones are taken as they are."""
+        """Average the masters in by the element-wise ``avg_fn``. The first masters are copied."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):
             for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
-                own.data = own.data.to(bucket.master.dtype)  # a bucket that was frozen may have another since it is not
-                # Parameter by parameter: what lies between them is zero and stays so, whatever ``avg_fn`` makes of it.
+                own.data = own.data.to(bucket.master.dtype)  # thawing a bucket may change its dtype
+                # Parameter by parameter, because the padding between parameters must stay zero.
                 for f in bucket.owned_fragments():
                     part = slice(f.start, f.start + f.numel)
                     now = bucket.master[part].to(own.device)
@@ -47,7 +43,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def transfer(self) -> None:
-        """Give the averages to the model."""
+        """Copy the averages into the model."""
         take_writes_over(self.engine)
         with masters(self.engine, changed=True):
             for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
@@ -63,7 +59,7 @@ class StochasticAverage(ShardedAverage):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Give the callbacks a sharded copy, after the module was sharded."""
+    """Give the callbacks a sharded copy once the module is sharded. Collective."""
     for callback in stochastic(trainer):
         waiting: Any = callback._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=callback._device)

@@ -1,8 +1,7 @@
-"""Measures what a micro-batch needs beside parameters: one forward and backward on fake tensors, which have no memory.
+"""Measure what a micro-batch needs beside parameters, by one forward and backward on fake tensors without memory.
 
-The module is copied with fake tensors in the place of its parameters, in the dtypes that it would compute with; its
-own ``training_step`` runs, and every storage that is made counts until it dies. Fake tensors are on a fake CPU: a
-kernel of a GPU may need scratch memory of its own beside this.
+A copy of the module runs its own ``training_step``; every storage counts until it is freed. Fake tensors are on a fake
+CPU, so scratch memory of GPU kernels does not count.
 """
 
 from __future__ import annotations
@@ -44,20 +43,16 @@ from lightning_zero.trainer.memory.fake_module import (
 
 
 class NotMeasured(ConfigError):
-    """The module does not run on tensors that have no values."""
+    """The module does not run on fake tensors."""
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside make, each until nobody holds it any more.
+    """Counts bytes of storages that operations create inside: ``now``, and ``most`` since :meth:`restart`.
 
-    Attributes:
-        now: bytes of those that live.
-        most: the most since :meth:`restart`.
-        flops: floating-point operations of matrix products, convolutions and attention, by torch's formulas. (Its own
-            counter keeps tensors of checkpointed calls alive.)
+    ``flops`` is by torch's formulas; torch's own counter keeps tensors of checkpointed calls alive.
     """
 
     def __init__(self) -> None:
@@ -70,14 +65,14 @@ class LiveBytes(TorchDispatchMode):
         self.most = self.now
 
     def ignore(self, tensors: Any) -> None:
-        """Do not count what these hold: they were there before."""
+        """Do not count the storages of these tensors."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._add(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and _is_number_without_value(args[0]):
-            return 1.0  # a loss that is read to be logged; lengths and conditions have no value to go on with
+            return 1.0  # a loss read for logging; reading a length or a condition fails
         result = func(*args, **(kwargs or {}))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
@@ -106,7 +101,7 @@ def _is_number_without_value(tensor: Tensor) -> bool:
 
 
 class _Begins(torch.autograd.Function):
-    """The identity; its backward says that the backward of a unit begins."""
+    """The identity, which calls ``begins`` in its backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, begins: Callable[[], None]) -> Tensor:
@@ -120,13 +115,9 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a pass into stretches by the calls of units."""
+    """Divides a pass into stretches at the calls of units. ``slots``: the number of gradients of each bucket."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
-        """
-        Args:
-            slots: of each bucket, how many gradients come.
-        """
         self._live, self._slots = live, slots
         self._unit, self._backward = 0, False
         self.stretches: list[Stretch] = []
@@ -135,7 +126,7 @@ class _Recorder:
         self._done: set[int] = set()
 
     def enter(self, unit: int, *, backward: bool) -> None:
-        """The stretch of before is over."""
+        """End the current stretch and begin one of ``unit``."""
         self.stretches.append(
             Stretch(self._unit, self._backward, self._live.most, frozenset(self._begun), frozenset(self._done))
         )
@@ -167,16 +158,11 @@ def measure(
     *,
     trainer: Any = None,
 ) -> Activations:
-    """Bytes of one forward and backward of ``module``, which may be on meta and must not be sharded yet.
+    """Measure one forward and backward of ``module``, which may be on meta, must not be sharded yet, and stays
+    unchanged.
 
-    Nothing of ``module`` changes. What its hooks around batches do is left out.
-
-    Args:
-        batch: real or fake tensors.
-        trainer: what ``self.trainer`` is in ``training_step``; default: a stand-in.
-
-    Raises:
-        NotMeasured: ``training_step`` fails on tensors that have no values.
+    Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
+    Raises NotMeasured if ``training_step`` fails on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -194,7 +180,7 @@ def measure(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what fails inside of fake tensors; the exception says it too."""
+    """Silence torch's log of failures in fake tensors; the exception has the same text."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -252,18 +238,18 @@ class _Measurement:
         return inner(*args, **kwargs)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As a unit runs by itself: computed again in the backward, if so set."""
+        """Run a unit with activation checkpointing, if that is set."""
         if self._config.activation_checkpointing is Recompute.none:
             return inner(*args, **kwargs)
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As under ``zero.vertical_chunks``."""
+        """Run a unit in chunks, as under ``zero.vertical_chunks``."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
-        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # without values there is no trial
+        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # no trial without values
         inputs.divided = [divided and tensor.untyped_storage()._cdata not in self._own for divided, tensor in pairs]
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.vertical_chunks: a {type(module).__name__}: {why}.")
@@ -279,7 +265,7 @@ class _Measurement:
         return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any]) -> None:
-        """Have the recorder know when ``module`` runs, and ``how`` it does."""
+        """Run ``module`` by ``how``, and tell the recorder when it runs."""
         inner = module.forward
         recorder = self._recorder
 
@@ -302,13 +288,13 @@ class _Measurement:
     def run(self, batch: Any) -> Activations:
         self._own = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
         with self._mode:
-            made: dict[int, Any] = {}  # what is given twice is one tensor
+            made: dict[int, Any] = {}  # a tensor given twice stays one tensor
             fake = tree_map(lambda value: made.setdefault(id(value), self._fake(value)), batch)
             self._live.ignore((list(self._module.parameters()), list(self._module.buffers()), fake))
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._own and not self._recorder.in_backward:  # else for a second forward
+                if storage._cdata not in self._own and not self._recorder.in_backward:  # else recomputed
                     self._saved[storage._cdata] = storage.nbytes()
                 return tensor
 
@@ -332,7 +318,7 @@ class _Measurement:
         return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total, exchanged)
 
     def _train(self, batch: Any) -> None:
-        """One step, of a part of the batch where ranks share sequences."""
+        """Run one step, on this rank's part of the batch if ranks share sequences."""
         step = self._module.training_step
         if self._config.sequence_parallel == 1:
             self._step(step, batch)
@@ -382,12 +368,11 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """What Lightning takes for the loss."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _keep_output_dtype(module: nn.Module) -> None:
-    """As the engine has it of modules that compute in fp32 among lower precision."""
+    """Convert inputs and outputs as the engine does for fp32 modules in lower precision."""
     before, after = dtype_hooks(module)
     inner = module.forward
 
@@ -405,11 +390,7 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Activations of ``batch``, and of one with twice its samples, from which other sizes follow.
-
-    Raises:
-        NotMeasured: see :func:`measure`.
-    """
+    """Measure ``batch`` and one of twice its size, from which other sizes follow. May raise NotMeasured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
@@ -429,8 +410,8 @@ def measure_sizes(
 
 
 def of_size(batch: Any, size: int, wanted: int) -> Any:
-    """``batch``, which has ``size`` samples, with as many as are ``wanted``, without values."""
-    made: dict[int, Any] = {}  # what is given twice is one tensor
+    """Return ``batch``, of ``size`` samples, with ``wanted`` samples on meta."""
+    made: dict[int, Any] = {}  # a tensor given twice stays one tensor
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == size:

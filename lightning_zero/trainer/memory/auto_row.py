@@ -1,4 +1,4 @@
-"""Decides ``zero/stage=auto`` at the start of a run: on rank 0, from what all ranks have, and the same for all.
+"""Decide ``zero/stage=auto`` when a run starts: rank 0 decides for all, from what all ranks have.
 
 ::
 
@@ -55,14 +55,12 @@ KEY = "lightning_zero_auto"  # in checkpoints
 
 @dataclass(frozen=True)
 class Decision:
-    """The row that a run has, and why. It is saved in checkpoints.
+    """The chosen row and the reason. Saved in checkpoints.
 
     Attributes:
-        stage, offload: rows.
-        reason: a sentence.
-        samples: the largest micro-batch of a rank that fits, by the plan; ``None``: not known.
-        world_size: ranks that it was made for.
-        fitting: made for training.
+        samples: the largest micro-batch per rank that fits, by the plan; None if not known.
+        world_size: the number of ranks it was made for.
+        fitting: whether it was made for training.
     """
 
     stage: str
@@ -85,13 +83,8 @@ class Decision:
 
 @dataclass
 class Auto:
-    """The rows of a strategy that are decided at the start of a run.
-
-    Attributes:
-        asked: the settings that leave them open; ``None``: there is nothing to decide.
-        decision: what they have become, and why.
-        saved: that of the checkpoint that was loaded last.
-    """
+    """A strategy's decision. ``asked``: settings that leave rows open, or None. ``saved``: the loaded checkpoint's
+    decision."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
@@ -99,24 +92,20 @@ class Auto:
 
 
 class _Place(NamedTuple):
-    """What one rank has."""
+    """What one rank has, in free bytes."""
 
     host: str
-    gpu: int  # bytes that are free; 0: it computes on the host
+    gpu: int  # 0: the rank computes on the host
     memory: int
     disk: int
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """Give ``strategy`` the rows that a run is to have, if they are to be decided. On all ranks.
-
-    Raises:
-        ConfigError: on all ranks: no row fits.
-    """
+    """Set the strategy's rows if they are open. Raise ConfigError on all ranks if no row fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return
-    if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
+    if before is not None and engine_of(module) is not None:  # keep it while the module is sharded
         return
     places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
 
@@ -139,7 +128,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Of ``zero.offload``, with the folder for files that a preset takes from the environment."""
+    """Return the offload settings, with the folder for files that a preset takes from the environment."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -155,7 +144,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """The ranks' machine: as if all hosts were the one that has the least for each rank."""
+    """Return the ranks' machine, as if all hosts were the one with the least for each rank."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -182,7 +171,7 @@ def _decide(
     model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.run_plan.activations = partial(_itself, found)  # not a lambda: strategies are pickled
+        strategy.run_plan.activations = partial(_itself, found)  # a lambda could not be pickled
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:
@@ -206,7 +195,7 @@ def _decide(
 
 
 def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tuple[bool, str]:
-    """Whether a run that goes on keeps the row of its checkpoint, and if not, why."""
+    """Whether a resumed run keeps its checkpoint's row, and if not, why."""
     found = [c for c in candidates if (c[0].value, c[1].value) == (saved.stage, saved.offload)]
     before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
     if not found:
@@ -223,8 +212,7 @@ def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tup
 def model_of(
     strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
 ) -> tuple[Model, list[str]]:
-    """The model as planning sees it, with the activations of one batch and the state of its optimizers; and what was
-    assumed where these are not known, and why."""
+    """Return the model as planning sees it, and a list of what was assumed where facts are not known."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
     limits = Limits(
@@ -260,10 +248,10 @@ def model_of(
 def activations_of(
     plugin: ZeroPrecision, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig
 ) -> tuple[ByBatchSize | None, str]:
-    """Activations of a first batch of training, or why they are not known. The loaders' random numbers stay."""
+    """Measure activations of a first training batch, or say why they are not known. Random numbers stay unchanged."""
     try:
         batch = first_batch(trainer)
-    except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
+    except Exception as error:  # of users' code; training will raise it again
         return None, f"a first batch cannot be taken: {type(error).__name__}: {error}"
     try:
         return measure_sizes(module, batch, config, plugin.row, trainer=trainer), ""
@@ -272,13 +260,13 @@ def activations_of(
 
 
 def first_batch(trainer: pl.Trainer) -> Any:
-    """A batch like those of training, on the host: of the first samples, in no sampler's order, by no worker."""
+    """Make a batch of the first samples, on the host, without samplers or workers."""
     with isolate_rng(include_cuda=False):
         return batch_from(trainer.fit_loop._data_source.dataloader())
 
 
 def batch_from(loaders: Any) -> Any:
-    """What the first samples of a loader make, or of each in a collection of loaders."""
+    """Collate the first samples of a loader, or of each loader in a collection."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):

@@ -1,7 +1,4 @@
-"""A copy of a module with fake tensors, which have no memory, that runs its steps and changes nothing of the module.
-
-It logs nothing, steps nothing, and finds a trainer: that of the run, or a stand-in.
-"""
+"""Copy a module with fake tensors, which have no memory, to run its steps without effects."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """A trainer for the copy: the one of the run, if there is one, with optimizers that step nothing."""
+    """The copy's trainer: the run's, if there is one, but with optimizers that step nothing."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer, optimizers=optimizers)
@@ -73,7 +70,7 @@ _TRAINER: dict[str, Any] = {
 def fake_copy(
     module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
 ) -> pl.LightningModule:
-    """A copy with fake tensors: parameters in ``dtypes`` by id, ties kept."""
+    """Copy ``module`` with fake tensors; ``dtypes`` are by ``id``. Tied parameters stay tied."""
     memo: dict[int, Any] = {id(None): None}
     for owner in ("_trainer", "_fabric"):
         held = module.__dict__.get(owner)
@@ -93,7 +90,7 @@ def fake_copy(
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Have the copy log nothing, step nothing, and find a trainer."""
+    """Make the copy log nothing, step nothing, and find a trainer."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -107,7 +104,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """For manual optimization: as many optimizers as the module's own, which do nothing."""
+    """Give a copy with manual optimization as many optimizers as its own, which do nothing."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -131,9 +128,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Tensors of state for each parameter, the most that any optimizer of a copy of ``module`` keeps, or the state of
-    each parameter, where some step whole tensors; where that cannot be found, as many as Adam has, and why.
-    """
+    """Return the planned state of ``module``'s optimizers; if unknown, Adam's number of tensors, and why."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False):
@@ -148,13 +143,13 @@ def states_of(
             )
     except UnknownStateError as error:
         return ADAM_STATES, str(error)
-    except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
+    except Exception as error:  # of users' code; training will raise it again
         return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
     return found, ""
 
 
 def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Call what belongs to a parameter when its gradient has arrived, and drop the gradient."""
+    """Call each parameter's function when its gradient arrives, and drop the gradient."""
 
     def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
         def drop(param: Tensor) -> None:
@@ -168,12 +163,10 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its values when a module gets it. All other tensors have values, which its code may
-    look at, unlike under ``torch.device("meta")``.
-    """
+    """Move each parameter to meta when a module registers it. Other tensors keep values, which code may read."""
 
     def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        if param is None or param.is_meta:  # a tied one stays the same object
+        if param is None or param.is_meta:  # a tied parameter stays one object
             return None
         return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Measures the bytes that an engine holds on this rank, by role and tier, to be set beside those that were planned."""
+"""Measure the bytes that an engine holds on this rank, by role and tier, to compare with the plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from lightning_zero.planning.placement import Tier
 
 
 def held_bytes(engine: Engine) -> Bytes:
-    """Bytes of this rank now, by role and tier: every storage once, and files as their tier reserved them.
+    """Count this rank's bytes by role and tier: each storage once, and files by their reserved size.
 
-    Parameters that are gathered for a moment do not rest and do not count, nor do numbers that the optimizer keeps once
-    for a run (a step count). Tensors of files that are in memory now count as staging, beside the ring.
+    Gathered parameters and step counts do not count. File tensors in memory count as staging, like the ring's buffers.
     """
     held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     seen: set[int] = set()
@@ -36,7 +35,7 @@ def held_bytes(engine: Engine) -> Bytes:
         storage = None if tensor is None else tensor.untyped_storage()
         if storage is None or not storage.nbytes() or storage._cdata in seen:
             return
-        seen.add(storage._cdata)  # the object, not the address: on the meta device all have the same address
+        seen.add(storage._cdata)  # by object, because meta tensors share one address
         held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
 
     for bucket in engine.buckets:
@@ -57,7 +56,7 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
+    """Divide ``total`` bytes in files by role: bytes that are neither masters nor compute parameters are state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.rank, state=(), moment=Moment.cleared):
@@ -68,13 +67,12 @@ def _in_files(engine: Engine, total: int) -> Bytes:
 
 
 def plan_of(engine: Engine) -> list[BucketPlan]:
-    """The plans of all buckets, as :mod:`lightning_zero.planning.memory` needs them."""
     return [bucket.plan for bucket in engine.buckets]
 
 
 def state_tensors(engine: Engine) -> States:
-    """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped; or all state of
-    this rank, as it follows from the owners, where some step whole tensors."""
+    """Count state tensors per parameter so far; if some optimizer steps whole tensors, return this rank's whole
+    state."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(
@@ -90,7 +88,6 @@ def state_tensors(engine: Engine) -> States:
 
 
 def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
-    """The settings that bound the bytes that come and go."""
     config = engine.config
     return Limits(
         config.prefetch_bytes,
@@ -103,8 +100,8 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """What was planned to be held at this moment, between two steps. Gradients that the user has cleared are dropped at
-    the next backward: they are held, and planned, until then."""
+    """Return the bytes planned for now, between two steps. Cleared gradients count until the next backward drops
+    them."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

@@ -1,4 +1,4 @@
-"""What state optimizers will have, before anything is sharded: for a plan."""
+"""Plan the state that optimizers will have, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.planning.tensor_states import TensorState, TensorStates
 
 
 class UnknownStateError(Exception):
-    """What an optimizer keeps cannot be known before training; the message says which one, and why."""
+    """An optimizer's state cannot be known before training; the message names the optimizer and the reason."""
 
 
 def planned_states(
@@ -28,15 +28,15 @@ def planned_states(
     window_nbytes: int,
     param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
 ) -> int | TensorStates:
-    """Tensors of state for each parameter, where all optimizers step slices; else the state of each parameter.
+    """Return the number of state tensors per parameter, or each parameter's state if some optimizer steps whole
+    tensors.
+
+    Raises UnknownStateError if an optimizer cannot be tried.
 
     Args:
-        optimizers: with parameters of any kind, with memory or without. They are not changed.
-        window_nbytes: bytes of gradients that travel at a time.
-        param_of: the parameter of ``units`` that one of the optimizers' stands for.
-
-    Raises:
-        UnknownStateError: an optimizer cannot be tried.
+        optimizers: unchanged; their parameters may be on meta or fake.
+        window_nbytes: bytes of gradients in transit at a time.
+        param_of: maps an optimizer's parameter to that of ``units``.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):

@@ -1,14 +1,14 @@
-"""Checkpoints of a Trainer.
+"""Checkpoints of the Trainer.
 
 ::
 
     checkpointing        the strategy's hooks for checkpoints
-    checkpoint_files     what the strategies of the Trainer and of Fabric do alike
+    checkpoint_files     reading and writing, shared with Fabric
     checkpoint_io        files, written whole or not at all
-    range_saves          saves of one file by all ranks
+    range_saves          one file, written by all ranks
     sharded_checkpoints  folders, written by all ranks
-    background_saves     saves of folders that go on behind training
-    kept_files           last.ckpt, and what a dead run has left
-    checkpoint_fits      whether one is of this model, and what it overrules
+    background_saves     folders, written while training goes on
+    kept_files           last.ckpt, and leftovers of a dead run
+    checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       generators of all ranks
 """

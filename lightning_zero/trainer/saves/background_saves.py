@@ -1,4 +1,4 @@
-"""Saves of folders that go on behind training: ``zero.checkpoint.background``.
+"""Write checkpoint folders in the background while training goes on: ``zero.checkpoint.background``.
 
 ::
 
@@ -10,14 +10,13 @@
     train                                             rank 0: last.ckpt leads there, an older one is removed
     the next step, save or end: an error, on all ranks
 
-Ranks tell rank 0 what they have written through the store (``ranks/mailbox.py``), so no rank waits for another one, and
-nothing that comes from the store is unpickled. ``dcp.async_save`` unpickles what ranks send each other, and waits for a
-dead rank as long as its process group does. Copies are made as by DCP's ``DefaultStager``: it was as good as copies of
-one home at a time that were written past the page cache by threads of lowest priority (``make bench-checkpoint``, 98 M
-parameters, 2 ranks on 2 idle cores, 2026-11-23)::
+Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``): no rank waits for another, and nothing
+from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead rank until its process
+group times out. Shards are copied as DCP's ``DefaultStager`` does: copying one home at a time in low-priority threads
+was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks on 2 idle cores, 2026-11-23)::
 
                                       stall s   durable s   MiB
-    those copies                      0.030     2.35        396
+    one home at a time                0.030     2.35        396
     dcp.async_save, DefaultStager     0.024     2.01        382
     dcp.async_save                    0.560     3.45        560
     a folder, while training waits    0.582     0.582        17
@@ -44,25 +43,21 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """What a rank posts in the place of its part."""
-
     text: str
 
 
 class BackgroundSaves:
-    """Runs the saves of one strategy, of which one at a time is under way.
+    """Runs a strategy's background saves, one at a time.
 
-    Attributes:
-        may_fail: training goes on if the save that is under way fails. The same on all ranks.
-        spare: memory of the last copies, for the next ones.
+    ``may_fail``: training goes on if the save fails; the same on all ranks. ``spare``: memory for the next copies.
     """
 
     def __reduce__(self) -> Any:
-        return type(self), ()  # a copy of a strategy has saves of its own
+        return type(self), ()  # a copied strategy starts without saves
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None  # fails with all that were given before
+        self._last: Future[None] | None = None  # fails if any earlier task has failed
         self._hurry = threading.Event()
         self._name = ""
         self._count: Count | None = None
@@ -71,12 +66,12 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether one was begun, and nobody has waited for it since. The same on all ranks."""
+        """Whether a save was begun and not yet waited for. The same on all ranks."""
         return self._last is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows of a failure. Nothing is waited for."""
+        """Whether this rank already knows of a failure. Does not wait."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def begin(
@@ -91,14 +86,14 @@ class BackgroundSaves:
         *,
         may_fail: bool,
     ) -> None:
-        """Begin to write. On all ranks.
+        """Start a save in this rank's thread. Collective.
 
         Args:
-            key: of its mailbox.
-            write: this rank's part; rank 0 gets what it returns.
-            end: is called on rank 0 with what all ranks have returned, in rank order.
-            close: is called at the end in any case, with the error that has kept it from being written.
-            count: of what ``write`` has written.
+            key: of the save's mailbox.
+            write: writes this rank's part, and returns a value for ``end``.
+            end: called on rank 0 with the values of all ranks, in rank order.
+            close: called last, with the error if the save failed.
+            count: bytes written by ``write`` so far.
         """
         rank, world_size = (waits.rank, waits.world_size) if waits is not None else (0, 1)
         mail = Mailbox(key, rank, world_size)
@@ -123,7 +118,7 @@ class BackgroundSaves:
 
     def _parts(self, mail: Mailbox, waits: Waits | None) -> list[Any]:
         def give_up(missing: Sequence[int], quiet_s: float) -> str:
-            if waits is None or not self._hurry.is_set():  # a disk may be slow, and a rank that is gone ends the run
+            if waits is None or not self._hurry.is_set():  # disks may be slow; a dead rank ends the run anyway
                 return ""
             gone = waits.silent()
             if any(rank in gone for rank in missing) or quiet_s > waits.stall_timeout_s:
@@ -137,7 +132,7 @@ class BackgroundSaves:
         return parts
 
     def then(self, act: Callable[[], Any]) -> None:
-        """Do this when what is under way is written, and not if it failed: here and now if nothing is."""
+        """Call ``act`` after the save under way, unless it fails; call it now if there is none."""
         if self._last is None or self._threads is None:
             act()
             return
@@ -149,21 +144,14 @@ class BackgroundSaves:
         self._last = self._threads.submit(run)
 
     def wait(self, long_work: LongWork = SILENT) -> None:
-        """Wait until this rank has nothing to do any more.
-
-        Args:
-            long_work: shows how far it is.
-
-        Raises:
-            Exception: what has failed, with file and cause.
-        """
+        """Wait until this rank's thread is idle. Raise the save's error, with file and cause."""
         last, self._last = self._last, None
         if last is not None:
             long_work.wait(last, f"saving {self._name}", self._count)
             last.result()
 
     def wait_alone(self, long_work: LongWork = SILENT) -> None:
-        """As :meth:`wait`, where other ranks may be gone; what has failed is said."""
+        """Do :meth:`wait` while other ranks may be gone. Warn of an error instead of raising it."""
         self._hurry.set()
         try:
             self.wait(long_work)

@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric do alike with files and folders of checkpoints."""
+"""Read and write files and folders of checkpoints, for the strategies of the Trainer and of Fabric."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
 
 T = TypeVar("T")
-_ZIP = b"PK\x03\x04"  # how a file of torch.save begins
+_ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
 
 class CheckpointFiles:
-    """A strategy, as far as files are concerned."""
-
     config: ZeroConfig
     if TYPE_CHECKING:  # the strategy's
         _checkpoint_io: CheckpointIO | None
@@ -43,12 +41,11 @@ class CheckpointFiles:
 
     @property
     def _long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0."""
         return LongWork(self.is_global_zero and self.config.summary)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        """The user's CheckpointIO, else ours. An AsyncCheckpointIO without an inner one gets ours."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -60,15 +57,11 @@ class CheckpointFiles:
     def _write_folder(
         self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any
     ) -> None:
-        """Save ``checkpoint`` as a folder. Collective.
-
-        Args:
-            options: of a plugin.
-            settings: of :func:`divide`.
+        """Save ``checkpoint`` as a folder; ``settings`` are those of :func:`divide`. Collective.
 
         Raises:
-            ConfigError: there are ``options``, or the path is not on a mounted file system.
-            Exception: on all ranks, with folder and cause: it could not be written.
+            ConfigError: there are storage ``options``, or the path is not on a mounted file system.
+            Exception: writing failed; on all ranks, with the folder and the cause.
         """
         if options is not None:
             raise ConfigError(
@@ -82,11 +75,9 @@ class CheckpointFiles:
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
-        """Read a file or a folder. Collective.
+        """Read a file or a folder, after comparing it with its checksums if ``verified``. Collective.
 
-        Args:
-            verified: it is compared with its checksums before.
-            of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
+        ``of_trainer``: give the module's entry the name it has in checkpoints of the Trainer.
         """
         if verified:
             self._verify(path)
@@ -99,11 +90,9 @@ class CheckpointFiles:
         return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
-        """Compare a checkpoint with its checksums. Those that see the same one look at a part of it each. Collective.
+        """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Collective.
 
-        Raises:
-            ConfigError: on all ranks, with the file: it is not as it was written.
-            OSError: the system's.
+        Raises ConfigError on all ranks, with the file, if it is damaged.
         """
         if not is_local(path):
             raise ConfigError(
@@ -112,7 +101,7 @@ class CheckpointFiles:
             )
         name = get_filesystem(path)._strip_protocol(str(path))
         found = self._gather_objects(_identity(name), "checksums")
-        # A node that has a copy of its own reads all of it.
+        # Ranks that see different copies check theirs separately.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
         part = peers.index(self.global_rank)
         report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))
@@ -134,20 +123,16 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare a part of a checkpoint with its checksums, before anything of it is loaded.
-
-    Raises:
-        ConfigError: it is not as it was written; with the file.
-    """
-    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # said by who loads it
+    """Check one of ``parts`` parts against its checksums before loading. Raise ConfigError if it is damaged."""
+    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:
         report = check(name, part, parts, long_work)
     except zipfile.BadZipFile as error:
         with open(name, "rb") as file:
-            if file.read(len(_ZIP)) == _ZIP:  # torch might read it all the same, and take other bytes for tensors
+            if file.read(len(_ZIP)) == _ZIP:  # torch might read wrong bytes as tensors
                 raise ConfigError(refusal(Path(name), f"it cannot be read: {error}")) from error
-        return Report(0, 1, [])  # an older format, or no checkpoint: likewise
+        return Report(0, 1, [])  # an older format, or no checkpoint
     if report.damage:
         raise ConfigError(
             f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "

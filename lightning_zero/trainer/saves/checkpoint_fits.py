@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model and these optimizers, and which of their settings it overrules."""
+"""Check whether a checkpoint fits this model and these optimizers, and warn of settings that it overrides."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ from lightning_zero.engine import engine_of
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
-_VERSION = "pytorch-lightning_version"  # Lightning needs it to bring older checkpoints up to date
-_HOOK = "on_fit_start"  # comes between configure_optimizers and the load of states
-_SHOWN = 5  # names of a kind
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # a step is computed, not what
-_CYCLED = frozenset({"betas", "momentum"})  # by schedulers that keep the bounds in the group
+_VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it
+_HOOK = "on_fit_start"  # runs between configure_optimizers and the load of states
+_SHOWN = 5  # names listed in a message
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # change how a step is computed, not its result
+_CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle momentum
 
 
 class OtherModelError(ConfigError, RuntimeError):
-    """A checkpoint of another model. A RuntimeError too, because torch and so DDP raise that."""
+    """The checkpoint is of another model. Also a RuntimeError, which torch and DDP raise."""
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """A checkpoint without states to go on with. A KeyError too, because Lightning raises that."""
+    """The checkpoint has no optimizer states to go on with. Also a KeyError, which Lightning raises."""
 
     __str__ = Exception.__str__
 
 
 def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
-    """``loaded``, if it is a checkpoint of Lightning.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return ``loaded`` if it is a checkpoint of Lightning; raise ConfigError otherwise."""
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), Mapping) and _VERSION in loaded:
         return loaded
     what = f"a {type(loaded).__name__}"
@@ -57,10 +53,6 @@ def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
 
 
 def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """
-    Raises:
-        OnlyWeightsError: the checkpoint has no states of optimizers.
-    """
     if "optimizer_states" in checkpoint:
         return
     raise OnlyWeightsError(
@@ -71,7 +63,7 @@ def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
 
 
 class _WritesNothing(TorchFunctionMode):
-    """Makes ``Module.load_state_dict`` a rehearsal."""
+    """Makes ``Module.load_state_dict`` a rehearsal that copies nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
@@ -80,19 +72,15 @@ class _WritesNothing(TorchFunctionMode):
 
 
 def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, strict: bool) -> None:
-    """Refuse weights that ``module.load_state_dict`` would refuse, half of them loaded.
-
-    Raises:
-        OtherModelError: with the file, the names, and what to do.
-    """
+    """Raise OtherModelError if ``module.load_state_dict`` would refuse ``state``, before anything is loaded."""
     engine = engine_of(module)
     with engine.placeholders_allowed() if engine is not None else contextlib.nullcontext():
         own = module.state_dict(keep_vars=True)
         found = _differences(own, state, strict)
         if not found:
             return
-        # The module's hooks may know better: they rename keys of older versions, say. They are asked only now, because
-        # they may have effects.
+        # The module's hooks may fix the differences, for example by renaming old keys. They run only now, because they
+        # may have side effects.
         try:
             with warnings.catch_warnings(), _WritesNothing(), torch.no_grad():
                 warnings.simplefilter("ignore")
@@ -106,15 +94,8 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
 
 
 def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
-    """Refuse a checkpoint without frozen parameters for a module that has no values for them: its own initialisation
-    would stand in for what was trained before.
-
-    Args:
-        on_meta: parameters of the module that have no values.
-
-    Raises:
-        ConfigError: with the file and the names.
-    """
+    """Raise ConfigError if the checkpoint lacks frozen parameters whose names are in ``on_meta``: the module has no
+    values for them, and a fresh initialisation would replace trained ones."""
     lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(
@@ -125,7 +106,7 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
 
 
 def may_change_optimizers(trainer: pl.Trainer) -> bool:
-    """Whether there are hooks that may give optimizers other param groups before the states of these are loaded."""
+    """Whether user hooks may change param groups before optimizer states are loaded."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return is_overridden(_HOOK, trainer.lightning_module) or any(
         isinstance(callback, BaseFinetuning)
@@ -138,12 +119,9 @@ def may_change_optimizers(trainer: pl.Trainer) -> bool:
 def warn_of_overruled(
     pairs: Sequence[tuple[Optimizer, Mapping[str, Any]]], scheduled: Sequence[Optimizer], path: object
 ) -> None:
-    """Warn where an optimizer, before it loads its state, has other settings than the state.
+    """Warn of settings that an optimizer is about to lose to those of its saved state.
 
-    Args:
-        pairs: optimizers, with their saved states.
-        scheduled: those whose learning rate a scheduler changes.
-        path: of the checkpoint.
+    ``scheduled``: optimizers whose learning rate a scheduler changes.
     """
     found = [text for optimizer, state in pairs for text in _overruled(optimizer, state, optimizer in scheduled)]
     if found:
@@ -156,7 +134,7 @@ def warn_of_overruled(
 
 
 def _overruled(optimizer: Optimizer, state: Mapping[str, Any], scheduled: bool) -> list[str]:
-    """``name: of the checkpoint (given: of the optimizer)`` for each setting that differs, by param groups."""
+    """List ``name: value in the checkpoint (given: value in the optimizer)`` for each setting that differs."""
     found = []
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
         names = [name for name in optimizer.defaults if name not in _HOW and name in own and name in saved]
@@ -164,7 +142,7 @@ def _overruled(optimizer: Optimizer, state: Mapping[str, Any], scheduled: bool) 
             names = [name for name in names if name not in _CYCLED]
         for name in names:
             key = name
-            if name == "lr":  # a scheduler has changed it since; what it started from is kept beside it
+            if name == "lr":  # a scheduler may have changed lr, so compare initial values
                 key = "initial_lr" if "initial_lr" in own and "initial_lr" in saved else "lr"
                 if scheduled and key == "lr":
                     continue

@@ -1,4 +1,4 @@
-"""Writes, reads and removes checkpoints. ``checkpoint/durable.py`` says why it does not write them in torch's way."""
+"""Write, read and remove checkpoints. ``checkpoint/durable.py`` says why torch's way of writing is not used."""
 
 from __future__ import annotations
 
@@ -27,20 +27,16 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it.
-
-    Attributes:
-        long_work: shows how far a file is, where the user waits for it.
-    """
+    """Writes a file whole or not at all. Paths that are not local go to Lightning. ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
-    _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
+    _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or not is_local(path) or not saves_as_torch():
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        name = get_filesystem(path)._strip_protocol(str(path))  # also handles file:///folder/last.ckpt
         with naming(Path(name)):
             refuse_other_folder(Path(name))
         with written_aside(name) as part:
@@ -50,7 +46,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Weights and optimizer states are mapped: who loads them touches what it takes, a rank its own ranges."""
+        """Load a file with weights and optimizer states mapped, so that each rank reads only its ranges."""
         name = get_filesystem(path)._strip_protocol(str(path)) if is_local(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only is not False)
@@ -59,7 +55,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return map_location(storage if storage.nbytes() > _SMALL_NBYTES else storage.clone(), location)
 
         loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only is not False, mmap=True)
-        if isinstance(loaded, dict):  # else it is no checkpoint, which who loads it says
+        if isinstance(loaded, dict):  # else it is no checkpoint, which the caller reports
             _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
         return loaded
 
@@ -71,7 +67,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn of a file from which a job could not go on, when it is written and not when it is needed."""
+        """Warn right after a save if loading the file would be refused because it could run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -84,10 +80,10 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             )
 
 
-# Where a checkpoint is large, and is copied from when it is loaded. The rest may be kept for longer than there is this
-# file: where another node removes it from a network's file system, a process that reads on in it is killed.
+# Large entries, which loading copies from the mapped file. Other entries may outlive the file: reading a mapping whose
+# file another node has removed from a network file system kills the process.
 _COPIED_FROM = ("state_dict", "optimizer_states", "current_model_state")
-_SMALL_NBYTES = MIB  # below this it is not worth a thought
+_SMALL_NBYTES = MIB  # smaller storages are copied at once
 
 
 def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
@@ -104,7 +100,7 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in mappings, sequences and dataclasses; these may be frozen, and hold themselves."""
+    """Yield the tensors in mappings, sequences and dataclasses, which may contain themselves."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -122,7 +118,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
-    """Whether files of torch.save are all that ``io`` writes: it is ours, and not one of the user's."""
+    """Whether ``io`` is ours, and so only writes files in torch.save's format."""
     return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
 
 
@@ -130,12 +126,12 @@ _TORCHS = torch.save
 
 
 def saves_as_torch() -> bool:
-    """Whether ``torch.save`` is torch's own: a mock of it is called as by Lightning, with all values."""
+    """Whether ``torch.save`` is torch's own. A mock of it must be called with all values."""
     return torch.save is _TORCHS
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """``io``, or ours where the user has chosen none; also inside of a wrapper such as AsyncCheckpointIO."""
+    """Return ``io``, or ours if the user chose none, also inside a wrapper such as AsyncCheckpointIO."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -144,20 +140,17 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_wrapper(io: CheckpointIO | None) -> bool:
-    """Whether ``io`` is one of Lightning's that hand over to another one."""
+    """Whether ``io`` is a plugin of Lightning's that hands over to another one."""
     return hasattr(type(io), "checkpoint_io")
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint.
-
-    Args:
-        weights_only: but for ``False``, no code that is in the file is run: Lightning's own default is another one for
-            a path of http.
+    """Read a checkpoint. Code in it runs only if ``weights_only`` is ``False``; Lightning's default differs for http
+    paths.
 
     Raises:
-        ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
-        OSError: the system's, which another try may not meet; with the file.
+        ConfigError: the file would run code, or is no whole checkpoint; with the file.
+        OSError: reading failed, but another try may succeed; with the file.
     """
     try:
         return io.load_checkpoint(path, weights_only=weights_only is not False)
@@ -169,7 +162,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error
         raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
-    except Exception as error:  # of files that are none, unpickling raises almost any
+    except Exception as error:  # unpickling a damaged file can raise almost anything
         found = [] if weights_only is False else _refused(path, error)
         if not found:
             raise ConfigError(_damaged(path, error)) from error
@@ -179,7 +172,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         ) from error
 
 
-# Errors that stay until the user does something; the first is torch's, of a file that was cut off.
+# Errors that another try cannot fix. torch raises EINVAL for a truncated file.
 _LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _NOT_ALLOWED = "Weights only load failed"
 
@@ -203,41 +196,36 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """The classes for which torch has refused the file; none where it has failed for another reason."""
+    """Return the classes for which torch refused the file, or none if loading failed for another reason."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """The names that loading the file would import or call. Nothing is run here."""
+    """Return the names that loading the file would import or call, without loading it."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # an older format; the first of them is in the error
+    except Exception:  # an older format, whose error names the first class
         return []
 
 
 def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
-    """Wait until what is in the writer's queue is done: each save in it holds a whole checkpoint.
-
-    Raises:
-        Exception: what the writer has failed with, earlier than with the next save.
-    """
+    """Wait until an asynchronous writer's queue, which holds whole checkpoints, is empty. Raise the writer's error."""
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
             long_work.wait(writer._executor.submit(lambda: None), "the save before")
         if (error := writer._error) is not None:
-            writer._error = None  # said once: what follows is tried again, as without the plugin
+            writer._error = None  # raised once; later saves are tried again
             raise error
 
 
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
-    """Do this when all earlier writes in the writer's queue are done; not at all if one of them failed.
+    """Call ``act`` after the queued writes; never if one of them failed. The executor's single thread keeps the order.
 
-    Removals, for one: AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old
-    checkpoint nor the new one. The executor of AsyncCheckpointIO has one thread, which takes what it is given in order.
+    AsyncCheckpointIO removes files at once: a process killed then would have neither the old nor the new checkpoint.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None
@@ -248,14 +236,14 @@ def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
 
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """The plugin that writes in a thread, if any, inside of whatever wrappers."""
+    """Return the AsyncCheckpointIO inside ``io``'s wrappers, if any."""
     while _is_wrapper(io) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io  # type: ignore[union-attr]
     return io if isinstance(io, AsyncCheckpointIO) else None
 
 
 def remove(io: CheckpointIO, path: Any) -> None:
-    """Remove a checkpoint. Where that fails it only warns: training can go on."""
+    """Remove a checkpoint; only warn if that fails, because training can go on."""
     try:
         io.remove_checkpoint(path)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Saves and loads checkpoints: which way they are written and read, and what goes into them.
+"""Save and load the Trainer's checkpoints, as one file (``range_saves.py``) or as a folder
+(``sharded_checkpoints.py``).
 
-One file that all ranks write (``range_saves.py``) or a folder (``sharded_checkpoints.py``); beside Lightning's own, the
-random numbers of all ranks and the model's record for Hugging Face.
+They also hold the random numbers of all ranks and the model's Hugging Face record.
 """
 
 from __future__ import annotations
@@ -71,12 +71,10 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of a strategy.
+    """Saves and loads a strategy's checkpoints. ``range_save`` is set while ``Trainer.save_checkpoint`` writes by
+    ranges.
 
-    Attributes:
-        range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
-        hollow: of the last one.
-        next_may_fail: training goes on where a save fails that is handed over to the background now.
+    ``hollow``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -90,14 +88,12 @@ class Checkpoints:
         self._waits_for_setup = False
 
     def begin_run(self) -> None:
-        """Forget what an earlier run has loaded."""
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # the checkpoint to load in setup(), and ``strict``
         self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
-        self._saved_rng: Saved | None = None  # until there is one who needs it
+        self._saved_rng: Saved | None = None
 
     def take_saved_rng(self) -> Saved | None:
-        """The random numbers of the checkpoint that was loaded, once."""
         saved, self._saved_rng = self._saved_rng, None
         return saved
 
@@ -125,11 +121,7 @@ class Checkpoints:
         return save.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-        """
+        """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks on failure. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             rows = self._gather_rows(self._strategy._random_numbers.row())
             if rows is not None:
@@ -145,7 +137,7 @@ class Checkpoints:
         if self._saves_folders:
             if (
                 self._strategy._waits is not None or self._strategy.is_global_zero
-            ):  # before any run, as Lightning does: nobody waits
+            ):  # before any run only rank 0 writes, as under Lightning
                 with self.noting_failure():
                     self._strategy._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
             return
@@ -159,18 +151,18 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
-        """Note on an exception that a save has failed on all ranks alike: they can go on together."""
+        """Mark an exception raised inside as a save that failed on all ranks, so that all can go on together."""
         try:
             yield
-        except (StallError, PeerError, ApartError):  # they cannot
+        except (StallError, PeerError, ApartError):  # after these the ranks cannot go on
             raise
         except Exception as error:
-            error.__dict__[ON_ALL_RANKS] = True  # nobody keeps the exception, and with it what was to be saved
+            error.__dict__[ON_ALL_RANKS] = True  # a mark, because keeping the exception would keep the saved tensors
             raise
 
     @property
     def _behind(self) -> Behind | None:
-        """How this save goes on behind training, where it does."""
+        """How the next save runs in the background; None if it does not."""
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
@@ -181,7 +173,7 @@ class Checkpoints:
         return Behind(begin, self._strategy.engine.comm.streams, self._background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
-        """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
+        """Call ``act`` once all saves begun so far are on disk; never if one of them fails."""
         if self._background.is_under_way:
             self._background.then(act)
         else:
@@ -189,15 +181,12 @@ class Checkpoints:
 
     @property
     def has_failed_write(self) -> bool:
-        """Whether this rank knows that a save in the background has failed. Nothing is waited for."""
+        """Whether this rank already knows that a background save has failed. Does not wait."""
         return self._background.has_failed
 
     def wait_for_writes(self) -> None:
-        """On all ranks, before a save: one at a time is in flight.
-
-        Raises:
-            Exception: on all ranks: the last one has failed, and training was not to go on then.
-        """
+        """Wait for the save under way before the next begins. Raise its error, or warn if training may go on.
+        Collective."""
         if self._background.is_under_way:
             try:
                 with self.noting_failure():
@@ -220,14 +209,10 @@ class Checkpoints:
             self.after_writes(partial(remove, self._strategy.checkpoint_io, filepath))
 
     def finish_writes(self) -> None:
-        """On all ranks: what was handed over for writing behind training is written.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-        """
+        """Wait until all background saves are on disk. Raise on all ranks if one has failed. Collective."""
         if self._background.is_under_way:
             self.wait_for_writes()
-        # A wrapper around it does not pass this on.
+        # A wrapping CheckpointIO would not pass teardown() on to the writer.
         if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
 
             def finish() -> None:
@@ -239,12 +224,12 @@ class Checkpoints:
             self._strategy._together("the last writes of checkpoints", finish)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """On all ranks, which read it each.
+        """Read a checkpoint on every rank, and keep its random numbers for the run. Collective.
 
         Raises:
-            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or it is no
-                whole checkpoint.
-            OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
+            ConfigError: the file is damaged, no checkpoint, or would run code without ``weights_only=False``; on all
+                ranks.
+            OSError: reading failed, but another try may succeed; a RuntimeError on other ranks.
         """
         if self._background.is_under_way:
             self.wait_for_writes()
@@ -261,7 +246,7 @@ class Checkpoints:
         return checkpoint
 
     def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
-        if record is None or self._strategy.lightning_module is None:  # DDP's have none
+        if record is None or self._strategy.lightning_module is None:  # checkpoints of other strategies have no record
             return
         if self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._saved_rng = Saved.of_rank(
@@ -274,10 +259,11 @@ class Checkpoints:
                 )
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """
+        """Check a checkpoint's weights, and load them now or in setup. Collective.
+
         Raises:
-            OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
-            OnlyWeightsError: a run would go on from a checkpoint of weights only; likewise.
+            OtherModelError: they are weights of another model; on all ranks. Nothing is loaded.
+            OnlyWeightsError: the run resumes, but the checkpoint holds only weights; on all ranks. Nothing is loaded.
         """
         module, state, path = self._strategy.lightning_module, checkpoint["state_dict"], self._loaded_from
         assert module is not None
@@ -298,7 +284,7 @@ class Checkpoints:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether this run takes the states of optimizers from a checkpoint that it is given."""
+        """Whether this run loads optimizer states from its checkpoint."""
         assert self._strategy.lightning_module is not None
         return (
             self._strategy.lightning_restore_optimizer
@@ -306,11 +292,8 @@ class Checkpoints:
         )
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights of a checkpoint, when there are shards; if its optimizers are those of this run, too.
-
-        Raises:
-            ConfigError: on all ranks: they are others. Nothing is loaded.
-        """
+        """Load the weights that :meth:`load_model` kept. Raise ConfigError first if optimizers do not match.
+        Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -321,10 +304,9 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """The checkpoint that waits to be loaded, for a module that has no values of its own on some rank.
+        """Return the checkpoint's tensors if some rank's module is on meta, else None. Collective.
 
-        Raises:
-            ConfigError: the checkpoint has no frozen parameters, and nothing else has them either.
+        Raises ConfigError if frozen parameters on meta have no values from anywhere.
         """
         if self._to_load is None:
             return None
@@ -342,7 +324,7 @@ class Checkpoints:
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
-        hide_whole(engine, keep=False)  # else it would be made whole again with these values, and then begin the run
+        hide_whole(engine, keep=False)  # a whole copy would overwrite the loaded values when the run begins
         try:
             engine.load_state_dict(state, strict=strict)
         except OSError as error:
@@ -350,7 +332,7 @@ class Checkpoints:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         states, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
-        if len(states) != len(optimizers):  # as under DDP, which says nothing
+        if len(states) != len(optimizers):  # DDP does the same, but silently
             rank_zero_warn(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
                 f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and those "
@@ -362,13 +344,13 @@ class Checkpoints:
         warn_of_overruled(pairs, scheduled, self._loaded_from)
         for optimizer, state in pairs:
             self._strategy.engine.load_optimizer_state(optimizer, state)
-        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
+        if any(bucket.trainable for bucket in frozen):  # weights loaded while frozen were rounded
             self._load_into_shards(
                 self._strategy.engine, checkpoint, averaging.current_weights(checkpoint), strict=False
             )
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Compare saved states with the optimizers that they belong to; returns the pairs."""
+        """Compare saved states with this run's optimizers, and return the pairs. Collective."""
         pairs = [
             (o, s) for o, s in zip(self._strategy.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)
         ]
@@ -396,4 +378,4 @@ class Checkpoints:
         except Exception as error:
             if not has_failed():
                 raise
-            rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
+            rank_zero_warn(str(error))  # raising would hide the error that ended the run

@@ -1,4 +1,4 @@
-"""The files of ModelCheckpoint: ``last.ckpt``, and those that a dead run has left."""
+"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a dead run has left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zero.lightning_api import Callback, ModelCheckpoint, pl
 from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
 from lightning_zero.trainer.replaced import in_place_of
 
-# Checkpoints that go when last.ckpt leads on.
+# Checkpoints to remove once last.ckpt links to a newer one.
 _held: WeakKeyDictionary[ModelCheckpoint, list[str]] = WeakKeyDictionary()
 
 
@@ -29,7 +29,7 @@ def _is_ours(trainer: pl.Trainer) -> bool:
 
 @in_place_of(ModelCheckpoint, "_remove_checkpoint")
 def _remove_behind_link(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
-    """Hold a checkpoint to which ``last.ckpt`` leads, until that leads to the next one."""
+    """Keep a checkpoint that ``last.ckpt`` links to until the link moves on."""
     last = callback.last_model_path
     leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
     if _is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -40,7 +40,7 @@ def _remove_behind_link(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trai
 
 @in_place_of(ModelCheckpoint, "_link_checkpoint")
 def _link_behind_writes(theirs: Any, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-    """What Lightning does by removing the old link first, and before a writer in the background is done."""
+    """Replace the link atomically, after background writes. Lightning removes the old link first, and does not wait."""
     if not _is_ours(trainer):
         theirs(trainer, filepath, linkpath)
         return
@@ -65,20 +65,19 @@ def _link(path: str, target: str) -> None:
         if not os.path.isfile(target):
             raise
         with written_aside(path) as part, open(target, "rb") as source, open(part.path, "wb") as copy:
-            shutil.copyfileobj(source, copy)  # a file system without links
+            shutil.copyfileobj(source, copy)  # for a file system without links
 
 
 class NoteJob(Callback):
-    """Notes in the run folder which job trains there, and the checkpoints that it writes.
+    """Notes in the run folder which job trains there, and which checkpoints it writes.
 
-    A job that starts again goes on from the last of them. What the start before it has left is removed: files that were
-    never finished, and checkpoints that their ModelCheckpoint does not know, because the process was killed before it
-    could remove them.
+    A restarted job resumes from the last of them. Leftovers of its earlier start are removed: unfinished files, and
+    checkpoints that their ModelCheckpoint does not know because the process was killed.
     """
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._folders: dict[str, Any] = {}  # of each ModelCheckpoint, in the checkpoint that the run goes on from
+        self._folders: dict[str, Any] = {}  # folder of each ModelCheckpoint, from the loaded checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._folders = {}
@@ -90,7 +89,7 @@ class NoteJob(Callback):
         self._folders = {key: state.get("dirpath") for key, state in states.items() if isinstance(state, Mapping)}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        again = trainer.is_global_zero and note_job(self._run_dir)  # all ranks are here, and have looked for the note
+        again = trainer.is_global_zero and note_job(self._run_dir)  # by now all ranks have read the old note
         known = trainer.strategy.broadcast(self._links(trainer) if again else {})
         for callback in _of(trainer):
             callback.last_model_path = callback.last_model_path or known.get(callback.state_key, "")
@@ -101,10 +100,8 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """``last.ckpt`` of each ModelCheckpoint, which is saved before it makes that, and so may not know of it.
-
-        It would take it for somebody else's then, and make a ``last-v1.ckpt``.
-        """
+        """Find each ``last.ckpt`` of this job. A restarted callback may not know its link, and would make
+        ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
@@ -120,7 +117,7 @@ class NoteJob(Callback):
         written = files_of_job(self._run_dir)
         removed = []
         for callback in _of(trainer):
-            # One that keeps all does not know them all; one with another folder has forgotten what it knew.
+            # A callback that keeps all files does not list them; one whose folder changed has lost its list.
             if callback.save_top_k == -1 or self._folders.get(callback.state_key, 0) != callback.dirpath:
                 continue
             known = {callback.best_model_path, callback.last_model_path, callback.kth_best_model_path}
@@ -128,7 +125,7 @@ class NoteJob(Callback):
                 os.path.realpath(path) for path in {*known, *callback.best_k_models, trainer.ckpt_path or ""} if path
             }
             last = os.path.abspath(callback.last_model_path)
-            # What the start before it held for the link, and was killed before that led on: held again.
+            # Files that the earlier start kept for the link until it was killed are kept for it again.
             files = written.get(callback.state_key, set())
             _held.setdefault(callback, []).extend(self._held_by_link(callback, trainer, files))
             for path in sorted(written.get(callback.state_key, ())):
@@ -158,13 +155,13 @@ def _save_noted(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, fil
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """The folder in which the files of this job are noted, if it is one."""
+    """Return the folder in which this job's files are noted, or None."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 
 
 def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
-    """Note the name of a checkpoint. On all ranks, which raise together where the disk is full."""
+    """Note a checkpoint's name. All ranks raise if the disk is full. Collective."""
     run_dir = _noted_in(trainer)
     if run_dir is None:
         return
@@ -180,8 +177,7 @@ def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
 
 @in_place_of(ModelCheckpoint, "_should_remove_checkpoint")
 def _should_remove(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, previous: str, current: str) -> bool:
-    """Lightning keeps the checkpoint that a run goes on from: it may be the user's. One of this job's own is one
-    like the others."""
+    """Let this job remove the checkpoint it resumed from if it is the job's own. Lightning keeps it, as the user's."""
     run_dir = _noted_in(trainer)
     started_from = trainer.ckpt_path is not None and os.path.realpath(trainer.ckpt_path) == os.path.realpath(previous)
     if run_dir is not None and started_from and previous != current and callback.dirpath is not None:

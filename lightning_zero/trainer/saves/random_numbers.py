@@ -1,14 +1,14 @@
-"""A resumed run draws the random numbers that the run it goes on from would have drawn.
+"""Make a resumed run draw the random numbers that the saved run would have drawn.
 
-Where a run is when it saves decides what counts: a batch that was fetched but not trained on is fetched once more::
+The moment of the save decides which state counts; a batch that was fetched but not trained is fetched again::
 
     epoch |  iterator is made  | fetch | step | fetch | step | ...         | validation, hooks | next epoch
           ^ "epoch"            ^ "now" of a save during this step            ^ "now" of a save here
 
-Making an iterator draws too: the seed of its workers, the order of a shuffling sampler (with workers at once, else at
-the first fetch). Lightning makes the first one of a resumed run early, in ``setup_data``, before hooks that the run
-before had long behind it, so generators are set three times: before that iterator, when all hooks of the start are
-through, and at the first fetch. Where Lightning makes another iterator before the first fetch, that one counts.
+Making an iterator draws too: the seed of workers and the order of a shuffling sampler. In a resumed run Lightning makes
+the first iterator early, in ``setup_data``, before hooks that the saved run had behind it. So generators are set three
+times: before that iterator, after the last start hook, and at the first fetch. If Lightning makes another iterator
+before the first fetch, that one counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from lightning_zero.checkpoint.rng import Generators, of_rank
 from lightning_zero.lightning_api import pl
 from lightning_zero.trainer.replaced import Replacements
 
-KEY = "lightning_zero_rng"  # in a checkpoint
+KEY = "lightning_zero_rng"  # key in a checkpoint
 
 
 class Saved(NamedTuple):
-    """What one rank goes on with.
+    """The generators' states that one rank goes on with: before the next draw, and before the epoch's iterator was
+    made.
 
-    Attributes:
-        now: what is drawn next.
-        epoch: before the iterator of the epoch was made.
-        in_epoch: the next batch comes from that iterator.
+    ``in_epoch``: the next batch comes from that iterator.
     """
 
     now: Generators
@@ -50,7 +48,6 @@ def saved_ranks(record: Mapping[str, Any]) -> int:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader which epoch comes."""
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for sampler in samplers:
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -58,21 +55,17 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 class RandomNumbers:
-    """Watches the loops of a fit, and sets the generators when it resumes.
-
-    Args:
-        saved: where the run resumes from, if it does.
-    """
+    """Watches the loops of a fit, and sets the generators if it resumes, from ``saved``."""
 
     def __init__(self, trainer: pl.Trainer, device: torch.device, saved: Saved | None) -> None:
         self._fit_loop = trainer.fit_loop
         self._device = device
-        self._saved = saved  # until the first fetch
-        self._epoch: Generators | None = None  # before the iterator of this epoch was made
-        self._fetching: Generators | None = None  # before the last batch was fetched
-        self._trained = -1  # batches, then
-        self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states behind it
-        self._made_in_place = False  # the loops were restored before
+        self._saved = saved  # None after the first fetch
+        self._epoch: Generators | None = None  # states before the iterator of this epoch was made
+        self._fetching: Generators | None = None  # states before the last batch was fetched
+        self._trained = -1  # trained batches at that fetch
+        self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states after making it
+        self._made_in_place = False  # whether the loops were restored before it was made
         self._replaced = Replacements()
         self._replaced.replace(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
         self._replaced.replace(self._fit_loop, "setup_data", self._setup_data)
@@ -80,7 +73,7 @@ class RandomNumbers:
         self._replaced.replace(self._fit_loop.epoch_loop, "_on_before_fetch", self._on_before_fetch)
 
     def let_go(self) -> None:
-        """Stop watching after the run, which can still be saved."""
+        """Stop watching after the run. The run can still be saved."""
         self._replaced.undo()
         self._made = None
 
@@ -88,7 +81,7 @@ class RandomNumbers:
 
     def _before_first_iterator(self, load_states: Callable[[], None]) -> None:
         load_states()
-        if self._fit_loop.is_resuming:  # Lightning does so later, when workers have the order of another epoch
+        if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
             assert self._fit_loop._combined_loader is not None
             for loader in self._fit_loop._combined_loader.flattened:
                 _set_epoch(loader, self._next_epoch())
@@ -97,7 +90,7 @@ class RandomNumbers:
         self._epoch = self._now()
 
     def _next_epoch(self) -> int:
-        """The epoch of the next batch: Lightning counts one that has ended with its last batch later (``reset``)."""
+        """Return the epoch of the next batch. Lightning counts an ended epoch only later (``reset``)."""
         loop, batches = self._fit_loop, self._fit_loop.epoch_loop
         epochs: Any = loop.epoch_progress.current
         loop.update_restart_stage()
@@ -108,7 +101,7 @@ class RandomNumbers:
 
     def _setup_data(self, setup: Callable[[], None]) -> None:
         if self._fit_loop.is_resuming and not self._made_in_place:
-            # Made for ``estimated_stepping_batches``, before Lightning knew where to go on; it would stay as it is.
+            # Drop the loader made for ``estimated_stepping_batches``, before Lightning had restored the loops.
             self._fit_loop._combined_loader = None
         before = self._iterator
         setup()
@@ -117,7 +110,6 @@ class RandomNumbers:
             self._made_in_place = self._fit_loop.is_resuming
 
     def on_train_start(self) -> None:
-        """Set the generators, in the last hook before training goes on."""
         if self._saved is not None:
             self._saved.now.restore(self._device)
 
@@ -153,13 +145,13 @@ class RandomNumbers:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def row(self) -> Tensor:
-        """The numbers that this rank saves; see :func:`record_of`."""
+        """Return the states that this rank saves, as a flat tensor."""
         fetched_only = self._fetching if self._trained == self._batches_trained else None
         now = fetched_only or self._now()
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
-        """The record that is saved, made of :meth:`row` of all ranks."""
+        """Make the record in the checkpoint from :meth:`row` of all ranks."""
         progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
         sizes = {name: len(part) for name, part in self._now().packed().items()}

@@ -1,16 +1,14 @@
-"""Saves of one file by all ranks: rank 0 writes it with holes, then each rank its own ranges.
+"""Save one file from all ranks: rank 0 writes it with holes, then each rank writes its own ranges.
 
 ::
 
     trainer.save_checkpoint      state_dict, optimizer states        hooks      write
-      default                    hollow                                         holes, then all ranks' ranges
-      hooks of the user's        in a file beside the target         read it    plain, by rank 0
+      default                    no values                                      holes, then all ranks' ranges
+      users have hooks           values in a file beside the target  read it    plain, by rank 0
       another CheckpointIO       whole, on rank 0                    read it    its own
 
-Hooks may read and replace what is saved. So where there are some, tensors have values: those of a file that is mapped
-and has no name any more. No memory holds them, but the disk must have room for both files.
-
-Where a rank does not see rank 0's folder, rank 0 writes all, one bucket at a time.
+Hooks may read and replace values, so they get tensors mapped from an unlinked file: no memory, but disk space for two
+files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
 """
 
 from __future__ import annotations
@@ -60,13 +58,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Where the ranges of a file go.
-
-    Attributes:
-        part: the file.
-        identity: of the file.
-        holes: of each value, as many as there are tensors of it, with their dtypes.
-    """
+    """The file that ranks write, its identity, and the holes and dtypes of each value's tensors."""
 
     part: str
     identity: tuple[int, int]
@@ -81,11 +73,10 @@ class RangeSave:
     """One save of a checkpoint.
 
     Args:
-        io: would write it otherwise.
-        path: of the checkpoint.
-        with_values: tensors have values when they are asked for.
-        noting: inside of it, what fails has failed on all ranks.
-        hollow: makes the tensors that have no values.
+        io: checks the finished file.
+        with_values: whether states hold values, for hooks that read them.
+        noting: context that marks exceptions as raised on all ranks.
+        hollow: factory of tensors without values.
     """
 
     def __init__(
@@ -110,7 +101,7 @@ class RangeSave:
         return self._of(lambda hollow: self._engine.state_dict(hollow=hollow, trainable_only=without_frozen))
 
     def copy_of_masters(self, homes: Sequence[Home]) -> dict[str, Any]:
-        """The module's state with a copy of the masters, in a home for each bucket, in the place of these."""
+        """Return the module's state with a copy of the masters, one home per bucket, in place of the masters."""
         without_frozen = self._engine.config.checkpoint.exclude_frozen
         return self._of(lambda hollow: hollow_copy(self._engine, hollow, homes, trainable_only=without_frozen))
 
@@ -128,11 +119,7 @@ class RangeSave:
         return found
 
     def write(self, checkpoint: dict[str, Any]) -> bool:
-        """Write what was given hollow. Returns whether anything was.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-        """
+        """Write the checkpoint; if its tensors have values, return False instead. Collective."""
         if self._with_values:
             return False
         self._write(checkpoint, self._hollow, keep=True)
@@ -141,13 +128,9 @@ class RangeSave:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, content: Any, hollow: Hollow, *, keep: bool) -> dict[int, Tensor]:
-        """Write ``content`` of rank 0 with the values of ``hollow``. On all ranks.
+        """Write ``content`` with the values of ``hollow``. Raise on all ranks if it fails. Collective.
 
-        Args:
-            keep: under the name of the checkpoint; else what was written is mapped on rank 0, and has no name.
-
-        Returns:
-            What is mapped.
+        Unless ``keep``, unlink the file, and return its tensors, mapped, on rank 0.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
         with self._noting(), contextlib.ExitStack() as stack:
@@ -182,7 +165,7 @@ class RangeSave:
         holes: dict[Value, list[tuple[Hole, torch.dtype]]] = {}
         for value, tensor in hollow.made:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
-            if hole is not None:  # a state_dict of the user's may have left it out
+            if hole is not None:  # the user's state_dict may omit the tensor
                 holes.setdefault(value, []).append((hole, tensor.dtype))
         return _Place(str(part.path), _identity(part.fd), holes)
 
@@ -195,18 +178,17 @@ class RangeSave:
             write = _telling(did, partial(write_at, fd))
             for part in own_ranges(self._engine, place.dtypes, copies):
                 _write_range(write, place, done, part)
-        # By the process that has written: on a network's file system rank 0 cannot do it.
+        # Each rank syncs its own writes: on a network file system rank 0 cannot do it for others.
         long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
         return done
 
     def _own_nbytes(self, place: _Place, copies: Copies) -> int:
-        """What this rank is to write, in bytes."""
         sizes = {value: sum(dtype.itemsize for _, dtype in holes) for value, holes in place.holes.items()}
         return sum(part.source.numel * sizes.get(part.value, 0) for part in own_parts(self._engine, copies))
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
+        """Write all ranks' ranges on rank 0. Raise its error only at the end, when no rank waits for it. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
 
@@ -236,7 +218,7 @@ class RangeSave:
         values: dict[int, Tensor] = {}
         done = [piece for pieces in found for piece in pieces]
         for part, skeleton, filled in begun:
-            # A state that an optimizer has for some elements of a parameter only is zero for the others.
+            # Gaps are allowed where an optimizer has state for only some elements of a parameter; the rest is zero.
             states = {
                 hole.record
                 for v, holes in place.holes.items()
@@ -246,12 +228,12 @@ class RangeSave:
             skeleton.finish([*filled, *done], may_have_gaps=states.__contains__)
             if not keep:
                 values = torch.load(part.path, mmap=True, weights_only=True)
-        stack.close()  # gives the file its name, or takes it away
+        stack.close()  # gives the file its name, or unlinks it
         if keep and self._engine.rank == 0:
             self._io.look_at(content, str(self._path))
         return values
 
-    # -- agreements: a rank on which something fails lets no other wait ---------------------------------------------
+    # -- agreements -------------------------------------------------------------------------------------------------
 
     def _together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
         def named() -> T:
@@ -273,7 +255,7 @@ def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) 
 
 
 def _telling(did: Did, write: WriteAt) -> WriteAt:
-    """``write``, which tells ``did`` of what it has written."""
+    """Wrap ``write`` to report the written bytes to ``did``."""
 
     def both(data: memoryview, offset: int) -> None:
         write(data, offset)
@@ -288,13 +270,13 @@ def _raise_first(errors: list[Exception]) -> None:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """What tells a file from another one of its name, in a folder of another node."""
+    """Return inode and size, to tell a file from one of the same name on another node."""
     found = os.fstat(fd)
     return found.st_ino, found.st_size
 
 
 def _open(place: _Place) -> int | None:
-    """The file, where this rank sees it."""
+    """Open the file if this rank sees it, else return None."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -306,7 +288,7 @@ def _open(place: _Place) -> int | None:
 
 
 def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
-    """``state`` with other tensors, by the ``id`` of those that they replace; its mappings are changed in place."""
+    """Replace tensors in ``state``, keyed by the ``id`` of the replaced tensor. Mappings are changed in place."""
     if isinstance(state, Tensor):
         return values.get(id(state), state)
     if type(state) in (list, tuple):
@@ -317,7 +299,7 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
     return state
 
 
-# -- what stands for Trainer.save_checkpoint --------------------------------------------------------------------------
+# -- the replacement of Trainer.save_checkpoint -----------------------------------------------------------------------
 
 
 @in_place_of(pl.Trainer, "save_checkpoint")
@@ -331,7 +313,7 @@ def _save_by_ranges(
         return
     engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
     if engine is not None:
-        refuse_lonely_save(engine)  # before the first message
+        refuse_lonely_save(engine)  # before any collective
     checkpoints.wait_for_writes()
     checkpoints.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
@@ -341,7 +323,7 @@ def _save_by_ranges(
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
-    """How to save to this path; ``None``: with whole values on rank 0, for a plugin of the user's."""
+    """Return the RangeSave for this path, or None if rank 0 or the user's plugin saves whole values. Collective."""
     module, strategy = trainer.lightning_module, cast(Any, trainer.strategy)
     engine = engine_of(module) if module is not None else None
     io = strategy.checkpoint_io
@@ -351,7 +333,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if not is_local(filepath):
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
-    # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
+    # Ranks may have different callbacks, but must choose the same way.
     found = strategy._gather_objects((_have_hooks(trainer), saves_as_torch()), "saving a checkpoint: who sees it")
     if not all(plain for _, plain in found):
         return None
@@ -362,8 +344,8 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
 
 
 def _have_hooks(trainer: pl.Trainer) -> bool:
-    """Whether there are hooks that see what is saved."""
-    harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these read no values
+    """Whether user hooks see what is saved."""
+    harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these do not read values
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return any(part is not None and is_overridden(_HOOK, part) for part in (trainer.lightning_module, data)) or any(
         type(callback).on_save_checkpoint not in harmless or _HOOK in vars(callback)

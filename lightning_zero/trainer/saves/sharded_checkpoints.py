@@ -1,11 +1,11 @@
-"""Lightning's checkpoints as folders: what of them goes where, and back.
+"""Map Lightning's checkpoints to folders in DCP's format, and back.
 
 ::
 
     of the Trainer
     state_dict             state_dict.<name>                        in Lightning's FSDP folders: model.<name>
     optimizer_states[0]    optimizer_0.state.<name>.<entry>, optimizer_0.param_groups.<n>.<entry>
-    what has parts of tensors (current_model_state of averaging callbacks)     under its own name
+    values with parts of tensors (current_model_state of averaging callbacks)     under their own name
     the rest               meta.pt
     of Fabric: modules and optimizers under the user's names, in the same way
 """
@@ -31,16 +31,12 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
-RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and what of a module is no tensor
+RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and a module's entries that are not tensors
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
 def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
-    """The folder that ``path`` names.
-
-    Raises:
-        ConfigError: it is not on a file system of this machine.
-    """
+    """Return ``path`` as a local Path. Raise ConfigError if it is not on a file system of this machine."""
     if not is_local(path):
         raise ConfigError(
             f"{key}: expected a path on a file system that is mounted, got {path}. Give such a one"
@@ -50,11 +46,7 @@ def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
 
 
 def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
-    """Refuse a plugin that would not be asked.
-
-    Raises:
-        ConfigError: ``io`` is the user's, and folders are saved.
-    """
+    """Raise ConfigError if folders are saved and ``io`` is the user's: it would never be called."""
     if io is not None and type(io) is not ZeroCheckpointIO and settings.name is CheckpointFormat.sharded:
         raise ConfigError(
             f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
@@ -63,11 +55,8 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of a checkpoint goes into files of DCP, and what into ``meta.pt``.
-
-    Args:
-        named: keys of ``checkpoint`` that are states of optimizers, each by a name of its own.
-    """
+    """Divide a checkpoint into parts for DCP's files and for ``meta.pt``. ``named``: keys of optimizer states
+    (Fabric)."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -79,8 +68,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
             record["optimizers"] = len(value)
         elif key == MODULE or _has_parts(value):
             state[key] = value
-            # DCP takes mappings apart and makes text of their keys; what modules have of their own, extra states, is
-            # kept whole too.
+            # DCP flattens mappings and turns keys into text, so extra states of modules are also stored whole.
             others = {n: v for n, v in value.items() if not isinstance(v, Tensor) and not _has_parts(v)}
             if others:
                 record.setdefault("others", {})[key] = others
@@ -98,24 +86,21 @@ def _has_parts(value: Any) -> bool:
 
 
 def is_folder(path: Any) -> bool:
-    """Whether ``path`` is a folder, and so may be a sharded checkpoint."""
+    """Whether ``path`` is a local folder, which may be a sharded checkpoint."""
     return is_local(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
 def read(
     path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
 ) -> dict[str, Any]:
-    """Lightning's checkpoint, as it is in memory, of a folder of ours or of Lightning's FSDP strategies.
+    """Read a folder of ours, or of Lightning's FSDP strategies, as a checkpoint of Lightning.
 
-    Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s: nothing is read yet.
-
-    Args:
-        of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
-        long_work: shows how far it is.
+    Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
+    ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
 
     Raises:
-        ConfigError: what is in it would run code, or it is no whole checkpoint; with the file.
-        OSError: the system's, which another try may not meet; with the file.
+        ConfigError: the folder would run code, or is no whole checkpoint; with the file.
+        OSError: reading failed, but another try may succeed; with the file.
     """
     try:
         folder = ShardedFolder(local_path(path))
@@ -161,15 +146,15 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Whether values are copied out of a tensor when they are loaded; others (a learning rate, what is inside of extra
-    states) are used as they are, for longer perhaps than there is the folder."""
+    """Whether loading copies the tensor at ``path``. Other tensors are kept, so they must be read before the folder
+    goes."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Keys of parameters as they were: in the folder numbers have become text."""
+    """Restore numeric keys of parameters, which the folder stores as text."""
     groups = state["param_groups"]
     numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
     return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
