@@ -140,7 +140,7 @@ class SpareBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._kept)
+        return sum([buffer.nbytes for buffer in self._kept])
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         for index, buffer in enumerate(self._kept):

@@ -38,13 +38,10 @@ class Streams:
         self._streams: dict[str, Any] = {}
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
+        self.are_there = bool(self._streams)
         self._given_back: dict[Any, Any] = {}  # stream that last used given-back memory -> event after that use
         self._waited_for: dict[str, Sequence[Any]] = {}  # kind -> events that its stream has waited for
         self._settled: Any = None  # event after the last change of what gathers send; None: not recorded yet
-
-    @property
-    def are_there(self) -> bool:
-        return bool(self._streams)
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Run the body on the stream of ``kind`` and pass the stream to it (None without streams). ``after``: the event

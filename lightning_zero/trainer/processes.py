@@ -147,7 +147,8 @@ class Processes:
         begin()
         self._set_world_ranks()
         device = self.root_device
-        self._process_group_backend = self._process_group_backend or dist.get_default_backend_for_device(device)
+        known = dist.Backend.default_device_backend_map
+        self._process_group_backend = self._process_group_backend or known.get(device.type, "gloo")
         if not dist.is_initialized() and (self._launcher is not None or self.config.comm.even_alone):
             self._join()
             atexit.register(destroy_process_group)

@@ -87,7 +87,7 @@ def in_a_fit(stage: str, what: str, folder: str) -> str:
 NAMES = {
     "gather": "gather(), which all ranks must enter",
     "call": "a call of the module outside of a step, which all ranks must make",
-    "save": "saving a checkpoint: who has hooks that see it",
+    "save": "saving a checkpoint: who sees it",
 }
 
 

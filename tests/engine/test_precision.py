@@ -217,7 +217,7 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
         Sharded(module, stage=stage, precision={"name": "bf16", "reduce_dtype": "bf16"}) as side,
     ):
         for grads in side.engine.reducer.grads.values():
-            grads.together = together  # as on a device
+            grads.batched_copy = together  # as on a device
         for step in range(3):
             for one in (side, twin):
                 with autocast("bf16"):

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
-from lightning_zero.app.parts import groups_of_ranks
+from lightning_zero.app.parts import check_data
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError
 from lightning_zero.data.synthetic import SyntheticData
@@ -424,13 +424,17 @@ def test_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None
         config.make_config(**settings)
 
 
-def test_the_main_job_refuses_lengths_and_counts_groups() -> None:
-    job = TrainConfig(zero=config.make_config(sequence_parallel=2))
-    assert groups_of_ranks(job, SyntheticData(block_size=64), 4) == 2
+def test_the_main_job_refuses_lengths_and_ranks_that_do_not_divide() -> None:
+    def check(block_size: int, world_size: int) -> None:
+        synthetic = {"_target_": "lightning_zero.data.synthetic.SyntheticData", "block_size": block_size}
+        job = TrainConfig(zero=config.make_config(sequence_parallel=2), data=synthetic)
+        check_data(job, SyntheticData(block_size=block_size), world_size)
+
+    check(64, 4)
     with pytest.raises(ConfigError, match=r"data.block_size: expected a multiple of .* \(2\)"):
-        groups_of_ranks(job, SyntheticData(block_size=63), 4)
+        check(63, 4)
     with pytest.raises(ConfigError, match="zero.sequence_parallel"):
-        groups_of_ranks(job, SyntheticData(block_size=64), 3)
+        check(64, 3)
 
 
 def test_shard_and_fabric_refuse_it() -> None:

@@ -97,6 +97,8 @@ class Writes:
 
     def _written(self, bucket: Bucket) -> list[ParamInfo]:
         handed_out = self._handed_out.get(bucket, {})
+        if not handed_out:
+            return [info for info in bucket.params if info.param._version != info.version]
 
         def differs(info: ParamInfo) -> bool:
             assert info.gathered is not None

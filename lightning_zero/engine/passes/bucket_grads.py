@@ -41,15 +41,14 @@ class BucketGrads:
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
     agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
     partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
+    _exchanges: bool = field(init=False)  # gradients travel by an all-to-all in autograd's dtype, divided afterwards
+
+    def __post_init__(self) -> None:
+        self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
 
     @property
     def accumulates(self) -> bool:
         return self.bucket.plan.accumulates_locally
-
-    @property
-    def _exchanges(self) -> bool:
-        """Return whether gradients travel by an all-to-all in autograd's dtype and are divided afterwards."""
-        return self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
 
     def begin(self, *, fresh: bool) -> None:
         """Reset for a backward. ``fresh``: it reduces, and no unreduced backward came before it; equal on all ranks."""
@@ -134,6 +133,15 @@ class BucketGrads:
             device = next(iter(waiting.values())).device
             self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
         now = 1.0 if self.factor != 1.0 else self.scale
+        if len(waiting) == 1:
+            ((slot, grad),) = waiting.items()
+            view = self._place(self.local, slot)
+            if slot in self.written:
+                view.add_(grad, alpha=now)
+            else:
+                _put(view, grad, now)
+            self.written.add(slot)
+            return
         views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
         if now == 1.0 and new:

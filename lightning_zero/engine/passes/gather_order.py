@@ -205,7 +205,7 @@ class GatherOrder:
     def _drop_idle(self, wanted: Unit | None = None) -> None:
         """Drop units that were gathered but not used, before they pile up. Keeps ``wanted``."""
         budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
-        while len(self._idle) > 1 and sum(u.gathered_nbytes for u in self._idle) > budget:
+        while len(self._idle) > 1 and sum([u.gathered_nbytes for u in self._idle]) > budget:
             unit = self._idle.popleft()
             if unit is wanted:
                 continue

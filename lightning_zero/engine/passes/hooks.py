@@ -247,7 +247,7 @@ class Hooks:
         elif may_be_dropped:
             # Autograd saves bare views of the buffer here, and reads them unnoticed. So the unit has to stay gathered.
             passes.progress.hold(unit)
-        if may_be_dropped and any(not info.param.requires_grad for info in unit.infos()):
+        if may_be_dropped and not all(info.param.requires_grad for info in unit.infos()):
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:

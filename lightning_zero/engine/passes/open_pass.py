@@ -112,7 +112,7 @@ class Progress:
 
     def backward_begins(self) -> None:
         for unit, own in self._units.items():
-            own.expected = sum(info.param.requires_grad for info in unit.infos())
+            own.expected = sum([info.param.requires_grad for info in unit.infos()])
             own.arrived = 0
 
     def grad_arrived(self, unit: Unit) -> bool:

@@ -351,8 +351,8 @@ class Passes:
         # Before ``remove``, which sets ``grad`` to None: ``forget_cleared`` would take that for a clear by the user.
         self.sharded_grads.forget_cleared()
         if self.look is None:
-            self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
-        self.sharded_grads.remove(info for unit in self.units for info in unit.infos())
+            self.reducer.begin(str(self.key), lambda b: sum([info.param.requires_grad for info in b.params]))
+        self.sharded_grads.remove([info for unit in self.units for info in unit.infos()])
         self.progress.backward_begins()
         self._needed = None
 

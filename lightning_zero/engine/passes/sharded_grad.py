@@ -298,7 +298,7 @@ class ShardedGrads:
     def place_used(self) -> None:
         """Set ``param.grad`` after a backward, for all parameters with gradients."""
         for bucket, grads in () if self._aside else self._grads.items():
-            self.place(bucket.params[slot] for slot in grads.used)
+            self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of these parameters, and drop cached norms, because gradients may have changed."""

@@ -163,7 +163,7 @@ class AroundStep:
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """
         self._passes.stepped()
-        values_changed(self.place_of(param).info for param in params)
+        values_changed([self.place_of(param).info for param in params])
         self.masters_changed(changed)
         self._stepped()
 

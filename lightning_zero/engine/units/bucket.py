@@ -150,6 +150,7 @@ class Bucket:
     def _follow(self, plan: BucketPlan) -> None:
         self.plan = plan
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
+        self.trainable = plan.trainable
         self._is_elsewhere = plan.tiers.leaves_device
         self.owned_range = plan.owned_range(self.comm.shard_rank)
         if (self.reshards or self.gathers_after_step) and not self._placeholders:
@@ -162,10 +163,6 @@ class Bucket:
         self._own_part = self.full.data[low:high]  # [owned numel]
         for info in self.params:
             info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
-
-    @property
-    def trainable(self) -> bool:
-        return self.plan.trainable
 
     @property
     def sends(self) -> Sends:
@@ -477,9 +474,9 @@ class Bucket:
         if here is self._values_here:
             return  # raising twice would leave another version than the graph has saved
         self._values_here = here
-        params = tuple(info.param for info in self.params)
+        params = tuple([info.param for info in self.params])
         if here:
-            _unsafe_set_version_counter(params, tuple(info.version for info in self.params))
+            _unsafe_set_version_counter(params, tuple([info.version for info in self.params]))
         else:
             increment_version(params)
 

@@ -10,6 +10,7 @@ which changes this rank's slice, until the other slices arrive. At stage 0 a uni
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,7 +45,10 @@ class Unit:
     name: str  # fqn of the module, "" for the root
     index: int
     buckets: list[Bucket]
+    title: str = field(init=False)
     resharded: list[Bucket] = field(init=False)  # buckets that are dropped after use
+    reshards: bool = field(init=False)  # the unit is gathered for a use and dropped after it
+    gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
     keeps: bool = False  # a pass with a backward is open: dropping keeps a slice for the node
@@ -52,22 +56,13 @@ class Unit:
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values still have memory
 
     def __post_init__(self) -> None:
+        self.title = self.name or "(root)"
         self.plans_changed()
 
     def plans_changed(self) -> None:
         self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
-
-    @property
-    def title(self) -> str:
-        return self.name or "(root)"
-
-    @property
-    def reshards(self) -> bool:
-        return bool(self.resharded)
-
-    @property
-    def gathered_nbytes(self) -> int:
-        return sum(b.full.nbytes for b in self.resharded)
+        self.reshards = bool(self.resharded)
+        self.gathered_nbytes = sum(b.full.nbytes for b in self.resharded)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in a buffer whose memory is freed when the unit is dropped."""
@@ -75,8 +70,7 @@ class Unit:
         return any(storage == b.full.data.untyped_storage()._cdata for b in self.resharded)
 
     def infos(self) -> Iterable[ParamInfo]:
-        for bucket in self.buckets:
-            yield from bucket.params
+        return itertools.chain.from_iterable([bucket.params for bucket in self.buckets])
 
     def _enter(self, state: State) -> None:
         if (self.state, state) not in LEGAL:
