@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_300,
-    "lines of the engine": 12_200,
+    "lines of the package": 39_400,
+    "lines of the engine": 11_300,
     "files of the engine": 45,
     "lines of the longest file": 600,
     "pairs of folders of the engine that import each other": 0,
@@ -45,9 +45,9 @@ BUDGETS = {
     "public members of the strategy": 12,
     "public members of Engine": 48,
     "words of README and docs": 24_000,
-    "calls of a step": 3_460,
+    "calls of a step": 2_820,
     "files of a step": 40,
-    "changes of file in a step": 1_860,
+    "changes of file in a step": 1_430,
 }
 
 
