@@ -9,8 +9,8 @@
 The new one is written in the target's folder, because a rename is atomic only within a file system.
 
 A killed process leaves its ``.part``, and the next write into that folder removes it. The writer locks its ``.part``,
-and the system drops the lock when the process dies. Where locks do not reach other nodes, a ``.part`` of another node
-must also have rested for :data:`REST_S`; without locks, any ``.part``.
+and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's ``.part``
+must also be unchanged for :data:`REST_S`; without locks, any ``.part``.
 
 A folder that is not empty cannot be replaced by a rename, so old and new exchange names (Linux). On other file systems
 the old one becomes ``.old`` for a moment; if the new one never appears, the next write gives the old one its name back.

@@ -131,7 +131,7 @@ class Reduction:
 
 
 class SpareBuffers:
-    """Host buffers for reuse, the largest, of at most ``keep_nbytes``. torch does not cache host memory: large blocks
+    """Keeps the largest host buffers for reuse, up to ``keep_nbytes``. torch does not cache host memory: large blocks
     go back to the system and return page by page, so that writes take several times as long."""
 
     def __init__(self, keep_nbytes: int) -> None:

@@ -97,7 +97,7 @@ class _Small(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that the same tensors stand for."""
+    """What parameters must share to be tried by the same tensors."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried
@@ -306,7 +306,7 @@ def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Paramet
 
 
 def _plain_part(optimizer: Optimizer, param: nn.Parameter) -> str:
-    """Return the class's plain notes on a parameter as text: a class may step parameters differently by them."""
+    """Return a parameter's state without tensors, and its attributes, as text: steps may depend on them."""
     state = optimizer.state.get(param, {})
     plain = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
     return repr((sorted(plain.items(), key=str), sorted(param.__dict__.items(), key=str)))

@@ -37,7 +37,7 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """Raised when a read, write or allocation fails for good. The message names file, cause, user and remedy."""
+    """Raised when a read, write or allocation fails for good. The message names file, cause and remedy."""
 
 
 @dataclass(slots=True)

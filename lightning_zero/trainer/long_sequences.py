@@ -22,7 +22,7 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences(SequenceSteps):
-    """Steps of a run, on whole sequences (``group`` is None) or on parts shared by the ranks of ``group``."""
+    """Steps of a run, on whole sequences (``group`` is None) or on one part per rank of ``group``."""
 
     def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
         """Open this rank's group of ``size`` ranks. Raise ConfigError if that is impossible. Collective."""
@@ -49,7 +49,7 @@ class LongSequences(SequenceSteps):
 
     @property
     def trying(self) -> SequenceCheck | None:
-        """The check, while it tries a step that is not real."""
+        """The check, while it runs a trial step; else None."""
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:

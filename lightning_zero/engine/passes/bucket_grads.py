@@ -88,7 +88,7 @@ class BucketGrads:
 
     @property
     def factor(self) -> float:
-        """Return the factor for the reduced sum: ``scale`` if buffered gradients are unscaled, else 1. Equal on all
+        """Return the factor for the reduced sum: ``scale`` if buffered gradients lack it, else 1. Equal on all
         ranks.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).

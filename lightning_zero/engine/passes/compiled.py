@@ -50,7 +50,7 @@ def compile_with(**settings: Any) -> Compile:
         options = settings.get("options")
         given = (
             {**settings, "options": dict(options)} if isinstance(options, dict) else settings
-        )  # torch takes some out
+        )  # torch pops some of them
         return torch.compile(function, **given)
 
     return Compile(apply, settings.get("backend", "inductor") == "inductor", settings.get("fullgraph", False))
@@ -226,7 +226,7 @@ class CompiledModules:
 
 
 def _probe() -> None:
-    """Try settings of torch.compile. Never called."""
+    """Compiled to try settings. Never called."""
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:

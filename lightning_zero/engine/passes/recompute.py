@@ -1,4 +1,4 @@
-"""Replaces units' forwards, by compiled ones, inside of checkpoints or in chunks (``vertical/``).
+"""Replaces units' forwards: compiled, inside of checkpoints, or in chunks (``vertical/``).
 
 Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
 keeps its inputs only, and computes the rest again in the backward after a gather of its unit. Buffers are not changed

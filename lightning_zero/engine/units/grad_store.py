@@ -89,10 +89,10 @@ class GradStore(Protocol):
         """Take the present gradient for an offloaded step, before which the gradient may be cleared."""
 
     def norm(self, norm_type: float) -> Tensor | None:
-        """Norm that was taken on the way to the host: 0-d, on the device. None: compute it from `value`."""
+        """Return the norm taken on the way to the host, 0-d on the device; None: compute it from `value`."""
 
     def all_finite(self) -> Tensor | None:
-        """Whether all elements are finite, as seen on the way to the host: 0-d bool. None: look at `value`."""
+        """Return a 0-d bool: all elements were finite on the way to the host. None: look at `value`."""
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
         """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""

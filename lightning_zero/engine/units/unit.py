@@ -147,7 +147,7 @@ class Unit:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # last chance to copy users' writes to the values into the masters
-            if self.keeps and bucket.node_shard.values is None:  # a kept slice follows `Bucket.write_master`
+            if self.keeps and bucket.node_shard.values is None:  # `Bucket.write_master` updates a kept slice
                 bucket.node_shard.keep(bucket.full.data)
         self._enter(State.SHARDED)
         # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
@@ -196,7 +196,7 @@ class Unit:
 
     @property
     def step_done(self) -> bool:
-        """Whether a gather would not wait for an offloaded step."""
+        """Whether a gather need not wait for an offloaded step."""
         return all(b.awaited_step.is_done for b in self.buckets)
 
     @property

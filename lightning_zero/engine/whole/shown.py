@@ -280,7 +280,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
         if comm.rank == leader:
             try:
                 fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
-                os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would be a signal
+                os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would get SIGBUS
             except (OSError, AttributeError) as error:
                 failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
         places = comm.meet((os.getpid(), fd, failed), "where the whole module is")
@@ -487,7 +487,7 @@ def set_aside(engine: Engine) -> Iterator[None]:
 
 
 def check_room(engine: Engine) -> None:
-    """Raise a ConfigError under ``zero.gather_after_fit=true`` if some host has no room. Collective."""
+    """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
         _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
