@@ -98,7 +98,7 @@ class Engine:
     def __deepcopy__(self, memo: object) -> None:
         return None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
     @outside_autograd

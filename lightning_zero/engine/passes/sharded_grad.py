@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.engine.passes.containers import Kwargs
+from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.grad_norms import (
     GradNorms,
     alike,
@@ -63,7 +63,7 @@ _IN_PLACE = {  # operation: name of the tensor method
 _TOTAL_NORM = inspect.unwrap(get_total_norm).__code__
 _CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts if inspect.iscode(const))}
 
-Args = Sequence[Any]
+_Number = Tensor | float | None
 
 
 class ShardedGrad(Tensor):
@@ -163,7 +163,7 @@ def _has_elements(value: object) -> bool:
     return isinstance(value, Tensor) and (value.dim() > 0 or type(value) is not Tensor)
 
 
-def _change_plain(tensor: Tensor, method: str, numbers: Args) -> None:
+def _change_plain(tensor: Tensor, method: str, numbers: Sequence[_Number]) -> None:
     if isinstance(tensor, ShardedGrad):
         raise _refusal(tensor.info.fqn)
     getattr(tensor, method)(*numbers)
@@ -356,7 +356,7 @@ class ShardedGrads:
     # -- values -------------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def change(self, grad: ShardedGrad, method: str, numbers: Args) -> None:
+    def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
 
         Raises:

@@ -24,7 +24,7 @@ from lightning_zero.ranks.progress import LongWork
 
 _log = logging.getLogger(__name__)
 
-ParamStates = Mapping[tuple[Bucket, int], State]  # state of the parameter at a slot of a bucket
+ParamStates = Mapping[tuple[Bucket, int], Saved]  # state of the parameter at a slot of a bucket
 
 
 class FlatRun(NamedTuple):
@@ -304,7 +304,7 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
     return tensor.dtype if value.is_floating_point() else value.dtype
 
 
-def steps_in(state: State) -> int:
+def steps_in(state: Saved) -> int:
     """Read the step count from a parameter's state, to compare counts. SGD keeps none: 1 with state, else 0."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

@@ -113,7 +113,7 @@ class UnitInChunks:
         self._divisions: dict[Hashable, Division | None] = {}  # by kind of call; None: evaluations run it whole
         self._title = f"unit {unit.title}"
 
-    def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
         vertical, module = self._vertical, self._module()
         if vertical.inside or module is None:
             return forward.inner(*args, **kwargs)

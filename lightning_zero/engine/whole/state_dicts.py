@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -311,7 +311,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     check_optimizer(engine, optimizer, state, "the checkpoint")
-    states: dict[tuple[Bucket, int], Any] = {}
+    states: dict[tuple[Bucket, int], Saved] = {}
     for group, saved, place, found in _pairs(optimizer, sharded, state):
         group.update({k: v for k, v in saved.items() if k != "params"})
         if place is not None and found:
