@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Event = object  # what a device makes of it; None on the host
+
 
 class Accelerator:
     """The host. ``has_streams`` is true for devices that queue work on streams and have memory of their own."""
@@ -34,22 +36,22 @@ class Accelerator:
         """Return the stream on which this thread queues work."""
         return None
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Queue on ``stream`` inside, and take memory from its pool."""
         return contextlib.nullcontext()
 
-    def record(self) -> Any:
+    def record(self) -> Event:
         """Return an event after everything that the current stream has queued."""
         return None
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Event) -> None:
         """Make the current stream, not the host, wait for ``event``."""
 
-    def is_over(self, event: Any) -> bool:
+    def is_over(self, event: Event) -> bool:
         """Whether ``event`` has happened. Does not wait."""
         return True
 
-    def wait_on_host(self, event: Any) -> None:
+    def wait_on_host(self, event: Event) -> None:
         """Make the host wait for ``event``."""
 
     def synchronize(self) -> None:

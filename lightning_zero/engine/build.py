@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.config import (
@@ -33,7 +33,7 @@ from lightning_zero.timeline.record import check_timeline
 
 
 def describe_checked(
-    module: nn.Module, config: ZeroConfig, precision: Precision, group: Any
+    module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None
 ) -> list[describe.UnitGroup]:
     """Check settings and module, and describe the units. Sends no message, as one rank alone may raise."""
     found = module.__dict__.get(ENGINE)

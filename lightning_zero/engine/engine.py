@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import open_waits, together
@@ -58,6 +59,7 @@ from lightning_zero.engine.whole import shown, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.placement import TierRow
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
@@ -93,10 +95,10 @@ class Engine:
     """ZeRO for one module over one process group. ``units`` begins with the root and follows ``named_modules``."""
 
     # A whole module holds its engine; a copy or pickle of the module must be a plain module.
-    def __deepcopy__(self, memo: Any) -> None:
+    def __deepcopy__(self, memo: object) -> None:
         return None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
     @outside_autograd
@@ -104,7 +106,7 @@ class Engine:
         self,
         module: nn.Module,
         config: ZeroConfig,
-        group: Any,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         node: str,
         sources: Mapping[str, Tensor] | None = None,
@@ -119,7 +121,7 @@ class Engine:
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
-        self._closing: Any = None
+        self._closing: weakref.finalize[..., object] | None = None
         self.host_copy: shown.HostCopy | None = None  # the whole module between runs
         first = group is None or dist.get_rank(group) == 0
         self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
@@ -148,7 +150,7 @@ class Engine:
     def _shard(
         self,
         module: nn.Module,
-        group: Any,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         node: str,
         sources: Mapping[str, Tensor] | None,
@@ -365,7 +367,7 @@ class Engine:
         self.module.__dict__.pop(ENGINE, None)
         LIVE.discard(self)
 
-    def restage(self, stage: Any = None, offload: Any = None, *, follow: Sequence[Follow] = ()) -> None:
+    def restage(self, stage: object = None, offload: object = None, *, follow: Sequence[Follow] = ()) -> None:
         """Change the row of ``zero/stage``, of ``zero/offload``, or both, between two steps. Collective.
 
         All values move from shard to shard, a bucket at a time. Optimizers stay the same objects, and the groups of
@@ -394,7 +396,7 @@ class Engine:
 
     def state_dict(
         self, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
-    ) -> dict[str, Any]:
+    ) -> State:
         """Return ``module.state_dict()`` with full values on the host; by default empty except on rank 0. Collective.
 
         The module's own ``state_dict`` makes the dict, overrides included. Tied parameters share one tensor.
@@ -402,21 +404,19 @@ class Engine:
         """
         return state_dicts.module_state(self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
         """Load a full ``state``, the same on all ranks, into the shards. Collective."""
         with shown.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
-    def optimizer_state(
-        self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
-    ) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None) -> State:
         """Return the optimizer's full ``state_dict()`` on the host; by default empty except on rank 0. Collective.
 
         With ``hollow`` tensors have no values. Raises ConfigError if ``optimizer`` does not step this engine's shards.
         """
         return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: Saved) -> None:
         """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
         state_dicts.load_optimizer(self, optimizer, state)
 

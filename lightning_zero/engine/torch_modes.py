@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,13 +41,13 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
     return disabled
 
 
-def function_modes() -> list[Any]:
+def function_modes() -> list[TorchFunctionMode]:
     """Return the active function modes, such as ``with torch.device(...)``, innermost last."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextlib.contextmanager
-def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
     """Enter the ``modes`` of an earlier call; autograd runs a backward without the modes of its caller."""
     with contextlib.ExitStack() as around:
         there = function_modes()
@@ -69,7 +70,7 @@ def without_history(method: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Switch autocast off, on devices that have it (meta has not)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# An optimizer's state of a parameter, or a whole state dict. torch types neither further.
+State = dict[str, Any]
+Saved = Mapping[str, Any]  # one that is only read
+
 
 class StateShape(NamedTuple):
     """The shape of a state as a function of its parameter's shape.

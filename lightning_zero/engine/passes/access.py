@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -298,7 +298,7 @@ class Access:
         self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
         own((info.param for unit in units for info in unit.infos()), self)
 
-    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
+    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         if self._fence.is_lowered:
             return run()
         brought = self._bring(params, operation)

@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_zero.config import Compile as Blocks
 from lightning_zero.config import CompileConfig, ConfigError
+from lightning_zero.engine.passes.containers import Kwargs
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 
@@ -39,14 +40,14 @@ class Compile(NamedTuple):
         inductor: whether the backend is torch's own compiler, inductor.
     """
 
-    apply: Callable[[Any], Any]
+    apply: Callable[[Callable[..., object]], Callable[..., object]]
     inductor: bool
     fullgraph: bool
 
 
 def compile_with(**settings: Any) -> Compile:
 
-    def apply(function: Any) -> Any:
+    def apply(function: Callable[..., object]) -> Callable[..., object]:
         options = settings.get("options")
         given = (
             {**settings, "options": dict(options)} if isinstance(options, dict) else settings
@@ -56,7 +57,7 @@ def compile_with(**settings: Any) -> Compile:
     return Compile(apply, settings.get("backend", "inductor") == "inductor", settings.get("fullgraph", False))
 
 
-def how_compiled(function: Any) -> Compile | None:
+def how_compiled(function: object) -> Compile | None:
     """Return how a function or module was compiled; None if it was not."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
@@ -162,7 +163,7 @@ class CompiledModules:
         module: nn.Module,
         forwards: Mapping[str, UnitForward],
         blocks: Compile | None,
-        refuse: Callable[[Any, str], None],
+        refuse: Callable[[Callable[..., object], str], None],
     ) -> None:
         keep_out()
         self._root, self._refuse = module, refuse
@@ -170,7 +171,7 @@ class CompiledModules:
         self._forwards = {units[name]: forward for name, forward in forwards.items()}
         self._inside = _units_inside(module, units)
         self._own: set[nn.Module] = set()  # units that were compiled directly, not with a module that holds them
-        self._later: dict[nn.Module, Mapping[str, Any]] = {}  # settings of compilations after sharding
+        self._later: dict[nn.Module, Kwargs] = {}  # settings of compilations after sharding
         modules = [inner for inner in module.modules() if inner in self._inside or inner in self._forwards]
         self._calls = [(inner, {_CALL: vars(inner)[_CALL]} if _CALL in vars(inner) else {}) for inner in modules]
         for inner in modules:

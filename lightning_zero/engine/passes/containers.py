@@ -10,12 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
+Args = tuple[Any, ...]  # of a module or a function that is not the engine's
+Kwargs = dict[str, Any]
+_T = TypeVar("_T")
 _TAKES_ONE_DTYPE = (nn.Bilinear,)  # their kernels refuse inputs of another dtype than the weights'
 _DEPTH = 4  # how many levels of objects to search
 
@@ -34,7 +37,7 @@ class TensorPlace:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] | None:
     """List the items of a tuple, list, dict or dataclass. Also returns a function that builds it from other items."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value, lambda items: type(value)(*items)
@@ -42,7 +45,7 @@ def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None
         return value, type(value)
     if isinstance(value, dict):
 
-        def with_items(items: list[Any]) -> Any:
+        def with_items(items: list[object]) -> object:
             new = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
             for key, item in zip(value, items, strict=True):
                 new[key] = item
@@ -52,7 +55,7 @@ def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value)]
 
-        def with_fields(items: list[Any]) -> Any:
+        def with_fields(items: list[object]) -> object:
             new = copy.copy(value)
             for name, item in zip(names, items, strict=True):
                 object.__setattr__(new, name, item)  # past a frozen dataclass
@@ -62,7 +65,7 @@ def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None
     return None
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: object, change: Callable[[object], object]) -> Any:
     """Apply ``change`` to all items in nested containers. Containers without a change are returned as they are."""
     if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return change(value)
@@ -71,18 +74,18 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return rebuild(new) if any(a is not b for a, b in zip(new, old, strict=True)) else value
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def leaves(value: Any) -> list[Any]:
+def leaves(value: object) -> list[object]:
     """List all items in nested containers, in a fixed order."""
     if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return [value]
     return [leaf for item in opened[0] for leaf in leaves(item)]
 
 
-def copy_containers(value: Any) -> Any:
+def copy_containers(value: _T) -> _T:
     """Copy nested containers, but not the tensors and other objects in them."""
     if isinstance(value, set):
         return copy.copy(value)
@@ -90,12 +93,12 @@ def copy_containers(value: Any) -> Any:
     return value if opened is None else opened[1]([copy_containers(item) for item in opened[0]])
 
 
-def take_tensors(value: Any, known: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
+def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, list[Tensor]]:
     """Replace tensors in ``value`` by numbers, those of ``known`` by negative ones. Returns it and the new tensors."""
     numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
     tensors: list[Tensor] = []
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in numbers:
@@ -106,10 +109,10 @@ def take_tensors(value: Any, known: Sequence[Tensor] = ()) -> tuple[Any, list[Te
     return map_leaves(value, take), tensors
 
 
-def put_tensors(form: Any, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
+def put_tensors(form: object, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
     """Undo :func:`take_tensors`, with other tensors."""
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: object) -> object:
         if not isinstance(leaf, TensorPlace):
             return leaf
         return tensors[leaf.number] if leaf.number >= 0 else known[-1 - leaf.number]
@@ -117,7 +120,7 @@ def put_tensors(form: Any, tensors: Sequence[Tensor], known: Sequence[Tensor] = 
     return map_leaves(form, put)
 
 
-def find_tensors(value: Any) -> Iterator[Tensor]:
+def find_tensors(value: object) -> Iterator[Tensor]:
     """Yield all tensors in nested containers, including sets and any mappings."""
     if isinstance(value, Tensor):
         yield value
@@ -131,13 +134,13 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield from find_tensors(item)
 
 
-def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in an object's attributes, and in those of nested objects up to ``depth``."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, PLAIN) and not callable(value):
         if isinstance(value, dict):
-            inside: list[Any] = list(value.values())
+            inside: list[object] = list(value.values())
         elif isinstance(value, (list, tuple, set)):
             inside = list(value)
         else:
@@ -146,17 +149,19 @@ def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
             yield from tensors_inside(item, depth - 1)
 
 
-def dtype_hooks(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+def dtype_hooks(
+    module: nn.Module,
+) -> tuple[Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]] | None, Callable[..., object]]:
     """Make forward hooks that keep ``module``'s input dtype: a pre-hook (or None), and a post-hook."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
     before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         nonlocal before_cast
         before_cast = _float_dtype_of(args, kwargs)
         return _in_fp32(args, kwargs)
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         given = before_cast if takes_one else _float_dtype_of(args, kwargs)
         if given is None:
             return None
@@ -165,11 +170,11 @@ def dtype_hooks(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[
     return before if takes_one else None, after
 
 
-def _float_dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
+def _float_dtype_of(args: Args, kwargs: Kwargs) -> torch.dtype | None:
     return next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
 
 
-def _in_fp32(args: Any, kwargs: Any) -> Any:
+def _in_fp32(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     def wide(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
 

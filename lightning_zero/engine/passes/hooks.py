@@ -19,14 +19,15 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.passes.containers import dtype_hooks, find_tensors
+from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
@@ -60,16 +61,18 @@ class Hooks:
         # that cycle inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
         self._precision = precision
-        self._handles: list[Any] = []
-        self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._grad_handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
         self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
-        self._leaf_handles: list[Any] = []  # this pass's hooks on leaves, which outlive their graph
+        self._leaf_handles: list[RemovableHandle] = []  # this pass's hooks on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()
         # Per module: our forward, and the instance's own ``forward`` before, if any.
-        self._forwards: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
+        self._forwards: WeakKeyDictionary[nn.Module, tuple[Callable[..., object], dict[str, object]]] = (
+            WeakKeyDictionary()
+        )
 
     @property
     def passes(self) -> Passes:
@@ -96,10 +99,10 @@ class Hooks:
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
         """Hook the calls of a unit's module. Our pre-hook runs first, so that the user's hooks see weights."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
             self._post_forward(unit, args, kwargs, output)
 
         # outside_graphs: traced into a graph, our hooks would run once and never again.
@@ -110,10 +113,10 @@ class Hooks:
     def watch_calls(self, module: nn.Module) -> None:
         """Call :meth:`Passes.call_ends` after the outermost call of a module that holds units."""
 
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             self._depth += 1
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Args, output: object) -> None:
             self._depth = max(0, self._depth - 1)
             if not self._depth and output is not None:  # None: the call may have raised
                 self.passes.call_ends()
@@ -148,7 +151,7 @@ class Hooks:
     def come_last(self) -> None:
         """Move our gradient hooks, which take gradients away, behind those that users have registered since."""
         for param, handle in self._grad_handles.values():
-            hooks: dict[int, Any] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
+            hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion
 
@@ -165,11 +168,11 @@ class Hooks:
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
-        def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             refuse("converting (.to(), .cuda(), .half(), ...)")
             return type(self)._apply(self, fn, recurse)
 
-        def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        def deepcopy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
             refuse("copy.deepcopy()")
             put_back = hooks.lift_off()
             try:
@@ -177,25 +180,25 @@ class Hooks:
             finally:
                 put_back()
 
-        def reduce(self: nn.Module, protocol: int) -> Any:
+        def reduce(self: nn.Module, protocol: int) -> object:
             refuse("pickling (torch.save(module), sending it to a process)")
             return type(self).__reduce_ex__(self, protocol)
 
         hooks = self
-        methods: tuple[Callable[..., Any], ...] = (apply, deepcopy, reduce)
+        methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce)
         for name, method in zip(_PATCHES, methods, strict=True):
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
-    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def replace_forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         before = {name: value for name, value in module.__dict__.items() if name == "forward"}
         self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
         module.__dict__["forward"] = forward
         self._touched.add(module)
 
-    def watch_arguments(self, module: nn.Module, called: Callable[[Any, Any], None]) -> None:
+    def watch_arguments(self, module: nn.Module, called: Callable[[Args, Kwargs], None]) -> None:
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             called(args, kwargs)
 
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
@@ -203,8 +206,8 @@ class Hooks:
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Remove our hooks and attributes, except hooks on parameters. Returns a function that puts them back."""
         ours = {handle.id for handle in self._handles}
-        attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+        attributes: list[tuple[nn.Module, dict[str, object]]] = []
+        tables: list[tuple[dict[int, object], list[tuple[int, object]]]] = []
         for module in list(self._touched):
             names = [name for name in _LIFTED if name in module.__dict__ and not (keep_engine and name == ENGINE)]
             values = {name: module.__dict__.pop(name) for name in names}
@@ -231,7 +234,7 @@ class Hooks:
 
     # -- module calls -----------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
         passes = self.passes
         try:
             passes.pre_forward(unit)
@@ -250,7 +253,7 @@ class Hooks:
         if may_be_dropped and not all(info.param.requires_grad for info in unit.infos()):
             self._watch_inputs(unit, args, kwargs)
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
         """Hook the inputs of a unit with frozen weights, which the backward needs for the inputs' gradients."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
@@ -283,7 +286,7 @@ class Hooks:
             handle.remove()
         self._leaf_handles.clear()
 
-    def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+    def _post_forward(self, unit: Unit, args: Args, kwargs: Kwargs, output: object) -> None:
         # If a pre-hook has raised, ours or the user's, no call was recorded.
         if not self._running or self._running[-1].unit is not unit:
             return
@@ -320,7 +323,7 @@ class Hooks:
         if not self._running and torch._C._current_graph_task_id() == -1:
             self.passes.forward_raised()
 
-    def _hides_outputs(self, unit: Unit, args: Any, kwargs: Any) -> bool:
+    def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
         """Return whether a call must have outputs that need a backward, although its result shows none."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import Compile, ConfigError, Recompute, ZeroConfig
 from lightning_zero.engine.passes.containers import (
+    Args,
+    Kwargs,
     copy_containers,
     map_leaves,
     put_tensors,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 
-Around = Callable[["UnitForward", Any, Any], Any]  # called with positional and keyword arguments
+Around = Callable[["UnitForward", Args, Kwargs], object]  # called with positional and keyword arguments
 
 
 class UnitForward:
@@ -49,7 +51,7 @@ class UnitForward:
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
         self.unit = unit
-        self.plain: Callable[..., Any] = module.forward
+        self.plain: Callable[..., object] = module.forward
         self.inner = self.plain
         self._module, self._hooks = ref(module), hooks
         self._around: Around | None = None
@@ -58,7 +60,7 @@ class UnitForward:
     def is_compiled(self) -> bool:
         return self.inner is not self.plain
 
-    def compile(self, compile: Callable[[Any], Any]) -> None:
+    def compile(self, compile: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
         """Compile the forward, in place of an earlier compilation."""
         self.inner = compile(self.plain)
         self._put()
@@ -71,7 +73,7 @@ class UnitForward:
     def _put(self) -> None:
         # updated=(): torch.compile would use attributes of a compiled forward to bypass this function.
         @functools.wraps(self.plain, updated=())
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             return self.inner(*args, **kwargs) if self._around is None else self._around(self, args, kwargs)
 
         if (module := self._module()) is not None:
@@ -143,7 +145,7 @@ class Recomputation:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
 
-    def __call__(self, forward: UnitForward, args: Any, kwargs: Any) -> Any:
+    def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
         passes = self._passes()
         if passes is None or not torch.is_grad_enabled():
             return forward.inner(*args, **kwargs)
@@ -156,7 +158,7 @@ class Recomputation:
             return checkpoint(call, *tensors, use_reentrant=False)
 
 
-def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Replace empty transformers key-value caches by None in the arguments of a ``block``.
 
     Models create one for each call without ``use_cache=False``, and a second forward would add to it. transformers' own
@@ -166,11 +168,11 @@ def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]
     if getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
 
-    def keep(leaf: Any) -> Any:
+    def keep(leaf: object) -> object:
         # Some caches hold a 0-d or 1-d tensor from the beginning.
         return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in tensors_inside(leaf)) else leaf
 
-    changed: tuple[Any, Any] = map_leaves((args, kwargs), keep)
+    changed: tuple[Args, Kwargs] = map_leaves((args, kwargs), keep)
     return changed
 
 
@@ -186,19 +188,19 @@ class _Call:
         forward: UnitForward,
         passes: Passes,
         buffers: BuffersAgain,
-        given: tuple[Any, Any],
-        form: Any,
+        given: tuple[Args, Kwargs],
+        form: object,
         tensors: Sequence[Tensor],
     ) -> None:
         self._unit, self._inner = forward.unit, forward.inner
         self._passes, self._buffers = ref(passes), buffers
-        self._given: tuple[Any, Any] | None = given  # None after the first forward
+        self._given: tuple[Args, Kwargs] | None = given  # None after the first forward
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
         self._modes = function_modes()
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> object:
         passes = self._passes()
         assert passes is not None, "the engine is gone but its backward is not"
         again = self._given is None

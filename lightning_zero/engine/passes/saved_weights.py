@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class _Other(NamedTuple):
 class _Outer(NamedTuple):
     """What outer hooks (the user's or a checkpoint's) have packed."""
 
-    packed: Any
-    unpack: Callable[[Any], Tensor]
+    packed: object
+    unpack: Callable[..., Tensor]
 
 
 class SavedWeights:
@@ -83,7 +83,7 @@ class SavedWeights:
         outer = _autograd._top_saved_tensors_default_hooks(True)
         return outer is None or outer[0] == self._pack
 
-    def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def _hooks(self) -> tuple[Callable[[Tensor], object], Callable[..., Tensor]]:
         outer = _autograd._top_saved_tensors_default_hooks(True)
         if outer is None or outer[0] == self._pack:
             return self._pack, self._unpack
@@ -107,7 +107,7 @@ class SavedWeights:
         # would live for ever. torch restores the history. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
-    def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+    def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
         unit = self._owner_of(tensor)
         return _Outer(pack(tensor), unpack) if unit is None else _Weight(tensor, tensor._version, unit)
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.grad_norms import (
     GradNorms,
     alike,
@@ -62,7 +63,7 @@ _IN_PLACE = {  # operation: name of the tensor method
 _TOTAL_NORM = inspect.unwrap(get_total_norm).__code__
 _CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts if inspect.iscode(const))}
 
-Args = Sequence[Any]
+_Number = Tensor | float | None
 
 
 class ShardedGrad(Tensor):
@@ -122,7 +123,7 @@ class ShardedGrad(Tensor):
     def tolist(self) -> Any:
         return self.whole().tolist()
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> object:
         return self.whole().__array__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -132,7 +133,7 @@ class ShardedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func in _IN_PLACE and not any(map(_has_elements, args[1:])):
@@ -162,7 +163,7 @@ def _has_elements(value: object) -> bool:
     return isinstance(value, Tensor) and (value.dim() > 0 or type(value) is not Tensor)
 
 
-def _change_plain(tensor: Tensor, method: str, numbers: Args) -> None:
+def _change_plain(tensor: Tensor, method: str, numbers: Sequence[_Number]) -> None:
     if isinstance(tensor, ShardedGrad):
         raise _refusal(tensor.info.fqn)
     getattr(tensor, method)(*numbers)
@@ -187,7 +188,7 @@ def _norm(
     return tensor.owner.norms.norm(tensor.info, float(norm_type), dtype)
 
 
-def _read(func: OpOverload, args: Args, kwargs: Mapping[str, Any]) -> object:
+def _read(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Run an operation on gathered values of gradients. Raises RuntimeError if it writes to a gradient. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
@@ -249,7 +250,7 @@ class LazyNorm(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if func is _aten.stack.default and len(args) == 1:
             lazy = [norm for norm in args[0] if isinstance(norm, LazyNorm) and not norm.dim()]
@@ -355,7 +356,7 @@ class ShardedGrads:
     # -- values -------------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def change(self, grad: ShardedGrad, method: str, numbers: Args) -> None:
+    def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
 
         Raises:

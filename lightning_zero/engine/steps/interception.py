@@ -19,8 +19,9 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.param import values_changed
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.optimizers.low_bits import PieceMemory
+from lightning_zero.optimizers.state_trees import State
 
-Step = Callable[[Callable[[], Any] | None], Any]
+Step = Callable[[Callable[[], object] | None], object]
 
 _BETWEEN = -1  # hook id that torch never gives out
 _READS_SLICES = ("state_dict", "load_state_dict")
@@ -60,7 +61,7 @@ def _weak(step: Any) -> Step:
     """Wrap `step` so that the optimizer does not keep the engine alive."""
     reference, function = ref(step.__self__), step.__func__
 
-    def call(closure: Callable[[], Any] | None) -> Any:
+    def call(closure: Callable[[], object] | None) -> object:
         owner = reference()
         if owner is None:
             raise RuntimeError("optimizer.step(): the sharded module whose parameters it steps is gone.")
@@ -69,10 +70,10 @@ def _weak(step: Any) -> Step:
     return call
 
 
-def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
+def _step_of(given: object, engine: Step) -> Callable[..., object]:
     """Make a `step` method that calls `engine`. It copies the mark that a scheduler has set on `given`."""
 
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
         return engine(closure)
 
     if hasattr(given, "_wrapped_by_lr_sched"):  # schedulers that are made later look for the mark
@@ -80,14 +81,14 @@ def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
     return step
 
 
-def state_dict(self: Optimizer) -> dict[str, Any]:
+def state_dict(self: Optimizer) -> State:
     raise RuntimeError(
         "optimizer.state_dict() would give this rank's slices only. Save with trainer.save_checkpoint(path), or call "
         "trainer.strategy.optimizer_state(optimizer) (without a Trainer engine.optimizer_state), on all ranks."
     )
 
 
-def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_dict(self: Optimizer, state_dict: State) -> None:
     raise RuntimeError(
         "optimizer.load_state_dict() cannot load into slices. Go on with trainer.fit(model, ckpt_path=path) (without a "
         "Trainer engine.load_optimizer_state(optimizer, state), on all ranks)."

@@ -11,7 +11,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from lightning_zero.optimizers.known import (
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
-from lightning_zero.optimizers.state_trees import Leaf
+from lightning_zero.optimizers.state_trees import Leaf, Saved, State
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -83,7 +82,7 @@ class Stepper(ABC):
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
-    def _pop_states(self) -> dict[tuple[Bucket, int], dict[str, Any]]:
+    def _pop_states(self) -> dict[tuple[Bucket, int], State]:
         """Take the optimizer's state for whole parameters, from earlier steps or from its constructor."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
@@ -92,7 +91,7 @@ class Stepper(ABC):
         }
         return {key: state for key, state in states.items() if state}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Run the closure on the user's own param groups, then step the shards. Collective."""
         loss = None
         if closure is not None:
@@ -131,7 +130,7 @@ class Stepper(ABC):
         """Yield this rank's state tensors of a bucket, except those kept once for a parameter (step counts)."""
 
     @abstractmethod
-    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
         """Map slots to the state that this rank saves, with a :class:`Leaf` for each tensor.
 
         The rank with the first element of a parameter saves what is kept once for it (a step count). With `once` only
@@ -146,7 +145,7 @@ class Stepper(ABC):
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
         """Yield slot, leaf and whole values of the state in `slots`, which is the same on all ranks. Collective."""
 
-    def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
+    def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError, naming the source `what`, if a parameter's state has shapes that do not fit it."""
         return
 
@@ -222,8 +221,8 @@ class ShardedOptimizer(Stepper):
             state = list(self.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
 
-    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
+        found: dict[int, State] = {}
         for fragment, state in self.runs.fragment_states(bucket):
             info, part = bucket.params[fragment.index], fragment.within(bucket.own_shard_of_owned)
             if part is None and (info.numel or (once and bucket.comm.shard_rank)):
@@ -276,7 +275,7 @@ class ShardedOptimizer(Stepper):
             if bucket.trainable and bucket.plan.tiers.master is tier
         )
 
-    def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
+    def check_state(self, place: Place, state: Saved, what: str) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
                 raise ConfigError(

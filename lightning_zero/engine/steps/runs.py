@@ -18,12 +18,13 @@ from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.optimizers.known import PER_TENSOR, is_elementwise
 from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
+from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 from lightning_zero.ranks.progress import LongWork
 
 _log = logging.getLogger(__name__)
 
-ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
+ParamStates = Mapping[tuple[Bucket, int], Saved]  # state of the parameter at a slot of a bucket
 
 
 class FlatRun(NamedTuple):
@@ -129,11 +130,9 @@ class Runs:
             if pieces:
                 self.optimizer.state[target.tensor] = self._assemble(pieces, target, states)
 
-    def _assemble(
-        self, pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _assemble(self, pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, State]) -> State:
         low, high, first = pieces[0]
-        result: dict[str, Any] = {}
+        result: State = {}
         for name, value in states[id(first)].items():
             if not is_elementwise(name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
@@ -171,7 +170,7 @@ class Runs:
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
-    def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+    def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
         """Yield this rank's state of each fragment. Element-wise state comes as :class:`Sliced`."""
         for run in self.of(bucket):
             state = self.optimizer.state.get(run.tensor, {})
@@ -192,7 +191,7 @@ class Runs:
         form = self.formats.get(name)
         return Sliced(value, start, numel, form if form is not None and form.is_packed else None)
 
-    def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+    def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
         """Yield the state of empty parameters, which lie in no run.
 
         A plain optimizer counts their steps and keeps empty tensors. So copy from a parameter with equally many steps.
@@ -242,17 +241,17 @@ class Runs:
                 *kinds,
             )
 
-    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, dict[str, Any]]) -> None:
+    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State]) -> None:
         with opened(bucket.home, changed=True):
             for run in self.of(bucket):
                 self._fill_state(run, states, held.pop(run.tensor, {}))
             self.adopt(bucket)
 
-    def _fill_state(self, run: FlatRun, states: ParamStates, held: Mapping[str, Any]) -> None:
+    def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))
         if not first:
             return
-        state: dict[str, Any] = {}
+        state: State = {}
         shape = run.bucket.params[run.run.fragments[0].index].shape
         for name, value in first.items():
             if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
@@ -270,7 +269,7 @@ class Runs:
             state[name] = flat
         self.optimizer.state[run.tensor] = state
 
-    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: Any) -> Tensor:
+    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: object) -> Tensor:
         """Store one state of a run in `form`. Values that the format can represent stay exact."""
         flat = form.zeros(run.tensor.numel(), run.tensor.device)
         if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
@@ -286,7 +285,7 @@ class Runs:
         return flat
 
 
-def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
+def _beside(value: object, source: Tensor, target: Tensor) -> object:
     """Copy a value that is kept once for a run. It moves to `target`'s device if it was on `source`'s."""
     if not isinstance(value, Tensor):
         return value
@@ -294,7 +293,7 @@ def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
     return value.to(target.device, copy=True) if moves else value.clone()
 
 
-def _zeros(like: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
+def _zeros(like: Tensor, dtype: torch.dtype, held: object) -> Tensor:
     """Return a zero tensor of `like`'s size in `dtype`. Reuse `held` if shape, dtype and device match."""
     if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (like.shape, dtype, like.device):
         return held.zero_()
@@ -305,7 +304,7 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
     return tensor.dtype if value.is_floating_point() else value.dtype
 
 
-def steps_in(state: dict[str, Any]) -> int:
+def steps_in(state: Saved) -> int:
     """Read the step count from a parameter's state, to compare counts. SGD keeps none: 1 with state, else 0."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

@@ -19,11 +19,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
-from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.accelerator import Accelerator, Event
 from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -62,7 +62,7 @@ class StepWorker:
         self._error: BaseException | None = None  # the first error, never cleared
         self._lock = threading.Lock()
 
-    def submit(self, jobs: Iterable[StepJob], event: Any) -> None:
+    def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
         """Queue jobs. Each completes its bucket's awaited step. Steps overwrite GPU memory only after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]

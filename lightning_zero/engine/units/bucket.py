@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Event
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, NodeShard, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
@@ -44,10 +45,10 @@ class AwaitedStep:
     """
 
     def __init__(self) -> None:
-        self.event: Any = None
+        self.event: Event = None
         self._future: Future[None] | None = None
 
-    def ask(self, event: Any) -> Future[None]:
+    def ask(self, event: Event) -> Future[None]:
         """Ask for a step. Whoever runs the step completes the returned future."""
         self.event = event
         self._future = Future()
@@ -138,7 +139,7 @@ class Bucket:
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold whole masters
         self._values_here = True
-        self._pushed: Any = None  # event after the last copy that an offloaded step made to the device
+        self._pushed: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
         self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
         self.gaps = self.layout.gaps()

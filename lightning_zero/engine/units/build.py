@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +129,7 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
     """Move all buffers to the engine's device with rank 0's values. `dtype` is for floating-point ones. Collective."""
-    moved: dict[int, Any] = {}
+    moved: dict[int, Tensor] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is None:

@@ -11,9 +11,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
@@ -268,7 +269,12 @@ def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share
 
 
 def find_topology(
-    groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str, waits: Waits
+    groups: Sequence[UnitGroup],
+    config: ZeroConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    node: str,
+    waits: Waits,
 ) -> Topology:
     """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
 

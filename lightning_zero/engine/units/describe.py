@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import FunctionType
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -246,7 +246,7 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
 _Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
 
 
-def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None:
+def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Check that all ranks have equal parameters in the same order, and use rank 0's strides. Collective.
 
     Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
@@ -269,7 +269,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None
         info.strides = strides
 
 
-def agree_on_sources(names: Iterable[str], group: Any, waits: Waits) -> None:
+def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Raise ConfigError, on all ranks, if a rank lacks first values: a node's folder may lack a file. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()

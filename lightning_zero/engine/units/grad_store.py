@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Event
 from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.planning.buckets import BucketPlan
@@ -37,7 +38,7 @@ class Factor(NamedTuple):
     """Factor for gradients, on its way to the host."""
 
     value: Tensor  # 0-d, on the host
-    event: Any
+    event: Event
 
 
 class Arrived(NamedTuple):
@@ -52,7 +53,7 @@ class Claimed(NamedTuple):
 
     streams: Streams
     grad: Tensor | None
-    arrival: Any
+    arrival: Event | Future[None]
     factor: Factor | None
 
     def arrived(self) -> Arrived:
@@ -161,7 +162,7 @@ class OnHost:
         self._tier, self._extent = tier, tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0]
         self.memory: Tensor = tier.resident(self._extent)
         self.is_there = False
-        self._arrival: Any = None  # event or future; None: arrived
+        self._arrival: Event | Future[None] = None  # event or future; None: arrived
         self._factor: Factor | None = None
         self._seen = _Seen()
 
@@ -241,7 +242,7 @@ class OnHost:
         return True
 
 
-def _wait(streams: Streams, arrival: Any) -> None:
+def _wait(streams: Streams, arrival: Event | Future[None]) -> None:
     """Wait on the host for an event or for a future, and raise the future's error."""
     if isinstance(arrival, Future):
         arrival.result()
@@ -301,12 +302,12 @@ class Landing:
         self._under_way.append((future, reduced))
         return future
 
-    def _add(self, reduced: Tensor, target: Tensor, event: Any) -> None:
+    def _add(self, reduced: Tensor, target: Tensor, event: Event) -> None:
         set_own_threads(self._threads)  # threads and device are settings of each thread
         accelerator = self.streams.accelerator
         accelerator.bind_thread()
         length = PAIR_NBYTES // reduced.element_size()
-        before: tuple[Any, Tensor, Tensor] | None = None
+        before: tuple[Event, Tensor, Tensor] | None = None
         with profiled("transfer", "gradient"), torch.inference_mode(False), torch.no_grad():
             for turn, low in enumerate(range(0, reduced.numel(), length)):
                 piece = reduced[low : low + length]
@@ -319,7 +320,7 @@ class Landing:
                 before = arrived, buffer, target[low : low + length]
             self._land(before)
 
-    def _land(self, piece: tuple[Any, Tensor, Tensor] | None) -> None:
+    def _land(self, piece: tuple[Event, Tensor, Tensor] | None) -> None:
         if piece is not None:
             arrived, buffer, target = piece
             self.streams.accelerator.wait_on_host(arrived)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Event
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
@@ -83,7 +84,7 @@ class Home:
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.changes = object()
-        self._lent: list[Future[Any]] = []
+        self._lent: list[Future[None]] = []
 
     def begin_open(self) -> None:
         """Start to bring the tensors into memory."""
@@ -96,10 +97,10 @@ class Home:
         """Copy the readable master into `target` [owned numel] of any dtype on the device."""
         copy_cast(self.master, target)
 
-    def read_until(self, event: Any) -> None:
+    def read_until(self, event: Event) -> None:
         """Delay writes to the master until `event`, because a stream reads the master. None: no stream does."""
 
-    def lend(self, reading: Future[Any]) -> None:
+    def lend(self, reading: Future[None]) -> None:
         """Delay writes to the tensors until `reading` is done."""
         self._lent.append(reading)
 
@@ -153,13 +154,13 @@ class HostHome(ResidentHome):
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
-        self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # by owner, with extents
+        self._states: dict[int, list[tuple[Tensor, Extent]]] = {}  # by owner, with extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
         # Blocking, because later readers and writers of the masters do not wait for a copy under way.
         copy_cast(values, master, wait=True)
         super().__init__(master)
-        self._reads: Any = None  # event after the last copy to the device
+        self._reads: Event = None  # event after the last copy to the device
 
     def open(self, *, to_write: bool = False) -> None:
         super().open(to_write=to_write)
@@ -168,7 +169,7 @@ class HostHome(ResidentHome):
             self._tier.accelerator.wait_on_host(self._reads)
             self._reads = None
 
-    def read_until(self, event: Any) -> None:
+    def read_until(self, event: Event) -> None:
         self._reads = event
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
@@ -218,7 +219,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _by_one_thread(method: _Method) -> _Method:
     @functools.wraps(method)
-    def locked(self: FileHome, *args: Any, **kwargs: Any) -> Any:
+    def locked(self: FileHome, *args: object, **kwargs: object) -> object:
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -238,7 +239,7 @@ class FileHome(Home):
         self._opens = 1
         self._changed = False
         self._phase = Phase.OPEN
-        self._moving: list[Future[Any]] = []  # reads or writes
+        self._moving: list[Future[None]] = []  # reads or writes
         self._lock = threading.RLock()
         self._place([master])
         self.close(changed=True)
@@ -265,7 +266,7 @@ class FileHome(Home):
             self._sender.send(self.master, target)
 
     @_by_one_thread
-    def lend(self, reading: Future[Any]) -> None:
+    def lend(self, reading: Future[None]) -> None:
         self._lent.append(reading)
 
     @_by_one_thread
@@ -301,7 +302,7 @@ class FileHome(Home):
             self._wait()
             self._rest()
 
-    def _move(self, operation: Callable[[Extent, Tensor], Future[Any]]) -> None:
+    def _move(self, operation: Callable[[Extent, Tensor], Future[None]]) -> None:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:

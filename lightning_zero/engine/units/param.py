@@ -60,7 +60,7 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 class Owner(Protocol):
     """An engine that answers for parameters."""
 
-    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
+    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather the values of absent `params`, and return the result of `run`, an operation on them.
 
         Raises RuntimeError, with the parameter and the right way, if that is not possible now.
@@ -124,10 +124,14 @@ class _Absent:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         # Torch functions are disabled inside, or the operation would call this method again for ever.
-        def run() -> Any:
+        def run() -> object:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -141,7 +145,7 @@ class _Absent:
             run = partial(owner.reads_values, params, _name_of(func), run)
         return run()
 
-    def stride(self: Any, dim: int | None = None) -> Any:
+    def stride(self: Any, dim: int | None = None) -> int | tuple[int, ...]:
         like = _without_values(self)
         return like.stride() if dim is None else like.stride(dim)
 
@@ -165,7 +169,7 @@ class _Absent:
         with torch._C.DisableTorchFunctionSubclass():
             _delete_grad(self)
 
-    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
+    def __repr__(self: Any, *, tensor_contents: object = None) -> str:
         return f"<a sharded parameter of shape {tuple(self.shape)}; lightning_zero.gather shows its values>"
 
     def __format__(self, spec: str) -> str:
@@ -224,7 +228,7 @@ def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes
         param.__class__ = kind
 
 
-def _is_passive(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+def _is_passive(func: Any, args: Sequence[object], kwargs: Mapping[str, object] | None) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", "") not in _ATTRIBUTES_OF_VALUES
@@ -238,7 +242,7 @@ def _name_of(func: Any) -> str:
     return str(func.__self__.__name__) if name == "__get__" else name
 
 
-def _absent_in(value: Any) -> Iterator[nn.Parameter]:
+def _absent_in(value: object) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     stack = [value]
     while stack:

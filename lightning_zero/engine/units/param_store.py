@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Event
 from lightning_zero.engine.units.home import Home, Tiers, opened
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.placement import Tier
@@ -128,8 +128,8 @@ class FileShard(ParamStore):
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
-        self._give_back: Callable[[Any], None] | None = None
-        self._reading: Future[Any] | None = None
+        self._give_back: Callable[[Event], None] | None = None
+        self._reading: Future[None] | None = None
         self._writing = tier.stage_out(self._extent, values)
         self._writing.result()  # the caller goes on to use the memory of `values`
 

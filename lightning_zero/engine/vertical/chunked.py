@@ -12,7 +12,7 @@ of the forward, gradients of undivided inputs are added in fp32, and autocast ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_zero.engine.passes.containers import (
     PLAIN,
+    Args,
+    Kwargs,
     TensorPlace,
     copy_containers,
     find_tensors,
@@ -50,7 +52,7 @@ class Division(NamedTuple):
     joined: tuple[bool, ...]
 
 
-def first_size(value: Any) -> int | None:
+def first_size(value: object) -> int | None:
     """Return the first dimension of the first tensor in ``value`` that is not 0-d."""
     return next((tensor.shape[0] for tensor in find_tensors(value) if tensor.ndim), None)
 
@@ -64,7 +66,7 @@ class Inputs:
         divided: which tensors are divided. At first all candidates.
     """
 
-    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int) -> None:
+    def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
         form, self.tensors = take_tensors((args, kwargs))
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
@@ -78,7 +80,7 @@ class Inputs:
         return tensors
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> Hashable:
         """Return a key that is equal for calls that are divided alike."""
         flags = [leaf for leaf in leaves(self._form) if isinstance(leaf, (type(None), bool, str, Enum))]
         kinds = [(len(shape), tensor.dtype) for shape, tensor in zip(self._shapes, self.tensors, strict=True)]
@@ -120,12 +122,12 @@ class Inputs:
         pairs = zip(tensors, self.divided, strict=True)
         return [tensor.narrow(0, low, count) if divided else tensor for tensor, divided in pairs]
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Args, Kwargs]:
         """Rebuild the positional and keyword arguments from ``tensors``, in new containers."""
         args, kwargs = copy_containers(put_tensors(self._form, tensors))
         return args, kwargs
 
-    def call(self, function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
+    def call(self, function: Callable[..., object], given: Sequence[Tensor]) -> object:
         """Call ``function`` with part of the tensors. Raises CannotDivide if it changes its arguments."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
@@ -141,7 +143,7 @@ class Inputs:
             )
         return result
 
-    def _state_of_objects(self) -> list[Any]:
+    def _state_of_objects(self) -> list[tuple[int, int]]:
         """Return ids and versions of tensors inside objects, to detect changes."""
         return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
@@ -150,7 +152,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def same_form(one: Any, other: Any) -> bool:
+def same_form(one: object, other: object) -> bool:
     """Return whether two results have equal non-tensors, and tensors in the same places."""
     first, second = leaves(one), leaves(other)
     if len(first) != len(second):
@@ -236,7 +238,7 @@ def device_type_of(tensors: Sequence[Tensor]) -> str:
     return next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
 
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Chunked:
@@ -250,7 +252,7 @@ class Chunked:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         inputs: Inputs,
         *,
         title: str,
@@ -266,7 +268,7 @@ class Chunked:
         self._modes = Modes(self._device_type)
         self._has_graph = torch.is_grad_enabled()
         self._states: list[RandomState] = []
-        self._form: Any = None  # the first chunk's result, without tensors
+        self._form: object = None  # the first chunk's result, without tensors
 
     def __call__(self, *, trains: bool) -> Any:
         """Run the call and return its result. ``trains``: parameters require gradients, so a backward may follow."""

@@ -11,17 +11,17 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.engine.passes.containers import find_tensors, take_tensors
+from lightning_zero.engine.passes.containers import Args, Kwargs, find_tensors, take_tensors
 from lightning_zero.engine.vertical.chunked import (
     CannotDivide,
     Changes,
@@ -45,7 +45,9 @@ class _Escapes(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, ref[Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in find_tensors(result):
             self._made[id(tensor)] = ref(tensor)
@@ -70,7 +72,9 @@ _DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": 
 class _NothingDrawn(TorchDispatchMode):
     """Makes random operations deterministic: draws 1/2 (0 for integers), and dropout drops nothing."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
@@ -89,7 +93,7 @@ class _Unequal(Exception):
 class Trial:
     """Runs one call of ``function`` on parts, and keeps no result. ``in_chunk``: context of each run."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Inputs, in_chunk: Context) -> None:
+    def __init__(self, function: Callable[..., object], inputs: Inputs, in_chunk: Context) -> None:
         self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
         self._device_type = device_type_of(inputs.tensors)
         self._modes = Modes(self._device_type)
@@ -171,7 +175,7 @@ class Trial:
             raise _Unequal("got the same results for all samples")  # the call may not use these tensors at all
         return Division(tuple(self._inputs.divided), joined)
 
-    def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[Any, list[Tensor]]:
+    def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[object, list[Tensor]]:
         inputs = self._inputs
         given = [tensor.clone() for tensor in inputs.rows(tensors, low, rows)]  # the call may change them
         with self._modes.again(), self._in_chunk(), self._around():
@@ -179,7 +183,7 @@ class Trial:
                 return self._watched(given)
             return take_tensors(inputs.call(self._function, given), given)
 
-    def _watched(self, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    def _watched(self, given: Sequence[Tensor]) -> tuple[object, list[Tensor]]:
         """Run the call with a graph, drop the graph, and refuse tensors that are still alive."""
         # Detached: other hooks would keep the tensors themselves alive.
         saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)

@@ -7,7 +7,7 @@ fp32 and reach the reducer as those of one backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
 from lightning_zero.engine.units.unit import Unit
@@ -57,14 +58,14 @@ class Vertical:
         self.count = count
         self.batch: int | None = None
         self.inside = 0
-        self.divisions: dict[Any, Division] = {}
+        self.divisions: dict[Hashable, Division] = {}
         self._step_has_told = False
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
         if count > 1:
             passes.hooks.watch_arguments(module, self._root_called)
 
     @contextlib.contextmanager
-    def step(self, batch: Any, *, evaluation: bool) -> Iterator[None]:
+    def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
         """Divide units along the samples of ``batch`` during a step.
 
         Raises:
@@ -84,7 +85,7 @@ class Vertical:
         finally:
             self.batch, self._step_has_told = before
 
-    def _root_called(self, args: Any, kwargs: Any) -> None:
+    def _root_called(self, args: Args, kwargs: Kwargs) -> None:
         """Take the batch size from the root's arguments if :meth:`step` does not know it."""
         if not self._step_has_told and not self.inside:
             self.batch = first_size((args, kwargs))
@@ -109,10 +110,10 @@ class UnitInChunks:
     def __init__(self, unit: Unit, module: nn.Module, vertical: Vertical, passes: Passes) -> None:
         self._unit, self._vertical = unit, vertical
         self._module, self._passes = ref(module), ref(passes)
-        self._divisions: dict[Any, Division | None] = {}  # by kind of call; None: evaluations run it whole
+        self._divisions: dict[Hashable, Division | None] = {}  # by kind of call; None: evaluations run it whole
         self._title = f"unit {unit.title}"
 
-    def __call__(self, forward: UnitForward, args: Any, kwargs: Any) -> Any:
+    def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
         vertical, module = self._vertical, self._module()
         if vertical.inside or module is None:
             return forward.inner(*args, **kwargs)
@@ -135,7 +136,9 @@ class UnitInChunks:
                 self._divisions[kind] = None
         return forward.inner(*args, **kwargs)
 
-    def _in_chunks(self, forward: UnitForward, module: nn.Module, inputs: Inputs, kind: Any, trains: list[bool]) -> Any:
+    def _in_chunks(
+        self, forward: UnitForward, module: nn.Module, inputs: Inputs, kind: Hashable, trains: list[bool]
+    ) -> object:
         in_chunk = partial(self._in_chunk, module)
         joined = self._divide(forward.plain, module, inputs, kind, in_chunk)
         call = Chunked(
@@ -150,7 +153,7 @@ class UnitInChunks:
         return self._vertical.run(call, trains=any(trains))
 
     def _divide(
-        self, plain: Callable[..., Any], module: nn.Module, inputs: Inputs, kind: Any, in_chunk: Context
+        self, plain: Callable[..., object], module: nn.Module, inputs: Inputs, kind: Hashable, in_chunk: Context
     ) -> tuple[bool, ...]:
         """Divide ``inputs`` as earlier calls of their kind, or by a trial. Returns which results are joined.
 

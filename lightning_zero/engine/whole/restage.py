@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
+from lightning_zero.optimizers.state_trees import State
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
 
@@ -57,7 +58,7 @@ Follow = Callable[[int, Move], None]  # moves values of a bucket, given its numb
 
 
 class _Seen(NamedTuple):
-    rows: tuple[Any, ...]
+    rows: tuple[object, ...]
     changes: bool
     refusal: str | None
 
@@ -141,14 +142,14 @@ def _agree_on_grads(engine: Engine) -> None:
             )
 
 
-def _rows(config: ZeroConfig) -> tuple[Any, ...]:
+def _rows(config: ZeroConfig) -> tuple[object, ...]:
     """Return what ranks must agree on. Nodes may differ in their folder and threads."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
     return config.stage.name.name, offload.name.name, *budgets
 
 
-def _say(rows: tuple[Any, ...]) -> str:
+def _say(rows: tuple[object, ...]) -> str:
     stage, offload, *budgets = rows
     return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
 
@@ -217,7 +218,7 @@ def _move_all(
     engine.comm.streams.accelerator.synchronize()
 
 
-def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
+def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> None:
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
     keeps_home = not move.moves_home and bucket.is_on(plan.home_tier, tiers)
     keeps_grad = keeps_home and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)

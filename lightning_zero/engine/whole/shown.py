@@ -16,7 +16,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -205,7 +205,7 @@ class HostCopy:
                 start = round_up(start + info.numel * info.dtype.itemsize, COPY_ALIGN)
         self.is_shown = False
         self.put_back: Callable[[], None] = lambda: None
-        self.grads: list[tuple[nn.Parameter, Any]] = []
+        self.grads: list[tuple[nn.Parameter, ShardedGrad]] = []
         self._seen: list[object] = []  # ``home.changes`` of the buckets when the copy was equal to the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:

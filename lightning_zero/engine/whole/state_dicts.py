@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -32,7 +34,7 @@ from lightning_zero.engine.whole.values import (
     own_parts,
     parts_for_folder,
 )
-from lightning_zero.optimizers.state_trees import Leaf, with_leaves
+from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 @outside_autograd
 def module_state(
     engine: Engine, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
-) -> dict[str, Any]:
+) -> State:
     """See ``Engine.state_dict``. Collective."""
     take_writes_over(engine)
     if hollow is not None:
@@ -56,9 +58,7 @@ def module_state(
     return _state_dict_with(engine, values, trainable_only)
 
 
-def hollow_copy(
-    engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
-) -> dict[str, Any]:
+def hollow_copy(engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False) -> State:
     """Make ``module.state_dict()`` on rank 0 with hollow tensors for the copy ``homes`` of the masters."""
     name = f"copy {len(hollow.copies)}"
     hollow.copies[name] = homes
@@ -71,9 +71,7 @@ def hollow_copy(
 
 
 @outside_autograd
-def sharded_state_dict(
-    engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
-) -> dict[str, Any]:
+def sharded_state_dict(engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False) -> State:
     """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``homes``. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if homes is None else {"copy": homes})
@@ -114,14 +112,14 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     return result
 
 
-def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> dict[str, Any]:
+def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> State:
     """Return ``module.state_dict()`` with parameters replaced by ``values``, which are by ``id`` of the parameter."""
     with engine.placeholders_allowed():
         state = engine.module.state_dict(keep_vars=True)
     by_id = {id(info.param): info for b in engine.buckets for info in b.params}
     by_storage = {_identity(info.param): info for info in by_id.values()}
 
-    def info_of(entry: Any) -> ParamInfo | None:
+    def info_of(entry: object) -> ParamInfo | None:
         if not isinstance(entry, Tensor):
             return None
         # By memory: an override of ``state_dict`` may have detached the parameter, which shares its placeholder.
@@ -157,14 +155,14 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 @outside_autograd
 def optimizer_state(
     engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
-) -> dict[str, Any]:
+) -> State:
     """See ``Engine.optimizer_state``. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     wanted, index = not only_rank_0 or engine.rank == 0, engine.optimizers.index(sharded)
     # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
     known = all_entries(engine, sharded)
-    states: dict[tuple[int, int], Any] = {}
+    states: dict[tuple[int, int], object] = {}
     if hollow is None:
         work = engine.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
         for number, bucket in enumerate(work):
@@ -197,7 +195,7 @@ def _hollow_leaf(hollow: Hollow, value: Value, leaf: Leaf) -> Tensor:
 
 
 @outside_autograd
-def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
     """Return the state of ``optimizer`` by parameter name, with the parts that this rank holds. Collective.
 
     Values of a whole parameter, such as a step count, are :class:`Lone` on the rank that holds its first element.
@@ -206,7 +204,7 @@ def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, A
     engine.settle()
     index, parts = engine.optimizers.index(sharded), _parts_by_value(engine)
     stepped = {place.info.fqn for group in sharded.places() for place in group}
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for number, entries in own_entries(engine, sharded, once=True).items():
         for slot, entry in entries.items():
             if (name := engine.buckets[number].params[slot].fqn) in stepped:
@@ -218,7 +216,7 @@ def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, leaf: Leaf)
     return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides)
 
 
-def _groups(sharded: Stepper, key_of: Callable[[Place], Any]) -> list[dict[str, Any]]:
+def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
     return [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [key_of(place) for place in places]}
         for group, places in zip(sharded.optimizer.param_groups, sharded.places(), strict=True)
@@ -237,7 +235,9 @@ class _CopyIntoShards(TorchFunctionMode):
         self.failed: OSError | None = None  # the error of reading a value
         self.did: Callable[[nn.Parameter], object] = lambda param: None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
@@ -252,7 +252,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """See ``Engine.load_state_dict``. Collective."""
     own: dict[int, int] = {}
 
@@ -263,7 +263,7 @@ def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True
     with loading_into_shards(engine) as copies, engine.long_work.bytes("loading weights", total) as did:
         copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
 
-        def load() -> Any:
+        def load() -> _IncompatibleKeys:
             try:
                 return engine.module.load_state_dict(state, strict=strict)
             except RuntimeError:  # torch's summary of all errors
@@ -285,7 +285,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
     return found
 
 
-def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def keeping_frozen(module: nn.Module, state: Saved) -> State:
     """Add a :class:`KeptTensor` to ``state`` for each frozen parameter that it lacks: a load keeps its values."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
@@ -306,12 +306,12 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
 # -- optimizers, into shards ------------------------------------------------------------------------------------------
 
 
-def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
     """See ``Engine.load_optimizer_state``. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     check_optimizer(engine, optimizer, state, "the checkpoint")
-    states: dict[tuple[Bucket, int], Any] = {}
+    states: dict[tuple[Bucket, int], Saved] = {}
     for group, saved, place, found in _pairs(optimizer, sharded, state):
         group.update({k: v for k, v in saved.items() if k != "params"})
         if place is not None and found:
@@ -320,7 +320,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any
         sharded.load_param_states(states, engine.long_work)
 
 
-def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+def check_optimizer(engine: Engine, optimizer: Optimizer, state: Saved, what: str) -> None:
     """Raise a ConfigError if ``Engine.load_optimizer_state`` would refuse ``state``, which messages call ``what``."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
@@ -352,8 +352,8 @@ LATER = frozenset(
 
 
 def _pairs(
-    optimizer: Optimizer, sharded: Stepper, state: Mapping[str, Any], what: str = "the checkpoint"
-) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
+    optimizer: Optimizer, sharded: Stepper, state: Saved, what: str = "the checkpoint"
+) -> Iterator[tuple[State, Saved, Place | None, Saved | None]]:
     """Yield each group with its saved group, and then with each parameter and its saved state."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
@@ -361,7 +361,7 @@ def _pairs(
             yield group, saved, place, state["state"].get(number)
 
 
-def _matched(saved: Sequence[Any], places: Sequence[Place], what: str) -> list[tuple[Any, Place]]:
+def _matched(saved: Sequence[object], places: Sequence[Place], what: str) -> list[tuple[object, Place]]:
     """Pair keys of saved states with parameters: by name if the keys are names, else by order."""
     if not all(isinstance(key, str) for key in saved):
         return list(zip(saved, places, strict=True))

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.optimizers.state_trees import Leaf, leaves_in, with_leaves
+from lightning_zero.optimizers.state_trees import Leaf, State, leaves_in, with_leaves
 from lightning_zero.planning.boxes import memory_order
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from lightning_zero.engine.engine import Engine
 
 MASTER = ""  # the name of a parameter's master values
 COPY = -1  # in place of the optimizer's number: a copy of the masters
 
 Copies = Mapping[str, Sequence[Home]]  # homes of copies of all buckets' masters, by name of the copy
-Entries = Mapping[int, dict[int, dict[str, Any]]]  # state by bucket and slot, with a Leaf for each tensor
+Entries = Mapping[int, dict[int, State]]  # state by bucket and slot, with a Leaf for each tensor
 
 
 class Value(NamedTuple):
@@ -88,7 +91,7 @@ def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entr
 
 def all_entries(engine: Engine, sharded: Stepper) -> Entries:
     """Return the state that all ranks save, by bucket and slot. Collective."""
-    known: dict[int, dict[int, dict[str, Any]]] = {}
+    known: dict[int, dict[int, State]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
         for number, slots in told.items():
             for slot, entry in slots.items():
@@ -137,8 +140,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def full_entries(
-    bucket: Bucket, sharded: Stepper, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
-) -> dict[int, Any]:
+    bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[Tensor], Tensor | None]
+) -> dict[int, State]:
     """Gather a bucket's state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
@@ -158,12 +161,12 @@ class Hollow:
     def __init__(self, last: Hollow | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self._mode: Any = last._mode if last is not None else FakeTensorMode()
+        self._mode: FakeTensorMode = last._mode if last is not None else FakeTensorMode()
         self._kept = {(value, made.dtype): made for value, made in last.made} if last is not None else {}
         self.made: list[tuple[Value, Tensor]] = []
         self.copies: dict[str, Sequence[Home]] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Hollow], tuple[()]]:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
@@ -191,36 +194,38 @@ class TensorParts(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: object = None
+    ) -> object:
         if func is torch.ops.aten.detach.default:
             return args[0]
         cls._refuse(str(func))
 
     @staticmethod
-    def _refuse(what: str) -> None:
+    def _refuse(what: str) -> NoReturn:
         raise RuntimeError(
             f"{what}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
             "shapes and dtypes only, leave tensors out or add others. Choose zero/checkpoint=full, or read parameters "
             "inside lightning_zero.gather."
         )
 
-    def __deepcopy__(self, memo: Any) -> TensorParts:
+    def __deepcopy__(self, memo: object) -> TensorParts:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse("pickling")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
 
 
 class Lone(NamedTuple):
     """A value that only this rank saves."""
 
-    value: Any
+    value: object
 
 
-def parts_for_folder(entry: Any, tensor_of: Callable[[Leaf], TensorParts]) -> Any:
+def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
     """Copy a state with ``tensor_of(leaf)`` for tensors and :class:`Lone` for other values and lists."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
