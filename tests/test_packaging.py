@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -75,9 +76,12 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     known |= {"lightning_zero", *parts_of_lightning, *sys.stdlib_module_names}
     imported: dict[str, str] = {}
     for file in [*(ROOT / "lightning_zero").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]:
-        for space, name in re.findall(r"^(\s*)(?:import|from) +(\w+)", file.read_text(), re.MULTILINE):
-            if name not in OPTIONAL or not space.strip("\n"):  # those only inside of functions
-                imported.setdefault(name, str(file))
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in (module.partition(".")[0] for module in modules if module is not None):
+                if name not in OPTIONAL or node.col_offset == 0:  # those only inside of functions
+                    imported.setdefault(name, str(file))
     assert {name: file for name, file in imported.items() if name not in known} == {}
 
 

@@ -251,7 +251,7 @@ class Bucket:
         )
 
     def make_trainable(self) -> None:
-        before, self.plan = self.plan, replace(self.plan, trainable=True)
+        before, self.plan, self.trainable = self.plan, replace(self.plan, trainable=True), True
         if self.plan.rests_as(before):
             self._make_grad_store()
             return
