@@ -213,7 +213,7 @@ def trains_without(
 ) -> None:
     os.environ["LATE_CUDA_LOG"] = str(folder / "said")
     with without(target, line):
-        if ".kept:" in target:
+        if ".snapshot:" in target:
             keeps(folder, row, stage)
         else:
             trains(row, stage, folder, order)
