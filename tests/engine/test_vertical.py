@@ -814,8 +814,11 @@ def test_units_on_the_whole_batch() -> None:
     module(x).backward()
     plain(x).backward()
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
-    for buffer, other in zip(module.buffers(), plain.buffers(), strict=True):  # moved once, though computed twice
-        assert torch.allclose(buffer, other, atol=1e-6)  # a product of two rows may round otherwise than one of eight
+    buffers = list(zip(module.buffers(), plain.buffers(), strict=True))  # moved once, though computed twice
+    before_chunks = buffers[: len(buffers) // 2]
+    assert all(torch.equal(buffer, other) for buffer, other in before_chunks)
+    # A product of two rows may round otherwise than one of eight, by the processor's kernels.
+    assert all(torch.allclose(buffer, other, rtol=0, atol=1e-6) for buffer, other in buffers)
     engine.release()
 
 
