@@ -1,7 +1,7 @@
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
 #   ARGS="trainer.max_steps=50"  for make train, or options of pytest, of a benchmark, of make fuzz
-#   JOBS=2   processes of pytest for make test (default: 2 without ARGS, else 0: the one that was started)
+#   JOBS=2   processes of pytest for the tests (default: 2 without ARGS, else 0: the one that was started)
 #   KIND=cpu|cuda  BASE=image  TAG=name  for make image, which needs no virtual environment
 
 PYTHON ?= python3
@@ -29,9 +29,10 @@ endif
 CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
+DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-cuda test-slurm fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-cuda test-slurm docs mutants fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -47,6 +48,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
+	@echo "Installed. To use python -m lightning_zero...: source $(VENV)/bin/activate"
 
 $(DEV_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,dev]'
@@ -58,11 +60,19 @@ train: $(STAMP) ## the main job: a small GPT on real text under ZeRO stage 3
 # Many tests wait, for a process that starts or a timeout, so two at a time are faster also on two cores.
 JOBS ?= $(if $(ARGS),0,2)
 
-test: $(STAMP) ## the tests, in minutes
-	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test-full: $(STAMP) ## with the full matrices
-	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
+smoke: $(STAMP) ## one test of each part, in 45 seconds
+	$(PYTEST) -m smoke $$(grep -rl --include='test_*.py' mark.smoke tests) $(ARGS)
+
+test: $(STAMP) ## one case of each subject, in a quarter of an hour
+	$(PYTEST) --durations=20 --cpu-minutes=40 $(ARGS)
+
+test-full: $(STAMP) ## all cases that make test leaves out, in an hour or more
+	$(PYTEST) --tier=rest --timeout=1800 $(if $(GPU),-m 'not slurm') $(ARGS)
+
+mutants: $(STAMP) ## break the package in 60 places and see whether a test fails, in an hour
+	$(PY) -m tests.mutants $(ARGS)
 
 # torch's CUDA build on this CPU, without NVIDIA's libraries: 0.5 GB to download, 1.2 GB of disk (tests/cuda).
 CUDA_VENV ?= .venv-cuda
@@ -71,8 +81,17 @@ CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.p
 test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
 	@if $(PY) -m tests.cuda.build $(CUDA_VENV); then rm -f $(CUDA_VENV)/said; \
 	LIGHTNING_ZERO_TEST_DEVICE=cuda LATE_CUDA_HOME=local LATE_CUDA_LOG=$(abspath $(CUDA_VENV))/said \
-	$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(ARGS),$(ARGS),$(CUDA_TESTS)); \
+	$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --tier=all -m 'not full and not gpu and not slurm' $(if $(ARGS),$(ARGS),$(CUDA_TESTS)); \
 	else echo "SKIPPED: no test ran on emulated GPUs: torch's CUDA build, or a compiler, is not here (above)."; fi
+
+docs: $(DOCS_STAMP) ## the documentation as a site, in outputs/site
+	$(PY) docs/made.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "outputs/site: look at it by $(PY) -m http.server --directory outputs/site"
+
+$(DOCS_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,docs]'
+	@touch $@
 
 lightning-table: $(STAMP) ## all of Lightning's features beside DDP (docs/lightning.md), in minutes
 	$(PY) -m tests.lightning_table $(ARGS)

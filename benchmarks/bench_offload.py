@@ -61,7 +61,7 @@ class InFiles:
         self.model(torch.ones(1, WIDTH)).sum().backward()
         started = time.perf_counter()
         self.optimizer.step()
-        self.engine.settle()
+        self.engine.passes.wait_for_all()
         seconds = time.perf_counter() - started
         self.optimizer.zero_grad()
         return seconds

@@ -261,7 +261,7 @@ def _describe(case: Case, engine: Any) -> Result:
         owned_numel=sum(fragment.numel for fragment in owned),
         fragments=len(owned),
         gathered_nbytes=max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units[1:]),
-        norm_table_nbytes=8 * engine.world_size,
+        norm_table_nbytes=8 * engine.comm.world_size,
     )
 
 
@@ -286,7 +286,7 @@ def _check_steps(engine: Any, model: GPT, optimizer: Any, result: Result) -> Non
     engine.comm.observers.append(lambda kind, _: seen.update([kind]))
     train_step(model, optimizer)
     first = seen["exchange"]
-    engine.settle()
+    engine.passes.wait_for_all()
     engine.comm.counts.clear()
     seen.clear()
     forward_backward(model)
@@ -308,10 +308,10 @@ def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
     from lightning_zero.planning.memory import ADAM_STATES, planned_bytes
     from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 
-    engine.settle()
-    engine.settle_gradients()
+    engine.passes.wait_for_all()
+    engine.passes.sharded_grads.finish_pending()
     held = held_bytes(engine)
-    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=ADAM_STATES, moment=moment)
+    planned = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=ADAM_STATES, moment=moment)
     if held != planned:
         raise RuntimeError(f"{moment.value}: held {held}, planned {planned}")
     return {role.value: nbytes for (role, _), nbytes in held.items()}

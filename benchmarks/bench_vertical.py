@@ -36,7 +36,6 @@ def side(
         offload={"name": row, "nvme_path": folder},
         activation_checkpointing="blocks",
         device="cpu",
-        summary=False,
         **settings,
     )
     optimizer = make_adamw(model)
@@ -48,11 +47,11 @@ def side(
         loss = 0.0
         for part in [batch] if vertical else batch.chunk(parts):
             nats = model(part[:, :-1], part[:, 1:]).mean() * (len(part) / parts)
-            engine.backward(nats)
+            engine.passes.backward(nats)
             loss += nats.item()
         optimizer.step()
         optimizer.zero_grad()
-        engine.settle()
+        engine.passes.wait_for_all()
         times.append(time.perf_counter() - started)
         losses.append(round(loss, 4))
     engine.release()

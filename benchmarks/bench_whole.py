@@ -47,18 +47,18 @@ def cpu_seconds(rank: int, world: int, store: str, stage: int, width: int, depth
     start_process(rank, world, store)
     torch.manual_seed(0)
     module = nn.Sequential(*(Block(width) for _ in range(depth)))
-    settings: dict[str, Any] = {"device": "cpu", "summary": False, "reduce_bucket_bytes": 1 << 25}
+    settings: dict[str, Any] = {"device": "cpu", "reduce_bucket_bytes": 1 << 25}
     engine = lightning_zero.shard(module, stage=stage, **settings)
     optimizer = torch.optim.Muon(module.parameters(), lr=0.001)
     engine.add_optimizer(optimizer)
-    engine.backward(module(torch.randn(4, width)).square().mean())
+    engine.passes.backward(module(torch.randn(4, width)).square().mean())
     optimizer.step()
     found = []
     for _ in range(rounds):
         dist.barrier()
         began = time.process_time()
         optimizer.step()
-        engine.settle()
+        engine.passes.wait_for_all()
         found.append(time.process_time() - began)
     least = torch.tensor([min(found)])
     parts = [torch.empty_like(least) for _ in range(world)]

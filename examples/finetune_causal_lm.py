@@ -54,7 +54,6 @@ def main(folder: Path, out: Path) -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     train_loader = DataLoader(data[64:], batch_size=8, shuffle=True)
     trainer.fit(CausalLM(folder), train_loader, DataLoader(data[:64], batch_size=8))

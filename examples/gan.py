@@ -75,7 +75,6 @@ def main() -> None:
         check_val_every_n_epoch=4,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     trainer.fit(GAN(), DataLoader(circle, batch_size=64, shuffle=True), DataLoader(circle, batch_size=1024))
     if trainer.is_global_zero:

@@ -79,7 +79,6 @@ def main() -> None:
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,
     )
     train_loader = DataLoader(make_data(4096, seed=0), batch_size=32, shuffle=True)
     trainer.fit(Remembers(), train_loader, DataLoader(make_data(256, seed=1), batch_size=32))

@@ -39,7 +39,6 @@ def main(folder: Path, out: Path) -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     model = LoRA(folder, lr=1e-2)
     trainer.fit(model, DataLoader(data[64:], batch_size=8, shuffle=True), DataLoader(data[:64], batch_size=8))

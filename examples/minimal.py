@@ -55,7 +55,6 @@ def main() -> None:
         max_epochs=3,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     train_loader = DataLoader(make_data(8192, seed=0), batch_size=64, shuffle=True)
     trainer.fit(Net(), train_loader, DataLoader(make_data(1024, seed=1), batch_size=64))

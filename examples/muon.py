@@ -98,7 +98,6 @@ def main() -> None:
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     torch.manual_seed(0)
     model = Lit(vocab_size=32, n_layer=2, n_head=2, d_model=32, block_size=16)

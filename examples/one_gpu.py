@@ -63,7 +63,6 @@ def main() -> None:
         max_steps=60,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     trainer.fit(LargeModel(arguments.width, arguments.depth), DataLoader(make_sums(2048), batch_size=32, shuffle=True))
     print(f"training loss: {trainer.callback_metrics['train_loss']:.3f}")

@@ -83,7 +83,6 @@ def main() -> None:
         max_epochs=5,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     trainer.fit(DigitsNet(), datamodule=Digits())
     if trainer.is_global_zero:

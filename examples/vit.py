@@ -70,7 +70,6 @@ def main() -> None:
         check_val_every_n_epoch=12,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,  # the table of units says more
     )
     train_loader = DataLoader(train_data, batch_size=32, shuffle=True, drop_last=True)
     trainer.fit(ViT(), train_loader, DataLoader(val_data, batch_size=32))

@@ -7,9 +7,16 @@ torch nor Lightning: the public names below are imported when they are first use
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.trainer.registration import register_presets
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "lightning_zero needs torch, not found by this Python. Activate the environment in which "
+        "lightning_zero is installed (after make: source .venv/bin/activate), or run pip install . in its repository."
+    )
 
 if TYPE_CHECKING:
     from lightning_zero.config import ZeroConfig as ZeroConfig

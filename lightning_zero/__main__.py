@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-COMMANDS = ("train", "plan", "submit", "env", "checkpoint")
+COMMANDS = {
+    "train": "train, validate, test or predict",
+    "plan": "show what each stage needs of memory, and how long a step takes",
+    "submit": "submit a run to SLURM",
+    "env": "report on this machine; --check tests it",
+    "checkpoint": "verify checkpoints, or convert them",
+}
 
 
 def main() -> None:
-    """Run the command that is named first. Without a name it is ``train``, as in the processes that a run starts."""
+    """Run the command that is named first, else list the commands. Processes that a run starts name none: ``train``."""
+    if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
+        print(
+            "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"
+        )
+        sys.exit(2)
     name = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "train"
     if name == "checkpoint":
         sys.exit(importlib.import_module("lightning_zero.checkpoint.__main__").main(sys.argv[1:]))

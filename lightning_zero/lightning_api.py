@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 
 from lightning_zero.config import ConfigError
 
@@ -74,8 +76,13 @@ ForkingLauncher = pl.strategies.launchers._MultiProcessingLauncher
 ForkedResult = pl.strategies.launchers.multiprocessing._WorkerOutput
 FabricScriptLauncher = fabric.strategies.launchers._SubprocessScriptLauncher
 FabricForkingLauncher = fabric.strategies.launchers._MultiProcessingLauncher
+FitLoop = pl.loops.fit_loop._FitLoop
+TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
 NoOptimizer = pl.core.optimizer._MockOptimizer
-parse_optimizers = pl.core.optimizer._configure_optimizers
 init_process_group = fabric.utilities.distributed._init_dist_connection
 reduce_tensor = fabric.utilities.distributed._sync_ddp_if_available
-is_local = fabric.utilities.cloud_io._is_local_file_protocol
+
+
+def is_local(path: Any) -> bool:
+    """Return whether ``path`` is on a file system that the operating system mounts."""
+    return bool(get_protocol(str(path)) == "file")

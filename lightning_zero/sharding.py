@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, Sharding, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
+from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.optimizers.refused import check_optimizer
@@ -53,7 +54,7 @@ def shard(
             order, counts and bytes, over torch's fake process group (``make bench-scale``).
         sources: first values by names of parameters and buffers, in memory or files. They override ``init_from``.
         has_values: an engine has trained ``module`` before: ``init_from`` counts for tensors on meta only.
-        long_work: shows progress; default: on rank 0, unless ``summary`` is off.
+        long_work: shows progress; default: on rank 0.
         node: names this rank's node; default: :func:`node_name`.
 
     Raises ConfigError for settings that cannot work, a module that is sharded already, and DTensor parameters.
@@ -89,13 +90,13 @@ def node_name() -> str:
     return f"{socket.gethostname()}/{number}"
 
 
-def _make_stepper(engine: Engine, optimizer: Optimizer) -> Stepper:
+def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
     """Make the stepper of slices or of whole tensors, by the class of ``optimizer`` and the settings."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(
             optimizer,
-            engine.around_step,
+            around_step,
             engine.comm,
             {bucket: number for number, bucket in enumerate(engine.buckets)},
             window_nbytes=engine.config.reduce_bucket_bytes,
@@ -103,7 +104,7 @@ def _make_stepper(engine: Engine, optimizer: Optimizer) -> Stepper:
         )
     return ShardedOptimizer(
         optimizer,
-        engine.around_step,
+        around_step,
         device_type=engine.comm.device.type,
         declared_elementwise=settings.sharding is Sharding.slices,
         stochastic_rounding=rounds,

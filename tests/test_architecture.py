@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ from pathlib import Path
 from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, private_names_of_lightning
 
 LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
-LAYERS += ["pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
+LAYERS += ["pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
+LAYERS += ["report", "app"]
 DOORS = {"train", "plan", "submit", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate", "app.sweep"}
 MAX_IN_ROOT = 10
-MOST_REPLACED = 25  # methods of Lightning's
-SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}
+MOST_REPLACED = 23  # methods of Lightning's that objects of a run override
+SPEAK_LIGHTNING = {"lightning_api", "ranks.allocation", "ranks.rendezvous"}
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
 # What the main job trains. Layers do not import it.
 MAIN_JOB = {"models", "data"}
@@ -96,17 +98,29 @@ def test_private_names_of_lightning_are_taken_by_one_file() -> None:
         assert not private_names_of_lightning(path) or name_of(path) == "lightning_api"
 
 
-def test_methods_of_lightning_that_are_replaced_are_listed() -> None:
-    replaced = set()
-    for path in modules():
-        for node in nodes(path.read_text()):
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called in ("in_place_of", "self._replaced.replace"):
-                replaced.add((ast.unparse(node.args[0]), ast.literal_eval(node.args[1])))
-    text = ast.get_docstring(ast.parse((PACKAGE / "trainer" / "replaced.py").read_text())) or ""
-    assert 0 < len(replaced) <= MOST_REPLACED
-    for _, name in replaced:
-        assert re.search(rf"\b{name}\b", text), f"trainer/replaced.py: {name}?"
+def test_methods_of_lightning_that_are_overridden_for_a_run_are_listed() -> None:
+    from lightning_zero.trainer import adapted
+    from lightning_zero.trainer.loops import ADAPTED
+
+    listed = re.sub(r"\s+", " ", adapted.__doc__ or "")
+    found = [
+        (ours.__base__.__name__, name)
+        for ours in ADAPTED
+        for name in vars(ours)
+        if not name.startswith("__") and hasattr(ours.__base__, name)
+    ]
+    assert 0 < len(found) <= MOST_REPLACED
+    for theirs, name in found:
+        assert re.search(rf"\b{theirs}\b[^:]*\b{name}\b", listed), f"trainer/adapted.py: {theirs}.{name}?"
+
+
+def test_classes_of_lightning_stay_as_they_are() -> None:
+    from lightning_zero.trainer.loops import ADAPTED
+
+    for ours in ADAPTED:
+        assert len(ours.__bases__) == 1
+        methods = [value for value in vars(ours.__bases__[0]).values() if inspect.isfunction(value)]
+        assert methods and all("lightning_zero" not in method.__code__.co_filename for method in methods)
 
 
 def test_planning_knows_no_process_group() -> None:

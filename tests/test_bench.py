@@ -43,14 +43,14 @@ def test_every_side_of_the_table_runs() -> None:
         assert all(row[f"vs_{other}"] > 0 for other in peers)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_rank_with_its_memory() -> None:
     rows = run("--case", "4:fp32", "--one-rank", "--sides", "bare,zero0,zero3")
     assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]
     assert all(row["loss_differs_by"] < 1e-6 and row["peak_mib"] >= 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_sides() -> None:
     rows = run("--case", "1:bf16", "--no-memory", "--one-rank")
     assert [row["side"] for row in rows] == bench.ONE_RANK.split(",")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 CASES = [
-    pytest.param(("sharded, background", "dcp.save"), "saves", id="two", marks=pytest.mark.slow),
+    pytest.param(("sharded, background", "dcp.save"), "saves", id="two", marks=pytest.mark.full),
     pytest.param(tuple(SIDES), None, id="all", marks=pytest.mark.full),
 ]
 

@@ -85,7 +85,7 @@ def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result
     calls = [r.calls for r in results]  # of functions in a step: a loop over ranks would show
     for few, many in (calls[:2], calls[2:]):  # with an all-to-all of gradients, and without
         assert max(few, many) <= 1.001 * min(few, many), calls
-    assert max(calls) <= 1.05 * min(calls), calls
+    assert max(calls) <= 1.001 * calls[0], calls
     assert [r.norm_table_nbytes for r in results] == [8 * world for world in (8, 64, 512, RANKS)]
     rest = [sum(r.nbytes.values()) for r in results]
     assert rest == sorted(rest, reverse=True)

@@ -29,6 +29,8 @@ from lightning_zero.config import (
 )
 from lightning_zero.presets import PRESETS, preset_config
 
+pytestmark = pytest.mark.smoke
+
 NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"
 
 
@@ -53,8 +55,8 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
         ({"stall_timeout_s": 0}, "zero.stall_timeout_s", "0"),
         ({"unit": {"max_bytes": 0}}, "zero.unit.max_bytes", "0"),
-        ({"unit": {"min_bytes": 9, "max_bytes": 8}}, "zero.unit.min_bytes", "9"),
         ({"stage": "zero2", "keep_gathered_bytes": 1}, "zero.keep_gathered_bytes", "zero2"),
+        ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
         ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
         ({"stage": "zero4"}, "zero/stage", "zero4"),
         ({"stage": 7}, "zero/stage", "7"),
@@ -70,8 +72,6 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"offload": {"name": "cpu", "nvme_budget": 1}}, "zero.offload.nvme_budget", "cpu"),
         ({"offload": {"name": "cpu", "device_budget": 1}}, "zero.offload.device_budget", "cpu"),
         ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
-        ({"offload": {"name": "none", "threads": 1}}, "zero.offload.threads", "none"),
-        ({"offload": {"name": "cpu", "threads": 0}}, "zero.offload.threads", "0"),
         ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
         ({"offload": {"name": "cpu", "host_budget": -1}}, "zero.offload.host_budget", "-1"),
         ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
@@ -98,15 +98,12 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
         ({"stall_timeout_s": float("inf")}, "zero.stall_timeout_s: expected a number", "inf"),
         ({"stall_timeout_s": None}, "zero.stall_timeout_s: expected a number", "None"),
-        ({"summary": "false"}, "zero.summary: expected true or false", "'false'"),
         ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
         ({"init_from": 3}, "zero.init_from: expected a text or null", "3"),
         ({"checkpoint": {"verify": "yes"}}, "zero.checkpoint.verify: expected true or false or null", "'yes'"),
         ({"compile": {"name": "blocks", "arguments": 1}}, "zero.compile.arguments: expected a mapping of names", "1"),
-        ({"debug": {"timeline_steps": ["5"]}}, "zero.debug.timeline_steps: expected a list of whole numbers", "'5'"),
         ({"optimizer": {"sharding": "yes"}}, "zero.optimizer.sharding: expected one of auto, slices, tensors", "'yes'"),
-        ({"debug": {"timeline": 1}}, "zero.debug.timeline: expected a text or null", "1"),
-        ({"offload": {"name": "cpu", "threads": 1.5}}, "zero.offload.threads: expected a whole number or null", "1.5"),
+        ({"timeline": 1}, "zero.timeline: expected a text or null", "1"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
         ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
         ({"dynamic_grap": True}, "zero.dynamic_grap: no such setting", "Did you mean dynamic_graph?"),
@@ -167,11 +164,11 @@ def test_rows_of_offload_and_stages(stage: int, row: str) -> None:
 
 def test_mappings_become_the_dataclasses() -> None:
     config = make_config(
-        unit={"classes": ["Block"], "min_bytes": 8},
+        unit={"classes": ["Block"], "max_bytes": 8},
         comm={"transport": "direct"},
         precision={"name": "bf16", "reduce_dtype": "bf16"},
     )
-    assert config.unit == UnitConfig(classes=["Block"], min_bytes=8)
+    assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
     assert config.comm == CommConfig(transport=Transport.direct)
     assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
 
@@ -196,14 +193,20 @@ def test_no_field_takes_what_it_is_not(key: str) -> None:
 
 
 def test_paths_and_tuples_are_taken(tmp_path: Path) -> None:
-    config = make_config(init_from=tmp_path, unit={"classes": ("Block",)}, comm=MappingProxyType({"even_alone": True}))
-    assert (config.init_from, config.unit.classes, config.comm.even_alone) == (str(tmp_path), ["Block"], True)
+    config = make_config(
+        init_from=tmp_path, unit={"classes": ("Block",)}, comm=MappingProxyType({"transport": "direct"})
+    )
+    assert (config.init_from, config.unit.classes, config.comm.transport) == (
+        str(tmp_path),
+        ["Block"],
+        Transport.direct,
+    )
 
 
 def test_settings_go_on_top_of_a_base_and_leave_it_alone() -> None:
-    base = make_config(stage="zero2", prefetch_bytes=10)
+    base = make_config(stage="zero3", prefetch_bytes=10)
     config = make_config(base, prefetch_bytes=20)
-    assert (config.stage.name, config.prefetch_bytes) == (Stage.zero2, 20)
+    assert (config.stage.name, config.prefetch_bytes) == (Stage.zero3, 20)
     assert base.prefetch_bytes == 10
 
 
@@ -246,15 +249,6 @@ def test_no_text_is_taken_for_a_stage_by_accident(text: str) -> None:
     else:
         with pytest.raises(ConfigError):
             choose("stage", text)
-
-
-@given(st.integers(), st.integers())
-def test_unit_bounds(low: int, high: int) -> None:
-    if low >= 0 and high > 0 and low <= high:
-        assert UnitConfig(min_bytes=low, max_bytes=high).min_bytes == low
-    else:
-        with pytest.raises(ConfigError):
-            UnitConfig(min_bytes=low, max_bytes=high)
 
 
 def test_every_setting_is_documented() -> None:

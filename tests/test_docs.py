@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -18,8 +22,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import lightning_zero
 from lightning_zero.app.schema import register_schema
+from lightning_zero.config import ZeroConfig
 from lightning_zero.presets import PRESETS
-from tests.structure import modules
+from tests.structure import count_keys, modules
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "lightning_zero" / "conf"
@@ -113,6 +118,46 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+# -- the site, and what is made from the code ----------------------------------------------------------------------
+
+
+@functools.cache
+def made() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("made", ROOT / "docs" / "made.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert made().with_made(page) == page, "python docs/made.py writes it"
+
+
+def test_the_table_of_settings_has_each_setting_once() -> None:
+    rows = re.findall(r"^\| \[?`(zero[./][\w.]+)`", made().settings_table(), re.MULTILINE)
+    assert len(rows) == len(set(rows)) == count_keys(ZeroConfig())
+
+
+def test_the_page_of_messages_has_those_of_settings() -> None:
+    page = made().messages()
+    assert "- `` zero.unit.whole_batch has no effect with zero.vertical_chunks=1." in page
+    assert len(page.splitlines()) > 300
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
+    assert {"index.html", "images.html", "messages.html"} <= set(pages)
+    for name, text in pages.items():
+        loaded = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^ \">]+)", text)
+        assert not loaded, f"{name} loads {loaded}"
 
 
 # -- coming from elsewhere ----------------------------------------------------------------------------------------

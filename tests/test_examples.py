@@ -38,7 +38,6 @@ def value(done: subprocess.CompletedProcess[str], name: str) -> float:
     said = [line for line in done.stderr.splitlines() if re.search("warn|deprecat|recommend|does not have", line, re.I)]
     # Of a machine with SLURM, and of what peft asks of transformers.
     assert not [line for line in said if not re.search(r"srun|is_gradient_checkpointing|warn\($", line)], done.stderr
-    assert "FLOPs" not in done.stdout + done.stderr
     return float(found[0])
 
 
@@ -50,14 +49,14 @@ def test_minimal(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "minimal.py")) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_vision_with_hydra(tmp_path: Path) -> None:
     done = run(tmp_path, "vision_hydra.py", "zero/stage=zero2", "zero/precision=bf16", "hydra.run.dir=run")
     assert accuracy(done) > 0.9
     assert [f.name for f in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_vision(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "vision.py")) > 0.9
 
@@ -74,22 +73,22 @@ def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mixture_of_experts(tmp_path: Path) -> None:
     assert value(run(tmp_path, "mixture_of_experts.py"), "validation error") < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_vit(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "vit.py")) > 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gan(tmp_path: Path) -> None:
     assert value(run(tmp_path, "gan.py"), "distance from the circle") < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_gpu(tmp_path: Path) -> None:
     assert value(run(tmp_path, "one_gpu.py", "--width", "64", "--depth", "2"), "training loss") < 2.3
     files = tmp_path / "files"
@@ -107,7 +106,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_finetuning_a_folder(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "finetune_causal_lm.py", str(llama))
     assert value(done, "validation loss") < 6.0  # at the start ln(1024) = 6.9
@@ -115,19 +114,19 @@ def test_finetuning_a_folder(llama: Path, tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json"} <= {f.name for f in (tmp_path / "outputs" / "finetuned").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lora(llama: Path, tmp_path: Path) -> None:
     assert value(run(tmp_path, "lora.py", str(llama)), "validation loss") < 6.5
     files = {f.name for f in (tmp_path / "outputs" / "adapters").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_long_sequences(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "long_sequences.py")) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_muon(tmp_path: Path) -> None:
     assert value(run(tmp_path, "muon.py"), "training loss") < 1.5
 

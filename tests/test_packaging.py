@@ -26,13 +26,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
 
 
+def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
+    command = [sys.executable, "-S", "-m", "lightning_zero.plan"]  # -S: without the installed packages
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert "lightning_zero needs torch," in last and "source .venv/bin/activate" in last
+
+
 @pytest.mark.parametrize(
     ("arguments", "called"),
     [
         (["plan", "model.n_layer=3"], "lightning_zero.app.plan"),
         (["train", "seed=1"], "lightning_zero.app.train"),
         (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
-        ([], "lightning_zero.app.train"),
     ],
 )
 def test_one_command_for_all(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +49,20 @@ def test_one_command_for_all(arguments: list[str], called: str, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["lightning-zero", *arguments])
     entry_point.main()
     assert found == [[a for a in arguments if "=" in a]]
+
+
+def test_without_a_name_it_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr("lightning_zero.train.main", lambda: called.append(True))
+    monkeypatch.setattr(sys, "argv", ["lightning-zero"])
+    with pytest.raises(SystemExit):
+        entry_point.main()
+    assert "\n  plan " in capsys.readouterr().out and not called
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    entry_point.main()
+    assert called == [True]
 
 
 def test_the_command_that_ends_with_a_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,10 +116,13 @@ def test_constraints_pin_an_exact_torch_within_the_bound() -> None:
     assert bound.specifier.contains(specifier.version)
 
 
-def test_ci_calls_make_test() -> None:
+def test_ci_runs_both_tiers_in_its_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text()
+    limits = re.findall(r"^within (\d+) (\S+)", script.read_text(), re.MULTILINE)
+    assert [target for _, target in limits] == ["test", "test-full", "test-cuda"]
+    seconds = re.findall(r"timeout (\d+)", script.read_text())
+    assert sum(60 * int(minutes) for minutes, _ in limits) + sum(map(int, seconds)) <= 85 * 60
 
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
@@ -108,6 +132,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
             "-n",
             "VENV=no-such-venv",
             "train",
+            "smoke",
             "test",
             "test-full",
             "test-slurm",
@@ -190,7 +215,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {f.relative_to(ROOT).as_posix() for f in (ROOT / "lightning_zero" / "conf").rglob("*.yaml")}
@@ -201,7 +226,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert any(n.endswith("LICENSE") for n in names)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     """A fresh environment, which sees the dependencies of this one by a path file, and not the repository."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)

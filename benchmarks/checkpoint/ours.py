@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.bench import batch
 from benchmarks.checkpoint.sides import Side
 from benchmarks.sides.side import loss_of, make_adamw
-from lightning_zero.engine.units.home import ResidentHome, opened
+from lightning_zero.engine.units.master_storage import ResidentStorage, opened
 
 
 class Ours(Side):
@@ -35,19 +35,19 @@ class Ours(Side):
         warnings.simplefilter("ignore")
         self.background = isinstance(checkpoint, dict) and bool(checkpoint.get("background"))
         self._module = _Module(model, self.losses)
-        self._strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=False)
+        self._strategy = ZeroStrategy("zero3", checkpoint=checkpoint)
         self._trainer: Any = None
         self._count_waits()
 
     def _count_waits(self) -> None:
-        take_back = ResidentHome._take_back
+        take_back = ResidentStorage._take_back
 
-        def timed(home: ResidentHome) -> None:
+        def timed(storage: ResidentStorage) -> None:
             started = time.perf_counter()
-            take_back(home)
+            take_back(storage)
             self.waited_s += time.perf_counter() - started
 
-        ResidentHome._take_back = timed  # type: ignore[method-assign]  # of this process, which has one side
+        ResidentStorage._take_back = timed  # type: ignore[method-assign]  # of this process, which has one side
 
     def run(self, program: Iterator[None]) -> None:
         self._trainer = pl.Trainer(
@@ -77,9 +77,9 @@ class Ours(Side):
 
     def values(self) -> Iterable[Tensor]:
         engine = self._strategy.engine
-        engine.settle()
+        engine.passes.wait_for_all()
         for bucket in engine.buckets:
-            with opened(bucket.home) as master:
+            with opened(bucket.storage) as master:
                 yield master
                 for sharded in engine.optimizers:
                     yield from sharded.state_tensors(bucket)

@@ -74,7 +74,7 @@ class Row:
     Attributes:
         side: ``bare``, ``fsdp2``, or ``zero<stage>``.
         offload: a row of ``zero/offload``.
-        alone: with ``zero.comm.even_alone``: messages go through the library also on one rank.
+        alone: with ``LIGHTNING_ZERO_EVEN_ALONE=1``: messages go through the library also on one rank.
         estimate_s: how long the whole row takes on the machine that this is for.
     """
 

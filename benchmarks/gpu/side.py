@@ -271,12 +271,12 @@ class Side:
         if "nvme" in spec["offload"]:
             offload["nvme_path"] = spec["folder"]
         precision = {"name": size.precision, "reduce_dtype": size.reduce_dtype}
+        os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(spec["alone"]))
         self.engine = engine = lightning_zero.shard(
             self.model,
             stage=spec["side"],
             precision=precision,
             offload=offload,
-            comm={"even_alone": spec["alone"]},
             device=self.device,
         )
         optimizer = self._optimizer()
@@ -289,7 +289,7 @@ class Side:
                 with self._autocast():
                     loss = loss_of(self.model, tokens)
                 optimizer.zero_grad()
-                engine.backward(loss)
+                engine.passes.backward(loss)
                 found.extend([loss, self._mark()])
                 return loss
 
@@ -323,7 +323,7 @@ class Side:
     def _settle(self) -> None:
         """Wait until nothing runs: no offloaded step, no kernel."""
         if self.engine is not None:
-            self.engine.settle()
+            self.engine.passes.wait_for_all()
         if self.cuda:
             torch.cuda.synchronize()
 

@@ -6,7 +6,6 @@ under DistributedDataParallel, and resting bytes those of the plan.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -33,16 +32,9 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """List every row that the settings allow in fp32, and two rows in bf16."""
-    from lightning_zero.config import ConfigError, Offload, Stage, check_rows
+    from lightning_zero.config import allowed_rows
 
-    found = []
-    for stage in Stage:
-        if stage is Stage.auto:  # the strategy would choose one of the others
-            continue
-        for offload in Offload:
-            with contextlib.suppress(ConfigError):
-                check_rows(stage, offload)
-                found.append(Row(stage.name, offload.name))
+    found = [Row(stage.name, offload.name) for stage, offload in allowed_rows()]
     return [*found, Row("zero1", precision="bf16"), Row("zero3", precision="bf16")]
 
 
@@ -121,7 +113,7 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
             loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward() if engine is None else engine.backward(loss)
+        loss.backward() if engine is None else engine.passes.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -145,12 +137,11 @@ def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     model = _model()
     engine = lightning_zero.shard(
         model, device=device, stage=row.stage, offload=offload, precision=row.precision, stall_timeout_s=STALL_S,
-        summary=False,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine.add_optimizer(optimizer)
     losses = _losses(model, optimizer, rank, device, row.precision, engine)
-    engine.settle()
+    engine.passes.wait_for_all()
     states, held = state_tensors(engine), held_bytes(engine)
     plan = planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=states, moment=Moment.reduced)
     for role, tier in plan | held:

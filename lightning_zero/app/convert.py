@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.archive import Skeleton, write_values
 from lightning_zero.checkpoint.durable import write_at, written_aside
-from lightning_zero.checkpoint.hugging_face.extras import write_extras
+from lightning_zero.checkpoint.hugging_face.export import write_extras
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dtype
-from lightning_zero.checkpoint.hugging_face.names import outgoing
-from lightning_zero.checkpoint.hugging_face.record import RECORD, model_of
+from lightning_zero.checkpoint.hugging_face.names import RECORD, model_of, outgoing
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.config import ConfigError, parse_bytes
 from lightning_zero.pretrained.stored import StoredTensor

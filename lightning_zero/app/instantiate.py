@@ -128,7 +128,8 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
         check_numbers(key, make.keywords, target)
-        raise ConfigError(f"{key}: {path} refuses these settings: {said}. Change {key}.*.") from error
+        named = next((name for name in make.keywords if f"`{name}" in said), "*")
+        raise ConfigError(f"{key}: {path} refuses these settings: {said}. Change {key}.{named}.") from error
 
 
 def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app.sweep import quoted
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.resume import checkpoint_of_job, job_name
 from lightning_zero.ranks.started_by import launched
@@ -135,12 +136,11 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
     """Return the command that continues the run of command line ``arguments`` from the checkpoint ``path``."""
-    quoted = path if re.fullmatch(r"[\w./:+-]+", path) else "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
     if job_name() is not None or (place is not None and place.by != "plain"):
-        return f"start the same command again, with {shlex.quote(f'ckpt_path={quoted}')}"
-    return shlex.join(["python", "-m", "lightning_zero.train", *given, f"ckpt_path={quoted}"])
+        return f"start the same command again, with {shlex.quote(f'ckpt_path={quoted(path)}')}"
+    return shlex.join(["python", "-m", "lightning_zero.train", *given, f"ckpt_path={quoted(path)}"])
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:

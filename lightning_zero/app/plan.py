@@ -24,14 +24,13 @@ from lightning_zero.app.plan_model import Described, describe, precision_row
 from lightning_zero.app.plan_picture import check_picture, draw
 from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.choose import Choice, choose_row
-from lightning_zero.planning.fit import Advice, Machine, Row, advise, allowed_rows, best, plan_row
+from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.speed import Rates
-from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
 from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "dark")

@@ -27,7 +27,7 @@ ROLES = {
     Role.reducing: ("#d55e00", "being reduced"),
     Role.staging: ("#999999", "between tiers"),
     Role.activation: ("#f0e442", "activations, batch"),
-    Role.whole_copy: ("#882255", "whole, after a run"),  # from another palette: black is the background of a theme
+    Role.whole_copy: ("#882255", "copy of the model after fit"),  # of another palette: one theme is black
 }
 THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # background, text, line
 Panel = tuple[str, int, list[dict[Role, int]]]  # one tier: name, bytes, and bytes by role of each row
@@ -59,7 +59,7 @@ def draw(
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
             _bars(ax, *panel, *THEMES[dark])
-        _names(axes[0], rows, config, choice)
+        _names(axes, rows, config, choice)
         used = {role for _, _, shares in panels for share in shares for role in share}
         handles = [matplotlib.patches.Patch(color=c, label=label) for role, (c, label) in ROLES.items() if role in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(used)), frameon=False)
@@ -115,15 +115,16 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
     ax.set_xticks(range(0, end, step), [short_bytes(value) if value else "0" for value in range(0, end, step)])
 
 
-def _names(ax: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
+def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
+    """Write the names of the rows on the left, and on the right whether each fits and who takes it."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
-    marks = [", ".join(["chosen"] * is_chosen(r, config) + ["auto"] * ((r.stage, r.offload) == auto)) for r in rows]
-    lacks = ["budgets" if r.refused else ", ".join(TIER_NAMES[s.tier] for s in r.shortages) for r in rows]
-    names = [
-        f"{r.stage.value} + {r.offload.value}{m and f'  ({m})'}{'' if r.fits else f'  no: {lack}'}"
-        for r, m, lack in zip(rows, marks, lacks, strict=True)
-    ]
-    ax.set_yticks(range(len(rows)), names)
-    for label, row, marked in zip(ax.get_yticklabels(), rows, marks, strict=True):
-        label.set(alpha=1.0 if row.fits else 0.6, fontweight="bold" if marked else "normal")
-    ax.set_ylim(len(rows) - 0.4, -0.6)
+    first, last = axes[0], axes[-1]
+    first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])
+    for place, (label, row) in enumerate(zip(first.get_yticklabels(), rows, strict=True)):
+        takers = ["your settings"] * is_chosen(row, config) + ["auto takes it"] * ((row.stage, row.offload) == auto)
+        lacking = "the budgets" if row.refused else " and ".join(TIER_NAMES[s.tier] for s in row.shortages)
+        verdict = "; ".join(["fits" if row.fits else f"too large for {lacking}", *takers])
+        style = {"alpha": 1.0 if row.fits else 0.6, "fontweight": "bold" if takers else "normal"}
+        label.set(**style)
+        last.annotate(verdict, (1.05, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, **style)
+    first.set_ylim(len(rows) - 0.4, -0.6)

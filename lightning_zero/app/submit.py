@@ -36,13 +36,14 @@ from lightning_zero.config import (
     HybridShard,
     OffloadConfig,
     PrecisionConfig,
+    allowed_rows,
     candidate_rows,
     is_decided,
 )
 from lightning_zero.planning.choose import choose_row
-from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
+from lightning_zero.planning.fit import Advice, Machine, advise, plan_row
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of a memory that is not described

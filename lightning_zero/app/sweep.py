@@ -6,6 +6,7 @@ With own processes, jobs may have any number of ranks, and a failing job does no
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import math
@@ -25,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError
+from lightning_zero.report import figure
 
-RESULTS = "results.json"  # written by app/tasks.py
+RESULTS = "results.json"  # written by report/results.py
 OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mode|run|callbacks)\b"
 
 failed: list[int] = []  # numbers of the failed jobs
@@ -35,7 +37,9 @@ failed: list[int] = []  # numbers of the failed jobs
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ConfigError if optuna is not installed (Hydra's message would mislead), or for submitit's launcher."""
     asked = {a.lstrip("+") for a in arguments}
-    if asked & {"hparams_search=optuna", "hydra/sweeper=optuna"} and not _is_installed("hydra_optuna_sweeper"):
+    if asked & {"hparams_search=optuna", "hydra/sweeper=optuna"} and not _is_installed(
+        "hydra_plugins.hydra_optuna_sweeper"
+    ):
         raise ConfigError(
             "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
             "'lightning-zero[search]', or choose hparams_search=grid."
@@ -47,8 +51,8 @@ def check_packages(arguments: Sequence[str]) -> None:
         )
 
 
-def _is_installed(plugin: str) -> bool:
-    return importlib.util.find_spec(f"hydra_plugins.{plugin}") is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
@@ -119,7 +123,7 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
             print(f"=== run {number} has failed, with exit status {status}", flush=True)
         name = OmegaConf.select(config, "optimized_metric")
         # NaN for a failed job, so that the sweep continues
-        result.return_value = read_results(folder).get("metrics", {}).get(name, math.nan)
+        result.return_value = (read_results(folder).get("metrics") or {}).get(name, math.nan)
     return [result for _, _, result in started]
 
 
@@ -155,7 +159,10 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def print_table(folder: Path, runs: Sequence[Path], metric: str | None, direction: str) -> None:
-    """Print the table. ``metric``: sort key; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``."""
+    """Print the table, and write it as ``sweep.csv`` and as a picture of ``metric``.
+
+    ``metric``: sort key; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -165,14 +172,21 @@ def print_table(folder: Path, runs: Sequence[Path], metric: str | None, directio
     if metric is not None:
         sign = -1 if direction == "maximize" else 1
         found.sort(key=lambda row: sign * row[2][metric] if row[2] and metric in row[2] else math.inf)
-    table = Table(title=f"sweep: {os.path.relpath(folder)}", title_justify="left")
-    table.add_column("run", justify="right")
-    table.add_column("overrides", overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+    columns = ("run", "overrides", *names)
+    rows: list[tuple[Any, ...]] = []
     for run, overrides, metrics in found:
-        swept = [o for o in overrides if o not in everywhere]
-        values = ["-" if metrics is None or n not in metrics else f"{metrics[n]:.4f}" for n in names]
-        failure = [] if metrics is not None else ["(failed)"]
-        table.add_row(run.name, " ".join([*swept, *failure]), *values)
+        swept = [o for o in overrides if o not in everywhere] + ["(failed)"] * (metrics is None)
+        rows.append((run.name, " ".join(swept), *((metrics or {}).get(name) for name in names)))
+    table = Table(title=f"sweep: {os.path.relpath(folder)}", title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row[:2], *("-" if value is None else f"{value:.4f}" for value in row[2:]))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
+    print(f"the table: {os.path.relpath(folder / 'sweep.csv')}")
+    drawn = {f"{row[0]}: {row[1]}": row[2] for row in rows if names and row[2] is not None}
+    if drawn and _is_installed("matplotlib"):
+        figure.draw_sweep(folder / "sweep.png", names[0], drawn)
+        print(f"its picture: {os.path.relpath(folder / 'sweep.png')}")

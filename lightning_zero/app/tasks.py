@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_zero.app.jobs import decided
+from lightning_zero.app.jobs import command_to_go_on, decided
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError, nearest
+from lightning_zero.ranks.rendezvous import versions
+from lightning_zero.ranks.resume import newest_checkpoint
+from lightning_zero.report import results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RESULTS = "results.json"  # in the run folder
+    from lightning_zero.trainer.strategy import ZeroStrategy
+
 SPOKEN = {"val_bits_per_byte": "validation bits per byte", "test_bits_per_byte": "test bits per byte"}
 
 
@@ -36,8 +45,8 @@ def perform(
             trainer.predict(model, return_predictions=False, **settings)
             return {}
         evaluate = trainer.validate if config.task is Task.validate else trainer.test
-        results = evaluate(model, verbose=False, **settings)
-    return {name: value for result in results for name, value in result.items()}
+        rows = evaluate(model, verbose=False, **settings)
+    return {name: value for row in rows for name, value in row.items()}
 
 
 def _fit(
@@ -45,12 +54,6 @@ def _fit(
 ) -> dict[str, float]:
     with decided(trainer, ckpt_path):
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
-    if trainer.is_global_zero and trainer.checkpoint_callback is not None:
-        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
-        print(f"checkpoint: {os.path.relpath(last)}" if last else "no checkpoint was written")
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
-                print(f"best checkpoint: {os.path.relpath(callback.best_model_path)}, by {callback.monitor}")
     return _validated(trainer, model, data)
 
 
@@ -60,8 +63,8 @@ def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModu
     found: dict[str, float] | None = last.at_the_end(trainer)
     if found is None:
         with decided(trainer, None):  # keep the present weights
-            results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
-        found = {k: v for result in results for k, v in result.items()}
+            rows = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+        found = {k: v for row in rows for k, v in row.items()}
     return found
 
 
@@ -126,8 +129,8 @@ class LastValidation(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
-        results = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
-        found = {name: float(value) for name, value in results["log"].items()}
+        logged = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
+        found = {name: float(value) for name, value in logged["log"].items()}
         if found or not trainer.sanity_checking:  # a module may log nothing in a sanity check
             check_metric(self.wanted, found)
         if not trainer.sanity_checking:
@@ -173,21 +176,89 @@ def plain(value: Any) -> Any:
     return value
 
 
-def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str]) -> None:
-    """Print the last lines of a run and write :data:`RESULTS`, on rank 0."""
-    folder = Path(config.run_dir)
-    print(f"logs: {os.path.relpath(folder)}")
-    for name, value in metrics.items():
-        if name not in SPOKEN:
-            print(f"{name}: {value:.4f}")
-    for name, words in SPOKEN.items():
-        if name in metrics:
-            print(f"{words}: {metrics[name]:.4f}", flush=True)
-    if folder.is_dir():
-        result = {"task": config.task.value, "tags": config.tags, "overrides": overrides, "metrics": metrics}
-        aside = folder / f".{RESULTS}"
-        aside.write_text(json.dumps(result, indent=2) + "\n")
-        aside.replace(folder / RESULTS)
+@contextlib.contextmanager
+def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
+    """Give a dictionary for the metrics that the task, inside, finds; then print and write them on rank 0.
+
+    This also writes a fit that is interrupted, or fails after its first step. An error in writing ends no run.
+    """
+    metrics: dict[str, float] = {}
+    begun, status = time.time(), "finished"
+    try:
+        yield metrics
+    except BaseException as error:
+        status = (
+            "interrupted"
+            if isinstance(error, SystemExit)
+            else f"failed: {type(error).__name__}: {error}".split("\n")[0]
+        )
+        raise
+    finally:
+        if trainer.is_global_zero and (status == "finished" or trainer.global_step):
+            try:
+                _report(config, trainer, arguments, metrics, status, begun)
+            except Exception as error:
+                print(f"no report was written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _report(
+    config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
+) -> None:
+    """Print the last lines of a run, and write its results; of a fit also a picture and a page."""
+    folder, finished = Path(config.run_dir), status == "finished"
+    checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
+    if config.task is Task.fit and finished:
+        print(f"checkpoint: {checkpoint or 'none was written'}{f', best: {best}' if best else ''}")
+    if finished:
+        print(f"logs: {os.path.relpath(folder)}")
+    for name, value in sorted(metrics.items(), key=lambda metric: metric[0] in SPOKEN):
+        print(f"{SPOKEN.get(name, name)}: {value:.4f}", flush=True)
+    if not folder.is_dir():
+        return
+    series = results.logged(Path(c.log_dir) for c in trainer.loggers if isinstance(c, CSVLogger))
+    found = {
+        "task": config.task.value,
+        "status": status,
+        "tags": config.tags,
+        "overrides": arguments,
+        "metrics": metrics if finished else None,
+        "steps": trainer.global_step,
+        "duration_s": time.time() - begun,
+        **results.measured(series, cast("ZeroStrategy", trainer.strategy).run_plan.held),
+        "checkpoint": checkpoint,
+        "best_checkpoint": best,
+        "command": shlex.join(["python", "-m", "lightning_zero.train", *sys.argv[1:]]),
+        "next": _next(trainer, checkpoint, finished=finished) if config.task is Task.fit and checkpoint else None,
+        "commit": results.commit(),
+        "versions": versions(),
+    }
+    results.write(folder, found, series, config.zero.timeline)
+    if finished and found["next"]:
+        print(f"next: {found['next']}", flush=True)
+
+
+def _checkpoints(trainer: Trainer, folder: Path, begun: float) -> tuple[str | None, str | None]:
+    """Return the last checkpoint of a fit, and the best one if a metric was watched."""
+    saves = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    newest = newest_checkpoint([folder, *(c.dirpath for c in saves if c.dirpath)], since_ns=int(1e9 * begun))
+    last = [c.last_model_path for c in saves if newest is None or os.path.realpath(c.last_model_path) == str(newest)]
+    best = [c.best_model_path for c in saves if c.monitor]
+    return _first([*last, str(newest or "")]), _first(best)
+
+
+def _first(paths: list[str]) -> str | None:
+    return next((os.path.relpath(path) for path in paths if path), None)
+
+
+def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
+    """Return the command that tests the checkpoint of a finished run, or goes on with another one."""
+    given = [a for a in sys.argv[1:] if not a.startswith("hydra.")]
+    if not finished:
+        return command_to_go_on(given, checkpoint)
+    parts = {"test_step": trainer.lightning_module, "test_dataloader": cast(Any, trainer).datamodule}
+    if all(is_overridden(name, part) for name, part in parts.items()):
+        return command_to_go_on([*given, "task=test"], checkpoint)
+    return None
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:

@@ -7,6 +7,7 @@ and exit code 2. Errors in training keep their traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -56,8 +57,8 @@ from lightning_zero.app.plan_model import describe, optimizer_states, steps_slic
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
+from lightning_zero.ranks.resume import REFUSED, give_verdict
 from lightning_zero.ranks.started_by import launched
-from lightning_zero.ranks.verdict import REFUSED, give_verdict
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -152,7 +153,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the whole module will not fit."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
-    from lightning_zero.engine.whole.shown import check_room_here
+    from lightning_zero.engine.whole.whole_params import check_room_here
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
@@ -240,9 +241,11 @@ def run(config: TrainConfig) -> float | None:
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
     check_text(config)
+    # When a rank fails, torch's C++ warns of each connection that ends, with its frames. Our errors name the rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from lightning.pytorch import seed_everything
 
-    from lightning_zero.app.tasks import check_vocabulary, optimized, perform, report
+    from lightning_zero.app.tasks import check_vocabulary, optimized, perform, reported
 
     _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
@@ -257,10 +260,9 @@ def run(config: TrainConfig) -> float | None:
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_plan.settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
-    with batches_explained(model, data):
-        metrics = perform(config, trainer, model, data, ckpt_path)
-    if trainer.is_global_zero:
-        report(config, metrics, list(HydraConfig.get().overrides.task))
+    arguments = list(HydraConfig.get().overrides.task)
+    with batches_explained(model, data), reported(config, trainer, arguments) as metrics:
+        metrics.update(perform(config, trainer, model, data, ckpt_path))
     return optimized(config, metrics)
 
 
@@ -329,6 +331,24 @@ def refusals() -> Iterator[None]:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))
         _refuse(str(error))
+    except Exception as error:
+        if not said_in_a_sentence(error):
+            raise
+        raise SystemExit(1) from None
+
+
+def said_in_a_sentence(error: Exception) -> bool:
+    """Print ``error`` without a traceback, if it is about a disk or another rank; return whether it is."""
+    from lightning_zero.ranks.peers import PeerError
+    from lightning_zero.trainer.interruptions import failed_on_all_ranks
+
+    on_all = failed_on_all_ranks(error)
+    on_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    if not (on_all or on_disk or isinstance(error, PeerError)):
+        return False
+    if not on_all or os.environ.get("LOCAL_RANK", "0") == "0":  # one of the ranks of a node says it
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return True
 
 
 def _refuse(message: str, *, final: bool = True) -> None:
@@ -351,6 +371,10 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
         if _entered or FULL_ERROR in os.environ:
             raise
         _refuse(explain(error, config_name, sys.argv[1:]))
+    except OSError as error:
+        if _entered:
+            raise
+        _refuse(f"hydra.run.dir: expected a folder that can be made, got {error.filename!r}: {error.strerror}.")
     except SystemExit as stop:
         if stop.code == 2 and not _entered and (said := explain_flag(sys.argv[1:], config_name)):
             _refuse(said)

@@ -4,7 +4,6 @@
 
     durable   files and folders that are complete or absent, even if a process is killed
     archive   torch's one-file checkpoints, whose bytes several processes write
-    crc       the checksum of a record, from those of its pieces
     verify    compares checkpoints with their checksums
     hugging_face  exports folders for Hugging Face
     sharded   folders in the format of torch.distributed.checkpoint

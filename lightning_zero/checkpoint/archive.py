@@ -10,8 +10,8 @@ checksum into the table, where any zip tool finds it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import functools
 import os
 import pickle
 import struct
@@ -25,22 +25,31 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_zero.checkpoint.crc import Piece, add_up
 from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import MIB
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
+from lightning_zero.tiers.pages import byte_view
 
 CHUNK_NBYTES = 16 * MIB
 WriteAt = Callable[[memoryview, int], None]  # writes all of a view of bytes at a place of the file
 _FLAGS = 0x808  # of a torch.save record: a checksum follows it, and its name is UTF-8
 _FOLDER = 0x10
 _DESCRIPTOR = b"PK\x07\x08"
+_POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is the constant term
+_ONES = 0xFFFFFFFF
 
 
 class Hole(NamedTuple):
     record: str
     start: int  # in the file
     nbytes: int
+
+
+class Piece(NamedTuple):
+    record: str
+    start: int  # in the record
+    nbytes: int
+    crc: int
 
 
 class Skeleton:
@@ -142,12 +151,61 @@ def write_values(
     step = CHUNK_NBYTES // size
     for low in range(0, values.numel(), step):
         part = values[low : low + step].detach().to(device="cpu", dtype=dtype).contiguous()
-        # Not by numpy(): then the tensor's memory, which rests in a file between uses, could not be resized.
-        data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
+        data = byte_view(part)
         offset = start + low * size
         write(data, hole.start + offset)
         done.append(Piece(hole.record, offset, len(data), zlib.crc32(data)))
     return done
+
+
+# -- the checksum of a record, from those of its pieces ----------------------------------------------------------------
+#
+# A CRC is linear: for two adjacent pieces multiply the first checksum by ``x ** (8 * length of the second)``, as a
+# polynomial over GF(2), and add the second. Source: M. Adler, zlib's ``crc32_combine``, in Python from 3.15 on.
+
+
+def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
+    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps, or gaps that are not
+    zeros."""
+    crc, position = 0, 0
+    for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
+        gap = piece.start - position
+        if gap < 0 or (gap and not gaps_are_zeros):
+            raise RuntimeError(f"{record}: bytes {position} to {piece.start} were written twice or not at all")
+        zeros = _times(_shift(gap), _ONES) ^ _ONES
+        crc = combine(combine(crc, zeros, gap), piece.crc, piece.nbytes)
+        position = piece.start + piece.nbytes
+    return crc
+
+
+def combine(first: int, second: int, length: int) -> int:
+    """Compute the CRC-32 of two adjacent pieces. ``length``: bytes of the second."""
+    return _times(_shift(length), first) ^ second
+
+
+@functools.lru_cache(4096)
+def _shift(length: int) -> int:
+    """``x ** (8 * length)``."""
+    result = 1 << 31
+    for k in range(length.bit_length()):
+        if length >> k & 1:
+            result = _times(_power(k), result)
+    return result
+
+
+@functools.cache
+def _power(k: int) -> int:
+    """``x ** (8 * 2 ** k)``."""
+    return _times(_power(k - 1), _power(k - 1)) if k else 1 << 23
+
+
+def _times(a: int, b: int) -> int:
+    result = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            result ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return result
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_zero.tiers.claims import LOCKS
+
 REST_S = 3600.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
 _ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder that can be written."
@@ -44,16 +46,6 @@ _EXCHANGE, _AT_FDCWD = 2, -100
 _SYNC_WRITE = 2  # of sync_file_range: start to write what is not being written
 _LIBC = ctypes.CDLL(None)
 _numbers = itertools.count(1)
-_LOCKED: set[int] = set()  # descriptors that this process has locked
-
-
-def _let_go_in_child() -> None:
-    """Close locked descriptors in a forked child, or a data loader's worker would hold the locks of a dead trainer."""
-    while _LOCKED:
-        os.close(_LOCKED.pop())
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Part:
@@ -61,11 +53,11 @@ class Part:
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
-        _LOCKED.add(fd)
+        LOCKS.add(fd)
 
     def close(self) -> None:
-        if self.fd in _LOCKED:
-            _LOCKED.discard(self.fd)  # before the close, or a forked child could close another file of that number
+        if self.fd in LOCKS:
+            LOCKS.discard(self.fd)  # before the close, or a forked child could close another file of that number
             os.close(self.fd)
 
 
@@ -84,7 +76,10 @@ def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iter
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
     """Like :func:`written_aside`, with errors unchanged. If not ``keep``, remove the part at the end."""
     target = Path(path)
-    _make_folder(target.parent)
+    missing = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
     part = _open_part(target, folder)
     try:
         yield part
@@ -186,7 +181,8 @@ def _exchange(source: Path, target: Path) -> None:
     code = ctypes.get_errno()
     if renameat2 is not None and code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         raise OSError(code, os.strerror(code), str(source), None, str(target))
-    old = target.with_name(_old_name(target.name))
+    escaped = target.name.replace("%", "%25").replace("_", "%5F")
+    old = target.with_name(f".{escaped}.{_host()}.{os.getpid()}-{next(_numbers)}.old")
     os.rename(target, old)
     try:
         os.rename(source, target)
@@ -195,10 +191,6 @@ def _exchange(source: Path, target: Path) -> None:
         raise
     sync_folder(target.parent)
     _remove(old)
-
-
-def _old_name(name: str) -> str:
-    return f".{name.replace('%', '%25').replace('_', '%5F')}.{_host()}.{os.getpid()}-{next(_numbers)}.old"
 
 
 def remove_leftovers(folder: Path) -> list[str]:
@@ -257,13 +249,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _make_folder(folder: Path) -> None:
-    missing = [f for f in (folder, *folder.parents) if not f.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_folder(made.parent)
 
 
 def _sync(path: Path) -> None:

@@ -45,7 +45,7 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
     with long_work.bytes(
         f"checksums of {path.name}", lambda: sum(file.stat().st_size for file in files) // parts
     ) as did:
-        for number, compare in enumerate(_of_folder(path) if path.is_dir() else _of_file(path)):
+        for number, compare in enumerate(_comparisons(path)):
             if number % parts == part:
                 report = compare()
                 total += report
@@ -53,16 +53,13 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
     return total
 
 
-# These generators yield comparisons, each of which must run before the next is asked for.
-
-
-def _of_file(path: Path) -> Iterator[Callable[[], Report]]:
-    with path.open("rb") as file:
-        for record in records_of(file):
-            yield partial(_compare, file, record)
-
-
-def _of_folder(path: Path) -> Iterator[Callable[[], Report]]:
+def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
+    """Yield comparisons, each of which must run before the next is asked for."""
+    if not path.is_dir():
+        with path.open("rb") as file:
+            for record in records_of(file):
+                yield partial(_compare, file, record)
+        return
     seen: set[tuple[str, int]] = set()  # tied parameters are in the index several times
     for place, info in read_index(path).storage_data.items():
         if (key := (info.relative_path, info.offset)) not in seen:

@@ -2,16 +2,14 @@
 
 ::
 
-    communicator --asks--> a transport --on--> a group --gives--> a pending gather, or a reduction
+    communicator  --asks--> a transport --on--> a group --gives--> a pending gather, or a reduction
 
-    communicator    logical operations on whole buckets, their order and their counts
-    small_messages  operations for which the host waits: agreements, sums of a few numbers, broadcasts
-    transports      how an operation becomes messages
-    groups          process groups, for reuse
-    reduction       operations in flight
-    agreements      small messages by which ranks agree, also before a communicator exists
-    sequence        messages among the ranks that share a sequence
-    streams         CUDA streams of one engine, one for each kind of transfer
-    profiling       ranges for profilers
-    share           what a rank shares with the other ranks of its machine: memory, disks, cores
+    communicator  logical operations on whole buckets, their order and their counts; small messages on which hosts wait
+    transports    how an operation becomes messages
+    groups        process groups, for reuse
+    reduction     operations in flight
+    agreements    small messages by which ranks agree, also before a communicator exists
+    sequence      messages among the ranks that share a sequence
+    streams       CUDA streams of one engine, one for each kind of transfer
+    share         what a rank shares with the other ranks of its machine: memory, disks, cores
 """

@@ -34,7 +34,7 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
     if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
-        waits.watch(number, hears_ends=backend != "nccl")
+        waits.watch(number, notices_broken_connections=backend != "nccl")
     return waits
 
 

@@ -16,26 +16,30 @@ queued."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.groups import GROUP_POOL, GroupKind, backend_for
+from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
+from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for, even_alone
 from lightning_zero.comm.reduction import Pending, Reduction
-from lightning_zero.comm.small_messages import SmallMessages
-from lightning_zero.comm.transports import Members, choose_transport
+from lightning_zero.comm.streams import Streams
+from lightning_zero.comm.transports import Members, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.device import recording
-from lightning_zero.planning.topology import Topology
+from lightning_zero.device import accelerator_of, recording
+from lightning_zero.planning.topology import Topology, flat
+from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.ranks.waits import Waits
 
 ABANDON_S = 10.0  # seconds that messages in flight may take to arrive after an exception
 _FIRST = "first messages"
+T = TypeVar("T")
 
 
 class Sends(NamedTuple):
@@ -55,8 +59,20 @@ class Sends(NamedTuple):
     sharded: bool
 
 
-class Communicator(SmallMessages):
-    """Collectives of one engine over one group. ``counts``: logical operations by kind and bucket."""
+class Communicator:
+    """Collectives of one engine over one group.
+
+    Attributes:
+        shard_rank, shard_size: place among the ranks that share shards: all ranks, or those of this node.
+        node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0: none.
+        replica: index of the copy of the shards that this rank is a part of.
+        queues: messages are queued on streams of the device, so that the host waits for none.
+        counts: logical operations by kind and bucket.
+        observers: called with (kind, label) when an operation is issued.
+    """
+
+    _groups: Groups | None = None
+    _transport: Any = None
 
     def __init__(
         self,
@@ -67,22 +83,39 @@ class Communicator(SmallMessages):
         stall_timeout_s: float = 300.0,
         topology: Topology | None = None,
         waits: Waits | None = None,
-        even_alone: bool = False,
+        long_work: LongWork = SILENT,
     ) -> None:
         """Take process groups from the pool. Collective.
 
         Args:
             topology: default: one node, shards divided among all ranks.
             waits: of this rank, if they exist already.
-            even_alone: send messages even in a group of one rank.
+            long_work: shows the progress of long work between ranks.
         """
-        super().__init__(group, device, topology, waits, stall_timeout_s)
+        self.device = device
+        self._parent = group
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.topology = topology if topology is not None else flat(self.world_size)
+        shards = self.topology.shard_group_of(self.rank)
+        self.shard_rank, self.shard_size = shards.index(self.rank), self.topology.shard_size
+        neighbours = self.topology.node_group_of(self.rank)
+        self.node_rank, self.node_size = (neighbours.index(self.rank), len(neighbours)) if neighbours else (0, 0)
+        self.replica = self.topology.shard_groups.index(shards)
+        self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
+        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
+        self.streams = Streams(accelerator_of(device))
+        self.queues = self.streams.are_there
+        self.long_work = long_work
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.observers: list[Callable[[str, str], None]] = []
         self._units: list[tuple[Sends, ...]] = []
-        if self.world_size > 1 or (even_alone and group is not None):
+        self.even_alone = group is not None and even_alone()
+        if self.world_size > 1 or self.even_alone:
             backend = backend_for(group, device)
             self._transport = choose_transport(transport, backend, self.shard_size, device)
-            self._kind = GroupKind(self.topology, backend, self.queues, even_alone, self.waits.stall_timeout_s)
+            self.queues = self.streams.are_there and not self._transport.waits_on_host
+            self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
@@ -152,22 +185,14 @@ class Communicator(SmallMessages):
         Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
         in this dtype, in an order that does not depend on the dtype of the parts."""
         self._count("reduce_scatter", label, full, total_dtype)
-        return Reduction(self._reduce(full, label, factor, total_dtype), *self._over_replicas(label))
+        return self._reduce(full, label, factor, total_dtype)
 
     def all_reduce(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
         """Sum ``full`` over ranks, in place or in ``total_dtype``; see :meth:`reduce_scatter`. Collective."""
         self._count("all_reduce", label, full, total_dtype)
-        first = self._reduce(full, label, factor, total_dtype, whole=True)
-        if self._groups is None or self.queues:
-            return Reduction(first)
-
-        def gather(shard: Tensor) -> Pending:
-            # The sum is complete now, so nothing reads the old contents of ``full`` any more.
-            return self._gather(self._spread(shard, full), label, "second_half")
-
-        return Reduction(first, *self._over_replicas(label), gather)
+        return self._reduce(full, label, factor, total_dtype, whole=True)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
         """Put ``shard`` at this rank's place in ``full``, or in a copy of its dtype, and return the whole."""
@@ -185,13 +210,20 @@ class Communicator(SmallMessages):
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
-        self.waits.note(label)
+        self.waits.asked[label] += 1
         recording.moved("reduce", out.nbytes - out_sizes[self.shard_rank])
         self._note("all_to_all", label)
         with self.streams.on("reduce") as stream:
             span = recording.begin("reduce", label, on_host=not self.queues)
             sent = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Set ``waits.place`` inside. It stays after an exception, to tell other ranks where this one stopped."""
+        before, self.waits.place = self.waits.place, place
+        yield
+        self.waits.place = before
 
     def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
@@ -215,6 +247,90 @@ class Communicator(SmallMessages):
             self._groups.user = lambda: None
             self._groups = None
 
+    # -- small messages, for which the host waits ---------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
+        """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
+
+        ``among``: which operations it is ordered with. Use the reductions while gathers after a step may be in
+        progress, because each rank issues these as far as its worker thread has got."""
+        if self._groups is None:
+            return
+        host = self._transport.waits_on_host
+        data = (tensor.cpu() if host else tensor).contiguous()
+        flat_bytes = data.view(-1).view(torch.uint8)  # backends do not support every integer type
+        group = self.topology.shard_group_of(src)
+        place = group.index(src)
+        if self._groups.replicate is not None and self.shard_rank == place:
+            replica = self.topology.shard_groups.index(group)
+            self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
+        if (shards := getattr(self._groups, among)) is not None:
+            self._wait_broadcast(flat_bytes, place, shards, among)
+        if data is not tensor:
+            tensor.copy_(data)
+
+    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
+        self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
+
+    def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
+        """Send a message and wait for its result in ``tensor``, on the current stream. ``kind`` selects the stream."""
+        if tensor.device.type == "cpu":
+            self._agree(send(async_op=True), label)
+            return
+        with self.streams.on(kind):
+            send(async_op=False)
+            event = self.streams.mark()
+        self.streams.wait(event)
+
+    def broadcast_small(self, tensor: Tensor) -> None:
+        """Send a small host tensor of rank 0 to every rank. Blocks, but not behind gathers in flight. Collective."""
+        if self._groups is not None:
+            work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
+            self._agree(work, "a small reduction")
+
+    def all_gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Gather a small object from each rank, in rank order. Blocks. Collective.
+
+        ``what``: the purpose, in words; the same on all ranks."""
+        if self._groups is None:
+            return [value]
+        return gather_on(self._groups.control, value, self.waits, what)
+
+    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
+        """Like :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
+        return gather_objects(self._parent, value, self.waits, what, patient=patient)
+
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """Like :meth:`meet` for large objects, on rank 0 alone. Other ranks get None. Collective."""
+        if self.world_size == 1:
+            return [value]
+        return collect_objects(self._parent, value, self.waits, what)
+
+    def together(
+        self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
+    ) -> T:
+        """See :func:`together`. Collective."""
+        return together(self._parent, self.waits, what, act, undo, patient=patient)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over ranks, in place on its device. Blocks. Collective."""
+        return self._small(tensor, dist.ReduceOp.SUM)
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Take the maximum of a small tensor over ranks, in place. Blocks. Collective."""
+        return self._small(tensor, dist.ReduceOp.MAX)
+
+    def exchange(self, *values: int) -> list[list[int]]:
+        """Gather integers: for each argument, the values of all ranks in rank order. Blocks. Collective."""
+        if self._groups is None:
+            return [[value] for value in values]
+        self._note("exchange", str(values[0]))
+        own = torch.tensor(values, dtype=torch.int64)
+        table = torch.empty(self.world_size * len(values), dtype=torch.int64)
+        work = all_gather_single(table, own, group=self._groups.control, async_op=True)
+        self._agree(work, "the agreement on the next gather")
+        return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
+
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
@@ -237,13 +353,14 @@ class Communicator(SmallMessages):
 
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
-    ) -> Pending:
+    ) -> Reduction:
         """Issue the sum over the ranks that share shards and, on a stream, the messages that follow it.
 
         On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
         ``whole``, all ranks then get the sums of all slices in ``full``."""
         if self._groups is None:
-            return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor), kind="reduce")
+            same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
+            return Reduction(Pending(self, label, [], same, kind="reduce"))
         with self.streams.on("reduce") as stream:
             span = recording.begin("reduce", label, on_host=not self.queues)
             works: list[Any] = []
@@ -252,13 +369,23 @@ class Communicator(SmallMessages):
                 works, total = self._transport.reduce(
                     full, self._members("reduce"), in_place=whole, total_dtype=total_dtype
                 )
-            if factor != 1.0:
-                total = _multiplied(total, factor)
-            # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
-            finish = (lambda: self._rest_in_stream(total(), full, label, whole)) if self.queues else total
+
+            def finish() -> Tensor:
+                shard = total() if factor == 1.0 else total().mul_(factor)
+                # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
+                return self._rest_in_stream(shard, full, label, whole) if self.queues else shard
+
             # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
             # :meth:`Pending.wait` frees it.
-            return self._pending("reduce", label, works, finish, stream, span, keep=full)
+            first = self._pending("reduce", label, works, finish, stream, span, keep=full)
+        if self.queues:
+            return Reduction(first)
+        later: list[Callable[[Tensor], Pending]] = []
+        if self._groups.replicate is not None:
+            later.append(partial(self._sum_replicas, label))
+        if whole:  # the sum is complete then, so nothing reads the old contents of ``full`` any more
+            later.append(lambda shard: self._gather(self._spread(shard, full), label, "second_half"))
+        return Reduction(first, *later)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
         """Issue on the reduce stream the messages that follow the sum of this rank's slice, ``shard``."""
@@ -278,12 +405,6 @@ class Communicator(SmallMessages):
         """Make the current stream wait for messages that the backend has not queued on it."""
         for work in works:
             work.wait()
-
-    def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
-        """Return what the host must issue after :meth:`_reduce`: the sum over the nodes, if any."""
-        if self._groups is None or self._groups.replicate is None or self.queues:
-            return []
-        return [partial(self._sum_replicas, label)]
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
         data = shard.cpu()  # no copy if on the host
@@ -321,6 +442,24 @@ class Communicator(SmallMessages):
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
+    def _small(self, tensor: Tensor, op: Any) -> Tensor:
+        if self._groups is None:
+            return tensor
+        host = tensor.device.type == "cpu"
+        self._note("control", str(op), issued="control" if host else "control on the device")
+        if not host and self._transport.waits_on_host:
+            return tensor.copy_(self._small(tensor.cpu(), op))
+        groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
+        # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
+        for group in groups:
+            if group is not None:
+                self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
+        return tensor
+
+    def _agree(self, work: Any, label: str) -> None:
+        with recording.stands("agree", label, on_host=True):
+            self.waits.wait_work(work, label)
+
     def _count(
         self,
         kind: str,
@@ -332,7 +471,7 @@ class Communicator(SmallMessages):
     ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
-            self.waits.note(label)
+            self.waits.asked[label] += 1
             # Bytes that one rank receives: every slice but its own, once for each half.
             others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
@@ -341,6 +480,13 @@ class Communicator(SmallMessages):
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
             self._note(kind, label, issued="node_gather" if of_node else kind)
+
+    def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
+        if self._groups is not None:
+            self._groups.issued[issued or kind] += 1
+            self.waits.issued += 1
+        for observer in self.observers:
+            observer(kind, label)
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:
@@ -357,7 +503,3 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     for work in works:
         work.get_future().add_done_callback(over)
-
-
-def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:
-    return lambda: total().mul_(factor)

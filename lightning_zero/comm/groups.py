@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,11 @@ OPERATIONS = (
     "control",
     "control on the device",
 )
+
+
+def even_alone() -> bool:
+    """Whether a group of one rank sends its messages all the same. Benchmarks and tests set the variable."""
+    return os.environ.get("LIGHTNING_ZERO_EVEN_ALONE") == "1"
 
 
 class GroupKind(NamedTuple):

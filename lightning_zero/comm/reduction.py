@@ -6,20 +6,16 @@ import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
 
-
-class _Comm(Protocol):
-    @property
-    def streams(self) -> Streams: ...
-
-    def wait_work(self, work: Any, label: str) -> None: ...
+if TYPE_CHECKING:
+    from lightning_zero.comm.communicator import Communicator
 
 
 class Pending:
@@ -27,7 +23,7 @@ class Pending:
 
     def __init__(
         self,
-        comm: _Comm,
+        comm: Communicator,
         label: str,
         works: list[Any],
         finish: Callable[[], Tensor],
@@ -71,19 +67,19 @@ class Pending:
         return is_over
 
     def _wait_event(self) -> None:
-        if self._event is not None:
-            self._comm.streams.wait(self._event)
-            self._event = None
+        self._comm.streams.wait(self._event)
+        self._event = None
 
     def wait(self) -> Tensor:
         """Wait for the operation and return its result. Later calls return the same result at once."""
         if self._works or self._event is not None:
             with recording.stands(self._kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
-                    self._comm.wait_work(work, self.label)
+                    self._comm.waits.wait_work(work, self.label, agrees=False)
                 self._works = []
                 # Before memory is dropped, so that compute's pool reuses it only after the event.
-                self._wait_event()
+                if self._event is not None:
+                    self._wait_event()
         self._keep = None
         if self._finish is not None:
             # Call it once only: ``total`` of DirectTransport adds in place and would add everything again.
@@ -103,6 +99,7 @@ class Reduction:
         self._now = first
         self._later = list(later)
         self._has_landed = False
+        self._result: Tensor | None = None
         self.used_up: Tensor | None = None  # the buffer that was summed; the caller may leave it here until the end
         self.nbytes = 0
 
@@ -113,16 +110,17 @@ class Reduction:
     def land(self) -> bool:
         """Wait for the current operation and issue the next one. Return whether there was no next one. Collective."""
         value = self._now.wait()
-        if not self._later:
-            return True
-        self._now, self._has_landed = self._later.pop(0)(value), True
-        return False
+        if self._later:
+            self._now, self._has_landed = self._later.pop(0)(value), True
+            return False
+        self._result = value
+        return True
 
     def finish(self) -> Tensor:
         """Wait for all phases that remain and return the result. Collective."""
-        while not self.land():
-            pass
-        return self._now.wait()
+        while self._result is None:
+            self.land()
+        return self._result
 
     def abandon(self, deadline: float) -> None:
         """See :meth:`Pending.abandon`."""
@@ -152,6 +150,7 @@ class SpareBuffers:
         """Take a buffer [numel] that nobody uses. Device buffers are freed, because streams may use them."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
-            self._kept.sort(key=lambda kept: kept.nbytes)
-            while self.nbytes > self._keep_nbytes:
-                self._kept.pop(0)
+            self._kept.sort(key=attrgetter("nbytes"))
+            nbytes = self.nbytes
+            while nbytes > self._keep_nbytes:
+                nbytes -= self._kept.pop(0).nbytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.peers import machine
-from lightning_zero.ranks.started_by import local_world_size
+from lightning_zero.ranks.started_by import launched
 from lightning_zero.tiers.limits import available_cpus
 
 
@@ -29,7 +29,8 @@ def share_of_machine(comm: Communicator) -> Share:
     # A launcher may have given each rank separate cores, or all ranks the same ones.
     _, on_these_cores = neighbours(comm, f"{machine()} {cores}")
     # The group may be only a part of the job.
-    local_ranks = max(local_ranks, local_world_size() or 1)
+    place = launched()
+    local_ranks = max(local_ranks, (place.local_world_size if place is not None else None) or 1)
     if comm.world_size > 1 and on_these_cores > 1:
         on_these_cores = max(on_these_cores, local_ranks)
     cpus = available_cpus()

@@ -128,11 +128,12 @@ class DirectTransport(Transport):
 
     def gather(self, full: Tensor, among: Members) -> Sent:
         # In rank order on every rank: gloo matches messages of one group by the order of issue.
+        on_host = not _queues(full)
         sent = [
-            dist.broadcast(part, group_src=rank, group=among.group, async_op=not _queues(full))
+            dist.broadcast(part, group_src=rank, group=among.group, async_op=on_host)
             for rank, part in enumerate(full.view(among.size, -1))
         ]
-        return Sent([work for work in sent if work is not None], lambda: full)
+        return Sent(sent if on_host else [], lambda: full)
 
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None

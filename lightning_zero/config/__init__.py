@@ -13,7 +13,6 @@ from lightning_zero.config.groups import (
     CheckpointConfig,
     CommConfig,
     CompileConfig,
-    DebugConfig,
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -40,6 +39,7 @@ from lightning_zero.config.names import (
     nearest,
 )
 from lightning_zero.config.rows import (
+    allowed_rows,
     candidate_rows,
     check_decided,
     for_layout,
@@ -47,7 +47,13 @@ from lightning_zero.config.rows import (
     make_config,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hybrid_shard, check_rows
+from lightning_zero.config.settings import (
+    ZeroConfig,
+    check_accumulation,
+    check_hybrid_shard,
+    check_prefetch,
+    check_rows,
+)
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
@@ -58,7 +64,6 @@ __all__ = [
     "CompileConfig",
     "ConfigError",
     "DType",
-    "DebugConfig",
     "GradCommDtype",
     "HybridShard",
     "MIB",
@@ -74,11 +79,13 @@ __all__ = [
     "Transport",
     "UnitConfig",
     "ZeroConfig",
+    "allowed_rows",
     "candidate_rows",
     "check_accumulation",
     "check_decided",
     "check_grad_comm_dtype",
     "check_hybrid_shard",
+    "check_prefetch",
     "check_rounding",
     "check_state_dtype",
     "check_rows",

@@ -144,8 +144,6 @@ class OffloadConfig:
             ``None``: none on a CPU, half of the free memory on a GPU.
         host_budget: bytes of host memory at rest of one rank. ``None``: bounded by the available memory.
         nvme_budget: bytes of files of one rank. ``None``: the disk's free bytes.
-        threads: CPU threads of a rank's offloaded step. ``None``: the rank's share of the cores; of more than two, one
-            is left for transfers.
     """
 
     name: Offload = Offload.none
@@ -153,11 +151,10 @@ class OffloadConfig:
     device_budget: NBytes | None = None
     host_budget: NBytes | None = None
     nvme_budget: NBytes | None = None
-    threads: int | None = None
 
     def __post_init__(self) -> None:
         check_types("zero.offload", self)
-        for key in ("device_budget", "host_budget", "nvme_budget", "threads"):
+        for key in ("device_budget", "host_budget", "nvme_budget"):
             value = getattr(self, key)
             if value is not None:
                 positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
@@ -183,7 +180,7 @@ def without_effect(row: Offload) -> list[str]:
     if row is not Offload.auto:
         found.append("device_budget")
     if row is Offload.none:
-        found += ["host_budget", "threads"]
+        found.append("host_budget")
     if row in (Offload.optimizer_nvme, Offload.nvme):
         found.append("host_budget")  # only gradients rest on the host there
     return found
@@ -196,27 +193,19 @@ class UnitConfig:
     Attributes:
         classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else
             repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
-            is divided into modules of at most an eighth of the model.
-        min_bytes: a module with fewer bytes (in the original dtype) stays with its parent.
+            is divided into modules of at most an eighth of the model. The model's own class: it is one unit.
         max_bytes: larger units that were found automatically are divided into their children if possible.
         whole_batch: class names; units of these classes, or containing one, run on the whole batch under
             ``zero.vertical_chunks``.
     """
 
     classes: list[str] = field(default_factory=list)
-    min_bytes: NBytes = 0
     max_bytes: NBytes = 4096 * MIB
     whole_batch: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_types("zero.unit", self)
-        positive("zero.unit.min_bytes", self.min_bytes, zero_ok=True)
         positive("zero.unit.max_bytes", self.max_bytes)
-        if self.min_bytes > self.max_bytes:
-            raise ConfigError(
-                f"zero.unit.min_bytes: expected at most zero.unit.max_bytes ({self.max_bytes}), got {self.min_bytes}. "
-                "Lower zero.unit.min_bytes or raise zero.unit.max_bytes."
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -233,13 +222,11 @@ class CommConfig:
         grad_comm_dtype: of messages with bf16 gradients that are summed in fp32. ``auto``: bf16 wherever that gives the
             same sums as ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be needed. See
             ``docs/communication.md``.
-        even_alone: run collectives on a single rank too, to try a transport on one GPU. Slower, with the same results.
     """
 
     transport: Transport = Transport.auto
     hybrid_shard: HybridShard = HybridShard.auto
     grad_comm_dtype: GradCommDtype = GradCommDtype.auto
-    even_alone: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
@@ -333,25 +320,3 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
-
-
-@dataclass(kw_only=True, slots=True)
-class DebugConfig:
-    """Settings for diagnosing a run.
-
-    Attributes:
-        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG if matplotlib is
-            installed.
-        timeline_steps: two numbers: optimizer steps before the recording, and steps to record.
-    """
-
-    timeline: str | None = None
-    timeline_steps: list[int] = field(default_factory=lambda: [5, 2])
-
-    def __post_init__(self) -> None:
-        check_types("zero.debug", self)
-        if len(self.timeline_steps) != 2 or min(self.timeline_steps) < 1:
-            raise ConfigError(
-                "zero.debug.timeline_steps: expected two numbers > 0 (steps before, steps recorded), got "
-                f"{self.timeline_steps}. Change zero.debug.timeline_steps."
-            )

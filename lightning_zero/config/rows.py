@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning_zero.config.groups import OffloadConfig, StageConfig, without_effect
-from lightning_zero.config.names import ROWS, ConfigError, Offload, Stage, choose, nearest
-from lightning_zero.config.settings import ZeroConfig
+from lightning_zero.config.names import ROWS, ConfigError, HybridShard, Offload, Stage, choose, nearest
+from lightning_zero.config.settings import ZeroConfig, check_hybrid_shard, check_prefetch, check_rows
 from lightning_zero.config.values import kinds_of
 
 
@@ -17,7 +18,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """Make a :class:`ZeroConfig` from the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
     ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
-    ``comm``, ``optimizer`` and ``debug`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
+    ``comm`` and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
@@ -29,7 +30,10 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
                 f"{f' Did you mean {close}?' if close else ''}"
             )
         known[key] = _convert(key, value)
-    return ZeroConfig(**known)
+    made = ZeroConfig(**known)
+    if base == ZeroConfig():  # a restaged run goes on with all its settings
+        check_prefetch(made)
+    return made
 
 
 def offload_row(name: Offload) -> OffloadConfig:
@@ -61,20 +65,29 @@ def for_layout(config: ZeroConfig) -> ZeroConfig:
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
+def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
+    """List every stage and ``zero/offload`` row that are allowed together with ``hybrid_shard``."""
+    found: list[tuple[Stage, Offload]] = []
+    for stage, offload in itertools.product(Stage, Offload):
+        try:
+            check_rows(stage, offload)
+            check_hybrid_shard(hybrid_shard, stage, offload)
+        except ConfigError:
+            continue
+        if stage is not Stage.auto:
+            found.append((stage, offload))
+    return found
+
+
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
     """List the rows that ``auto`` may choose, with their settings. Rows with files need a given folder."""
-    stages = [s for s in Stage if s is not Stage.auto] if not is_decided(config) else [config.stage.name]
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
-    for stage in stages:
-        for offload in Offload if given.name is Offload.auto else [given.name]:
-            if "nvme" in offload.name and not path:
-                continue
-            try:
-                row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)
-            except ConfigError:
-                continue
+    for stage, offload in allowed_rows(config.comm.hybrid_shard):
+        is_wanted = config.stage.name in (stage, Stage.auto) and given.name in (offload, Offload.auto)
+        if is_wanted and (path or "nvme" not in offload.name):
+            row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)
             found.append((stage, row.offload))
     return found
 

@@ -8,7 +8,6 @@ from lightning_zero.config.groups import (
     CheckpointConfig,
     CommConfig,
     CompileConfig,
-    DebugConfig,
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -29,6 +28,8 @@ from lightning_zero.config.names import (
     Stage,
 )
 from lightning_zero.config.values import MIB, NBytes, check_types, positive
+
+PREFETCH_BYTES = 256 * MIB
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +53,8 @@ class ZeroConfig:
         stall_timeout_s: seconds that a rank waits for others before it raises with unit, ranks and places.
         gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
             room.
-        summary: print the table of units at the start, and planned and measured bytes at the end of training.
+        timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and
+            a page.
         sequence_parallel: adjacent ranks that share each sequence by positions (Ulysses) and get the same batch. Shards
             are divided over all ranks as always.
     """
@@ -65,8 +67,7 @@ class ZeroConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
-    prefetch_bytes: NBytes = 256 * MIB
+    prefetch_bytes: NBytes = PREFETCH_BYTES
     keep_gathered_bytes: NBytes = 0
     reduce_bucket_bytes: NBytes = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
@@ -75,7 +76,7 @@ class ZeroConfig:
     init_from: str | None = None
     stall_timeout_s: float = 300.0
     gather_after_fit: bool | None = None
-    summary: bool = True
+    timeline: str | None = None
     sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class ZeroConfig:
                 "zero.dynamic_graph: expected false (only stage 3 gathers along the path of the model), got true with "
                 f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic_graph."
             )
-        if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
+        if self.compile.records_cuda_graphs and self.stage.name in (Stage.zero3, Stage.auto):
             raise ConfigError(
                 "zero.compile.arguments: expected mode default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph "
                 "replays kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
@@ -145,6 +146,16 @@ class ZeroConfig:
             raise ConfigError(
                 "zero.unit.whole_batch has no effect with zero.vertical_chunks=1. Drop it, or set zero.vertical_chunks."
             )
+
+
+def check_prefetch(config: ZeroConfig) -> None:
+    """Raise ConfigError if ``prefetch_bytes`` was set below stage 3, where nothing is gathered ahead."""
+    if config.prefetch_bytes != PREFETCH_BYTES and config.stage.name not in (Stage.zero3, Stage.auto):
+        raise ConfigError(
+            "zero.prefetch_bytes: expected its default (parameters are gathered ahead at stage 3 only), got "
+            f"{config.prefetch_bytes} with zero/stage={config.stage.name.name}. Choose zero/stage=zero3, or drop "
+            "zero.prefetch_bytes."
+        )
 
 
 def check_accumulation(config: ZeroConfig) -> None:

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_zero.config import ConfigError
-from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources
-from lightning_zero.data.text import check_enough, check_whole_number, loader_options
+from lightning_zero.data.text import check_enough, check_whole_number
 
 Encode = Callable[[list[str]], list[list[int]]]
 
 
-class DatasetText(LightningDataModule):
+class DatasetText(LanguageData):
     """Language modelling over a text column of a dataset, or over text files.
 
     Args:
@@ -75,6 +73,10 @@ class DatasetText(LightningDataModule):
             new_fingerprint=Hasher.hash([rows._fingerprint, self._key, self.block_size]),
         )
 
+    @staticmethod
+    def collate(items: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([item["tokens"] for item in items])
+
     def prepare_data(self) -> None:
         self._pieces()
 
@@ -87,19 +89,6 @@ class DatasetText(LightningDataModule):
         self.bytes_per_token = sum(pieces["bytes_per_token"]) / count
         parts = pieces.with_format("torch", columns=["tokens"]).train_test_split(n_val, seed=self.split_seed)
         self.train_data, self.val_data = parts["train"], parts["test"]
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        options = loader_options(self.num_workers) | {"collate_fn": _stacked, "drop_last": True}
-        return ResumableLoader(self.train_data, self.batch_size, trainer=self.trainer, **options)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_data, self.batch_size, collate_fn=_stacked, **loader_options(self.num_workers))
-
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
 
 
 def _load(path: str | None, split: str | None) -> Any:
@@ -167,7 +156,3 @@ def _cut(rows: Mapping[str, list[str]], column: str, encode: Encode, block_size:
         "tokens": [tokens[start : start + block_size + 1] for start in starts],
         "bytes_per_token": [rate] * len(starts),
     }
-
-
-def _stacked(items: list[dict[str, Tensor]]) -> Tensor:
-    return torch.stack([item["tokens"] for item in items])

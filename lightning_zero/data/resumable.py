@@ -1,4 +1,5 @@
-"""A shuffled loader that continues in the middle of an epoch, also with other ranks or another batch size.
+"""The loaders of all data modules; that of training continues in the middle of an epoch, also with other ranks or
+another batch size.
 
 Seed and epoch alone give one permutation for all ranks, which take turns in it::
 
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_zero.device.cuda import gpu_count
 
 
 class ShuffledFrom(DistributedSampler[Any]):
@@ -105,3 +106,30 @@ def _processed(progress: Any) -> int:
     """Return the processed count, which Lightning's types lack."""
     count: int = progress.current.processed
     return count
+
+
+class LanguageData(LightningDataModule):
+    """Loaders of ``train_data`` and ``val_data``, which subclasses make. Tests and predictions read ``val_data``."""
+
+    train_data: Any
+    val_data: Any
+    batch_size: int
+    num_workers: int
+    collate: Any = None  # default: torch's
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        options = {"trainer": self.trainer, "drop_last": True, **self._options()}
+        return ResumableLoader(self.train_data, self.batch_size, **options)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val_data, batch_size=self.batch_size, **self._options())  # Lightning adds its sampler
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def _options(self) -> dict[str, Any]:
+        workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return {**workers, "pin_memory": gpu_count() > 0, "collate_fn": self.collate}

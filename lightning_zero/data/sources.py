@@ -18,7 +18,6 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 class Source(NamedTuple):
     path: Path
     nbytes: int
-    mtime_ns: int
 
 
 def check_path(path: str | None) -> None:
@@ -44,7 +43,8 @@ def find_sources(path: str | None) -> list[Source]:
     if os.path.isfile(text):
         files: Iterable[Path] = [Path(text)]
     elif os.path.isdir(text):
-        files = [f for f in _walk(Path(text)) if _looks_like_text(f)]
+        shown = (f for f in Path(text).rglob("*") if not any(p[0] == "." for p in f.relative_to(text).parts))
+        files = [f for f in shown if f.is_file() and b"\0" not in _head(f)]
     else:
         files = [Path(f) for f in glob.glob(text, recursive=True) if os.path.isfile(f)]
     sources = _stat(files)
@@ -67,14 +67,9 @@ def _standard_library() -> list[Path]:
     return files
 
 
-def _walk(folder: Path) -> list[Path]:
-    found = (f for f in folder.rglob("*") if not any(p.startswith(".") for p in f.relative_to(folder).parts))
-    return [f for f in found if f.is_file()]
-
-
-def _looks_like_text(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     with open_source(path) as file:
-        return b"\0" not in file.read(HEAD_NBYTES)
+        return file.read(HEAD_NBYTES)
 
 
 def open_source(path: Path) -> BinaryIO:
@@ -89,6 +84,5 @@ def _stat(files: Iterable[Path]) -> list[Source]:
     for file in sorted({f.absolute() for f in files}):
         if not os.access(file, os.R_OK):
             raise ConfigError(f"data.path: cannot read {file}: permission denied. Change data.path.")
-        stat = file.stat()
-        found.append(Source(file, stat.st_size, stat.st_mtime_ns))
+        found.append(Source(file, file.stat().st_size))
     return found

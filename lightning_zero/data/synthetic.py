@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_zero.config import ConfigError
-from lightning_zero.data.resumable import ResumableLoader
-from lightning_zero.data.text import check_whole_number, loader_options
+from lightning_zero.data.resumable import LanguageData
+from lightning_zero.data.text import check_whole_number
 
 BRANCHES = 4  # tokens that may follow a token
 
@@ -40,7 +39,7 @@ class Walks(Dataset[Tensor]):
         return torch.tensor(tokens)
 
 
-class SyntheticData(LightningDataModule):
+class SyntheticData(LanguageData):
     """Made-up tokens in batches like those of :class:`lightning_zero.data.text.TextData`.
 
     Args:
@@ -81,17 +80,3 @@ class SyntheticData(LightningDataModule):
                 f"data.n_train: expected at least a batch for each of {world_size} processes "
                 f"({self.batch_size * world_size}), got {self.n_train}. Change data.n_train or data.batch_size."
             )
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return ResumableLoader(
-            self.train_data, self.batch_size, trainer=self.trainer, drop_last=True, **loader_options(self.num_workers)
-        )
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_data, batch_size=self.batch_size, **loader_options(self.num_workers))
-
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()

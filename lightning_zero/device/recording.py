@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_zero.device.accelerator import Accelerator
 
 COMPUTE = "compute"
@@ -135,10 +137,6 @@ class Recorder:
         kept, self.spans = self.spans or [], None
         return [Span(lane, what, self._time(begin), self._time(end), why) for lane, what, begin, end, why in kept]
 
-    def drop_spans(self) -> None:
-        """Stop keeping spans after an exception, without waiting: the device's work may never end."""
-        self.spans = None
-
     def _time(self, moment: Any) -> float:
         if isinstance(moment, float):
             return moment
@@ -146,62 +144,58 @@ class Recorder:
         return self._origin[1] + self._accelerator.seconds(self._origin[0], moment)
 
 
-_recorder: Recorder | None = None
+recorder: Recorder | None = None
 _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
     """Record from now on, until each call has been ended by :func:`let_go`."""
-    global _recorder, _listeners
-    if _recorder is None:
-        _recorder = Recorder(accelerator)
+    global recorder, _listeners
+    if recorder is None:
+        recorder = Recorder(accelerator)
     _listeners += 1
-    return _recorder
+    return recorder
 
 
 def let_go() -> None:
-    global _recorder, _listeners
+    global recorder, _listeners
     _listeners -= 1
     if _listeners == 0:
-        _recorder = None
+        recorder = None
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
     """Record nothing inside, because a trial is no step of the run."""
-    global _recorder
-    before, _recorder = _recorder, None
+    global recorder
+    before, recorder = recorder, None
     try:
         yield
     finally:
-        _recorder = before
+        recorder = before
 
 
 def keeper() -> Recorder | None:
     """Return the recorder if it keeps spans, else None."""
-    return _recorder if _recorder is not None and _recorder.spans is not None else None
+    return recorder if recorder is not None and recorder.spans is not None else None
 
 
 def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
     """Record a wait of compute inside: of the host with ``on_host`` or without a device, else of the current stream."""
-    if _recorder is None or not _computes():
+    # Threads of this package wait beside compute. A thread of the user or of autograd computes.
+    if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY
-    return _recorder.standing(kind, what, on_host=on_host)
-
-
-def _computes() -> bool:
-    """Whether this thread computes (a thread of the user or autograd). Threads of this package wait beside compute."""
-    return not threading.current_thread().name.startswith("lightning_zero")
+    return recorder.standing(kind, what, on_host=on_host)
 
 
 def moved(kind: str, nbytes: int) -> None:
-    if _recorder is not None:
-        _recorder.move(kind, nbytes)
+    if recorder is not None:
+        recorder.move(kind, nbytes)
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
     """Begin a span; None if nobody keeps spans. ``on_host``: use the host's clock even if there is a device."""
-    return None if _recorder is None or _recorder.spans is None else Open(_recorder, lane, what, on_host=on_host)
+    return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 
 def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
@@ -216,3 +210,12 @@ def _until_end(opened: Open) -> Iterator[None]:
         yield
     finally:
         opened.end()
+
+
+def profiled(kind: str, what: str) -> AbstractContextManager[None]:
+    """Open a range ``zero: <kind> <what>`` of ``torch.profiler`` (and of NVTX, under ``emit_nvtx``) if this thread is
+    being profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or
+    bucket."""
+    if not torch.autograd._profiler_enabled():
+        return _NOBODY
+    return torch.profiler.record_function(f"zero: {kind} {what}")

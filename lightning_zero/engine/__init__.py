@@ -21,9 +21,19 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engine_of, engines
-from lightning_zero.engine.whole.shown import show_full
+from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimizer_state
+from lightning_zero.engine.whole.whole_params import show_gathered
 
-__all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm"]
+__all__ = [
+    "Engine",
+    "clip_grad_norm_",
+    "engine_of",
+    "engines",
+    "gather",
+    "grad_norm",
+    "load_optimizer_state",
+    "optimizer_state",
+]
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
@@ -35,7 +45,7 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
         params = list(target.parameters())
     else:
         params = list(target)
-    found = {id(e): e for p in params for e in engines() if e.owns(p)}
+    found = {id(e): e for p in params for e in engines() if e.units.owns(p)}
     if len(found) != 1:
         raise ConfigError(
             f"expected parameters of one sharded module, got {len(params)} parameters of {len(found)}. "
@@ -53,14 +63,14 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
     changes to it are kept too.
     """
     engine, params = _resolve(target)
-    with show_full(engine, params, from_rank=from_rank, grads=grads):
+    with show_gathered(engine, params, from_rank=from_rank, grads=grads):
         yield
 
 
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
     """Return the norm of the reduced gradients, 0-d, between backward and step. Collective."""
     engine, params = _resolve(target)
-    return engine.sharded_grads.total_norm(map(engine.place_of, params), norm_type)
+    return engine.passes.sharded_grads.total_norm(map(engine.units.place_of, params), norm_type)
 
 
 def clip_grad_norm_(
@@ -68,5 +78,5 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip sharded gradients as ``torch.nn.utils.clip_grad_norm_`` does. Return the norm before it. Collective."""
     engine, params = _resolve(target)
-    places = [engine.place_of(param) for param in params]
-    return engine.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    places = [engine.units.place_of(param) for param in params]
+    return engine.passes.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -16,8 +17,7 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.passes.compiled import check_compiled, check_compiler
-from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, from_settings
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
@@ -33,22 +33,16 @@ from lightning_zero.timeline.record import check_timeline
 
 
 def describe_checked(
-    module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None
+    module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
     """Check settings and module, and describe the units. Sends no message, as one rank alone may raise."""
-    found = module.__dict__.get(ENGINE)
-    if found is not None and found.shards(module):
+    if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
-    if config.comm.even_alone and group is None:
-        raise ConfigError(
-            "zero.comm.even_alone: expected a process group to send messages over, got none. Call "
-            "torch.distributed.init_process_group first, or set zero.comm.even_alone=false."
-        )
     check_rounding(config.precision.stochastic_rounding, precision)
     check_state_dtype(config.optimizer.state_dtype, precision)
     check_grad_comm_dtype(config.comm.grad_comm_dtype, precision, config.precision.reduce_dtype)
     check_compiler(config.compile)
-    check_timeline(config.debug)
+    check_timeline(config.timeline)
     groups = describe.describe_units(module, config, precision)
     check_blocks(groups[1:], config)
     check_divided(module, [group.name for group in groups], config)
@@ -56,15 +50,22 @@ def describe_checked(
     return groups
 
 
-def replace_forwards(
-    module: nn.Module, units: Sequence[Unit], passes: Passes, vertical: Vertical, config: ZeroConfig, pin_memory: bool
-) -> dict[str, UnitForward]:
-    """Wrap forwards of units that recompute in the backward or run in chunks, if the settings ask for it."""
+class Forwards(NamedTuple):
+    """What stands in for the forwards of units: ``vertical`` runs them in chunks, ``compiled`` by torch.compile."""
+
+    vertical: Vertical
+    compiled: CompiledModules
+
+
+def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
+    """Wrap forwards of units that recompute, run in chunks or are compiled, if the settings ask for it."""
+    offload = config.activation_checkpointing is Recompute.offload
+    pin_memory = passes.comm.streams.are_there
+    vertical = Vertical(config.vertical_chunks, module, passes, offload_inputs=offload, pin_memory=pin_memory)
     names = [unit.name for unit in units]
     in_chunks, around = set[str](), set[str]()
     if config.vertical_chunks > 1:
         in_chunks, around = set(names) - whole_batch_units(module, names, config), units_around(names)
-    offload = config.activation_checkpointing is Recompute.offload
     forwards: dict[str, UnitForward] = {}
     for unit in units:
         block = module.get_submodule(unit.name)
@@ -73,18 +74,15 @@ def replace_forwards(
             forward.put_around(UnitInChunks(unit, block, vertical, passes))
         elif unit.name and unit.name not in around and config.activation_checkpointing is not Recompute.none:
             forward.put_around(Recomputation(block, passes, offload_inputs=offload, pin_memory=pin_memory))
-    return forwards
+
+    def refuse(function: Callable[..., object], name: str) -> None:
+        describe.refuse_cuda_graph(function, name, passes.config)
+
+    return Forwards(vertical, CompiledModules(module, forwards, from_settings(config.compile), refuse))
 
 
-def register_hooks(
-    module: nn.Module,
-    units: Sequence[Unit],
-    passes: Passes,
-    config: ZeroConfig,
-    precision: Precision,
-    refuse: Callable[[str], None],
-) -> None:
-    """Register the hooks on modules. ``refuse`` raises if a call of the module would see placeholders."""
+def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
+    """Register the hooks on modules."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))
@@ -92,11 +90,11 @@ def register_hooks(
         for name, inner in module.named_modules():
             if not name or any(unit.name.startswith(f"{name}.") for unit in units):
                 hooks.watch_calls(inner)
-    if precision in describe.AUTOCAST_DTYPES:
+    if passes.precision in describe.AUTOCAST_DTYPES:
         for inner in describe.fp32_modules(module, config.precision.fp32_modules):
             hooks.keep_output_dtype(inner)
-    owned = {id(info.param) for unit in units for info in unit.infos()}
+    owned = {id(info.param) for unit in units for info in unit.infos}
     for inner in module.modules():
         if any(id(p) in owned for p in inner.parameters()):
-            hooks.guard_module(inner, refuse)
+            hooks.guard_module(inner, passes.fence.refuse)
     passes.watch_trainable()

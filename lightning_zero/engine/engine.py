@@ -2,21 +2,29 @@
 
 ::
 
-    hooks ---> passes ---> order        gathers, in one order on all ranks
-                      ---> reducer      reduces gradients into shards
-                      ---> sharded_grads  ``param.grad`` as users see it; grad_norms
-                      ---> after_step   offloaded steps, and the gathers that follow steps
-    optimizers ---> around_step ---> all of these
+    engine.comm         the messages between ranks, and the progress of long work
+    engine.units        the shards: units, their buckets, and the place of each parameter in them
+    engine.tiers        the host memory and the files of offloaded shards
+    engine.passes       forwards and backwards, and the waits for what they left under way; its parts:
+                        hooks          call the engine when modules are called and gradients arrive
+                        order          gathers, in one order on all ranks
+                        reducer        reduces gradients into shards
+                        sharded_grads  ``param.grad`` as users see it, norms and clipping
+                        writes         users' writes to parameters
+                        fence          refuses what would see placeholders
+                        after_step     offloaded steps, and the gathers that follow steps
+    engine.optimizers   the steppers of the users' optimizers
+    engine.forwards     what stands in for units' forwards: chunks of the batch, torch.compile
+
+``whole/`` has functions that take an engine: :func:`gather`, optimizers' state dicts, whole parameters between runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +35,9 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.config import (
-    ConfigError,
-    Offload,
-    Precision,
-    Recompute,
-    ZeroConfig,
-    check_accumulation,
-    with_rows,
-)
+from lightning_zero.config import Offload, Precision, ZeroConfig, with_rows
 from lightning_zero.engine import build
-from lightning_zero.engine.passes.access import Access, Fence, Writes
-from lightning_zero.engine.passes.compiled import CompiledModules, from_settings
+from lightning_zero.engine.passes.access import Access, Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -48,33 +47,25 @@ from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.after_step import AfterStep, default_threads
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.build import BufferSync, build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
-from lightning_zero.engine.units.home import Tiers, opened
+from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.param import disown, make_plain
-from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.units import Vertical
-from lightning_zero.engine.whole import shown, state_dicts
+from lightning_zero.engine.units.unit import Units
+from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
-from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.engine.whole.values import FakeTensors
 from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.placement import TierRow
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork
-from lightning_zero.timeline.record import Timeline
 
 # Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
 # say). Strong ones would keep such modules alive.
 LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _close_tiers(tiers: Tiers, pid: int) -> None:
-    # In a forked child the finalizer would remove the parent's files and locks.
-    if os.getpid() == pid:
-        tiers.close()
 
 
 def _instances() -> set[int]:
@@ -84,7 +75,7 @@ def _instances() -> set[int]:
 
 def engine_of(module: nn.Module) -> Engine | None:
     """Return the engine whose root is ``module``, or None."""
-    return next((engine for engine in engines() if engine.shards(module)), None)
+    return next((engine for engine in engines() if engine._module() is module), None)
 
 
 def engines() -> list[Engine]:
@@ -92,7 +83,13 @@ def engines() -> list[Engine]:
 
 
 class Engine:
-    """ZeRO for one module over one process group. ``units`` begins with the root and follows ``named_modules``."""
+    """ZeRO for one module over one process group.
+
+    Attributes:
+        config: the settings, with the rows of the last :meth:`restage`.
+        optimizers: what steps the shards, in the order of :meth:`add_optimizer`.
+        host_copy: the module whole on the host, which ``whole/whole_params.py`` shows between runs.
+    """
 
     # A whole module holds its engine; a copy or pickle of the module must be a plain module.
     def __deepcopy__(self, memo: object) -> None:
@@ -111,38 +108,28 @@ class Engine:
         node: str,
         sources: Mapping[str, Tensor] | None = None,
         *,
-        make_stepper: Callable[[Engine, Optimizer], Stepper],
+        make_stepper: Callable[[Engine, AroundStep, Optimizer], Stepper],
         has_values: bool = False,
         long_work: LongWork | None = None,
     ) -> None:
         self.config = config
         self._make_stepper = make_stepper
-        self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self._group = group
-        self.tiers = Tiers()
         self._closing: weakref.finalize[..., object] | None = None
-        self.host_copy: shown.HostCopy | None = None  # the whole module between runs
+        self.tiers = Tiers()
+        self.host_copy: whole_params.HostCopy | None = None  # the whole module between runs
         first = group is None or dist.get_rank(group) == 0
-        self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
-        share = self._shard(module, group, device, node, sources, has_values)
-        self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
+        if long_work is None:
+            long_work = LongWork(first)
+        precision = config.precision.name or Precision.fp32
+        share = self._shard(module, group, device, node, sources, has_values, precision, long_work)
         self.optimizers: list[Stepper] = []
-        self._put_together(share)
-        offload, pin_memory = config.activation_checkpointing is Recompute.offload, self.comm.streams.are_there
-        self.vertical = Vertical(
-            config.vertical_chunks, module, self.passes, offload_inputs=offload, pin_memory=pin_memory
-        )
-        self.compiled = CompiledModules(
-            module,
-            build.replace_forwards(module, self.units, self.passes, self.vertical, config, pin_memory),
-            from_settings(config.compile),
-            lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
-        )
-        self._buffer_sync = BufferSync(module, self.comm)
-        build.register_hooks(module, self.units, self.passes, config, self.precision, self._fence.refuse)
+        self._put_together(share, precision)
+        self.forwards = build.replace_forwards(module, self.units, self.passes, self.config)
+        build.register_hooks(module, self.units, self.passes, config)
         for unit in self.units:
-            unit.before_drop = self.writes.take_over
+            unit.before_drop = self.passes.writes.take_over
         # Last, so that nobody finds an engine whose construction raised.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
@@ -155,17 +142,16 @@ class Engine:
         node: str,
         sources: Mapping[str, Tensor] | None,
         has_values: bool,
+        precision: Precision,
+        long_work: LongWork,
     ) -> Share:
         """Check the settings, then make the units. Return this rank's share of its machine. Collective."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
-            groups = together(
-                group,
-                waits,
-                "sharding a module",
-                partial(build.describe_checked, module, config, self.precision, group),
-            )
+            sharded_by = engine_of(module)
+            describe_checked = partial(build.describe_checked, module, config, precision, group, sharded_by is not None)
+            groups = together(group, waits, "sharding a module", describe_checked)
             agree_on_model(groups, group, waits)
             if config.init_from is not None and device.type != "meta":
                 warn = group is None or dist.get_rank(group) == 0
@@ -179,13 +165,11 @@ class Engine:
                 transport=config.comm.transport,
                 topology=topology,
                 waits=waits,
-                even_alone=config.comm.even_alone,
+                long_work=long_work,
             )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
-            self.units: list[Unit] = build_units(
-                module, groups, config, self.comm, rows, self.tiers, sources, self.long_work
-            )
+            self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
             self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
             forget()
         except BaseException:
@@ -196,68 +180,48 @@ class Engine:
             raise
         return share
 
-    def _put_together(self, share: Share) -> None:
+    def _put_together(self, share: Share, precision: Precision) -> None:
         config = self.config
         issued = IssuedReductions()
-        self.order = GatherOrder(
+        after_step = AfterStep(self.units, self.comm.streams, default_threads(share.cpus))
+        self.passes = Passes(
             self.units,
             self.comm,
-            issued,
-            prefetch_bytes=config.prefetch_bytes,
-            keep_bytes=config.keep_gathered_bytes,
-            dynamic=config.dynamic_graph,
+            order=GatherOrder(
+                self.units,
+                self.comm,
+                issued,
+                after_step,
+                prefetch_bytes=config.prefetch_bytes,
+                keep_bytes=config.keep_gathered_bytes,
+                dynamic=config.dynamic_graph,
+            ),
+            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
+            after_step=after_step,
+            writes=Writes(self.buckets, self.comm),
+            buffers=BufferSync(self.module, self.comm),
+            config=config,
+            precision=precision,
         )
-        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
-        self.after_step = AfterStep(
-            self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
-        )
-        self.writes = Writes(self.buckets, self.comm)
-        self.passes = passes = Passes(
-            self.units,
-            self.comm,
-            order=self.order,
-            reducer=self.reducer,
-            after_step=self.after_step,
-            writes=self.writes,
-            precision=self.precision,
-        )
-        self.sharded_grads = passes.sharded_grads
-        self.timeline = Timeline(config.debug, self.comm, self.settle)
-        self.around_step = AroundStep(
-            self.units,
-            self.place_of,
-            passes=passes,
-            reducer=self.reducer,
-            writes=self.writes,
-            after_step=self.after_step,
-            stepped=self.timeline.stepped,
-        )
-        self._fence = Fence(self.buckets, in_pass=lambda: passes.key is not None)
-        self._access = Access(
-            self.units,
-            self._places,
-            passes=passes,
-            after_step=self.after_step,
-            writes=self.writes,
-            fence=self._fence,
-        )
+        self._around_step = AroundStep(self.units, self.passes)
+        self._access = Access(self.units, self.passes)
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
-        tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
-        self.take_tiers(tiers)
+        self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
         return rows
 
-    def take_tiers(self, tiers: Tiers) -> Callable[[], object]:
-        """Use ``tiers``, and close them with the engine. Return a function that leaves the previous ones open."""
-        before, self.tiers = self._closing, tiers
-        # The finalizer also runs when the process ends. It must not hold the engine, which it would keep alive.
-        self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
-        return before.detach if before is not None else lambda: None
+    @property
+    def tiers(self) -> Tiers:
+        return self._tiers
 
-    def close_tiers(self) -> None:
-        """Close the tiers when the process that made them ends. The engine cannot be used afterwards."""
+    @tiers.setter
+    def tiers(self, tiers: Tiers) -> None:
+        """Use ``tiers``, and close them with the engine. From now on the caller closes the previous ones."""
         if self._closing is not None:
-            self._closing()
+            self._closing.detach()
+        self._tiers = tiers
+        # The finalizer also runs when the process ends. It must not hold the engine, which it would keep alive.
+        self._closing = weakref.finalize(self, tiers.close)
 
     @property
     def module(self) -> nn.Module:
@@ -265,73 +229,9 @@ class Engine:
         assert module is not None, "the module that was sharded is gone: keep a reference to it"
         return module
 
-    def shards(self, module: nn.Module) -> bool:
-        return self._module() is module
-
     @property
     def buckets(self) -> list[Bucket]:
-        return [b for u in self.units for b in u.buckets]
-
-    @property
-    def shown(self) -> list[Bucket]:
-        """Return the buckets that a ``gather()`` shows now."""
-        return [bucket for bucket in self.buckets if bucket.is_plain]
-
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.comm.world_size
-
-    def place_of(self, param: nn.Parameter) -> Place:
-        """Return the bucket and slot of ``param``. Raise a ConfigError if it is not in the sharded module."""
-        place = self._places.get(id(param))
-        if place is None:
-            raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is not part of the sharded module, so ranks would step it "
-                "apart. Register it on the module before it is sharded (in __init__ or configure_model)."
-            )
-        return place
-
-    def owns(self, param: nn.Parameter) -> bool:
-        return id(param) in self._places
-
-    def placeholders_allowed(self) -> contextlib.AbstractContextManager[None]:
-        """Let state dict calls of the module see placeholders. The caller replaces them by values."""
-        return self._fence.lowered()
-
-    @outside_autograd
-    def settle(self) -> None:
-        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective.
-
-        After an exception ranks first agree on whether their groups can still be used.
-        """
-        self.passes.recover()
-        self.after_step.settle()
-
-    def settle_gradients(self) -> None:
-        """Apply users' pending changes of gradients, such as clearing them."""
-        self.sharded_grads.settle()
-
-    @outside_autograd
-    def masters_changed(self, changed: set[Bucket] | None = None) -> None:
-        """Update compute parameters after masters have changed in buckets ``changed``, already pushed. Collective.
-
-        None: push and update all buckets.
-        """
-        if changed is None:
-            changed = set(self.buckets)
-            for bucket in self.long_work.items(self.buckets, "parameters from masters, in buckets"):
-                with opened(bucket.home):
-                    bucket.push()
-        self.around_step.masters_changed(changed)
-
-    @outside_autograd
-    def sync_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks if buffers of any rank have changed since the last call. Collective."""
-        self._buffer_sync.sync(self.module)
+        return self.units.buckets
 
     @outside_autograd
     def release(self) -> None:
@@ -339,18 +239,19 @@ class Engine:
 
         Raises RuntimeError if ranks have written different values to parameters since the last backward.
         """
-        shown.hide_whole(self, keep=False)
-        self.timeline.close()
+        whole_params.shard_again(self, keep=False)
+        passes = self.passes
+        passes.timeline.close()
         # Writes before an exception may differ between ranks.
-        confirms = not self.passes.aborted
-        self.abort()
-        self.passes.recover("engine.release(), which all ranks must call")
-        self.settle()
-        self.writes.take_all_over()
+        confirms = not passes.aborted
+        passes.abort()
+        passes.recover("engine.release(), which all ranks must call")
+        passes.wait_for_all()
+        passes.writes.take_all_over()
         if confirms:
-            self.writes.confirm_if_any()
-        self.passes.hooks.remove()
-        self.compiled.undo()
+            passes.writes.confirm_if_any()
+        passes.hooks.remove()
+        self.forwards.compiled.undo()
         for bucket in self.buckets:
             full = bucket.full_master()
             bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
@@ -358,10 +259,10 @@ class Engine:
                 # Copy: a view would keep the whole bucket in memory, and torch.save would write all of it.
                 info.param.data = info.param.data.to(info.dtype, copy=True)
                 info.param.grad = None
-        disown(info.param for unit in self.units for info in unit.infos())
+        disown(info.param for unit in self.units for info in unit.infos)
         for optimizer in self.optimizers:
             optimizer.release()
-        self.after_step.close()
+        passes.after_step.close()
         self.tiers.close()
         self.comm.close()
         self.module.__dict__.pop(ENGINE, None)
@@ -382,52 +283,34 @@ class Engine:
         If moving values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
-        with shown.set_aside(self):
+        with whole_params.set_aside(self):
             restage_to(self, config, follow, _instances())
-
-    # -- the module whole between runs (whole/shown.py) ---------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether parameters are plain whole tensors on the host, between runs."""
-        return self.host_copy is not None and self.host_copy.is_shown
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(
-        self, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+        self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
         """Return ``module.state_dict()`` with full values on the host; by default empty except on rank 0. Collective.
 
         The module's own ``state_dict`` makes the dict, overrides included. Tied parameters share one tensor.
-        ``trainable_only`` leaves out frozen parameters. With ``hollow`` tensors have no values (``whole/values.py``).
+        ``trainable_only`` leaves out frozen parameters. With ``fakes`` tensors have no values (``whole/values.py``).
         """
-        return state_dicts.module_state(self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only)
+        return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
         """Load a full ``state``, the same on all ranks, into the shards. Collective."""
-        with shown.set_aside(self):
+        with whole_params.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None) -> State:
-        """Return the optimizer's full ``state_dict()`` on the host; by default empty except on rank 0. Collective.
-
-        With ``hollow`` tensors have no values. Raises ConfigError if ``optimizer`` does not step this engine's shards.
-        """
-        return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Saved) -> None:
-        """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
-        state_dicts.load_optimizer(self, optimizer, state)
-
-    # -- passes (passes/passes.py): callers mark steps and backwards ---------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
         """Enter a step, in which modules and root parameters can be used. Collective.
 
         With ``evaluation`` the pass ends with the scope, otherwise with the next backward.
         """
-        if self.is_whole:
+        if whole_params.is_whole(self):
             return self._scope_between_runs(key, evaluation)
         return self.passes.scope(key, evaluation=evaluation)
 
@@ -435,49 +318,16 @@ class Engine:
     def _scope_between_runs(self, key: str, evaluation: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if evaluation:
-                stack.enter_context(shown.set_aside(self))
+                stack.enter_context(whole_params.set_aside(self))
             else:
-                shown.hide_whole(self)  # a backward follows the scope
+                whole_params.shard_again(self)  # a backward follows the scope
             stack.enter_context(self.passes.scope(key, evaluation=evaluation))
             yield
 
-    def backward_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Mark a backward. At its end all buckets are reduced. Collective."""
-        return self.passes.backward_scope()
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Call ``loss.backward()`` inside :meth:`backward_scope`. Collective."""
-        with self.backward_scope():
-            loss.backward(**kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients unreduced, at stages 0 and 1. Raise a ConfigError under ``grad_comm_dtype=bf16``."""
-        check_accumulation(self.config)
-        return self.reducer.no_sync()
-
-    def abort(self) -> None:
-        """Reset every unit after an exception. Starts no collective; waits a bounded time for those in flight."""
-        self.passes.abort()
-
-    def rest(self) -> None:
-        """End the open pass, and wait for steps and gathers in flight, when a run ends. Collective."""
-        self.passes.leave()
-        whole = not self.after_step.has_failed  # if a step has failed, its error was raised before
-        if whole:
-            self.after_step.settle()  # not self.settle(): after an exception other ranks may be gone
-        self.timeline.run_ends(together=whole and not self.passes.aborted)
-
-    # -- optimizers ---------------------------------------------------------------------------------------------------
-
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Step shards by ``optimizer``. Raise a ConfigError if it cannot, or has other parameters. Collective."""
-        make = partial(self._make_stepper, self, optimizer)
+        make = partial(self._make_stepper, self, self._around_step, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded
-
-    def drop_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.release()
-        self.optimizers = []

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.state_dicts import (
     check_optimizer,
     keeping_frozen,
@@ -54,7 +55,7 @@ class Checkpoints(CheckpointFiles):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's unsharded state on all ranks. Collective."""
-        return self.engine_of_optimizer(optimizer).optimizer_state(optimizer, only_rank_0=False)
+        return state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer, only_rank_0=False)
 
     def _with_frozen(self, module: ZeroModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return keeping_frozen(module.module, state) if self.config.checkpoint.exclude_frozen else state
@@ -108,7 +109,7 @@ class Checkpoints(CheckpointFiles):
         return module.engine.state_dict(trainable_only=self.config.checkpoint.exclude_frozen)
 
     def _whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.engine_of_optimizer(optimizer).optimizer_state(optimizer)
+        return state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer)
 
     def _save_folder(self, path: Any, state: Mapping[str, Any], filter: Filter, options: Any) -> None:
         without_frozen = self.config.checkpoint.exclude_frozen
@@ -174,7 +175,7 @@ class Checkpoints(CheckpointFiles):
             if key in modules:
                 self.load_module_state_dict(entry, value, strict=strict)
             elif key in optimizers:
-                self.engine_of_optimizer(entry).load_optimizer_state(entry, value)
+                state_dicts.load_optimizer_state(self.engine_of_optimizer(entry), entry, value)
             elif isinstance(entry, Stateful):
                 entry.load_state_dict(value)
             else:

@@ -36,5 +36,5 @@ class ZeroModule(nn.Module):
         """Give all ranks rank 0's buffers, as DDP does, unless nothing has changed them. Evaluation changes none."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
-            self.engine.sync_buffers()
+            self.engine.passes.buffers.sync()
         self._buffers_may_differ = trains

@@ -45,8 +45,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         with contextlib.ExitStack() as scopes:
             for engine in engines:
                 if self.scaler is not None:
-                    engine.reducer.set_loss_scale(self.scaler.scale)
-                scopes.enter_context(engine.backward_scope())
+                    engine.passes.reducer.set_loss_scale(self.scaler.scale)
+                scopes.enter_context(engine.passes.backward_scope())
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -54,8 +54,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
-            self._overflowed[id(optimizer)] = engine.sharded_grads.overflowed(map(engine.place_of, params))
-            engine.reducer.unscale(params)
+            self._overflowed[id(optimizer)] = engine.passes.sharded_grads.overflowed(map(engine.units.place_of, params))
+            engine.passes.reducer.unscale(params)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
@@ -142,9 +143,9 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             node=self._node,
         )
         self._set_up.append(weakref.ref(engine))
-        with engine.placeholders_allowed():
+        with engine.passes.fence.lowered():
             module.to(self.root_device)  # moves the rest: states of metrics
-        if self.config.summary and self.is_global_zero:
+        if self.is_global_zero and logging.getLogger("lightning.fabric").isEnabledFor(logging.INFO):
             print_units(engine)
         return ZeroModule(module)
 
@@ -167,7 +168,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
         """Return the engine of the optimizer's parameters. Raise ConfigError if they belong to none or to several."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        found = {engine for param in params for engine in engines() if engine.owns(param)}
+        found = {engine for param in params for engine in engines() if engine.units.owns(param)}
         if len(found) != 1:
             raise ConfigError(
                 f"fabric.setup: expected {type(optimizer).__name__} with parameters of one module that was set up, got "
@@ -207,20 +208,22 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
-        places = list(map(engine.place_of, self.precision.main_params(optimizer)))
-        return engine.sharded_grads.clip_by_norm(
+        places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
+        return engine.passes.sharded_grads.clip_by_norm(
             places, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
-        engine.sharded_grads.clip_by_value(map(engine.place_of, self.precision.main_params(optimizer)), clip_val)
+        engine.passes.sharded_grads.clip_by_value(
+            map(engine.units.place_of, self.precision.main_params(optimizer)), clip_val
+        )
 
     def teardown(self) -> None:
         """End the run; shards stay."""
         for engine in self._engines:
-            engine.rest()
+            engine.passes.rest()
         super().teardown()
 
 
@@ -235,7 +238,7 @@ class _Accumulation:
                 "fabric.no_backward_sync: expected a module that fabric.setup has returned, got "
                 f"{type(module).__name__}."
             )
-        return engine.no_sync()
+        return engine.passes.no_sync()
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:

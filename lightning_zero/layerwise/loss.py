@@ -96,15 +96,7 @@ def assuming(chunks: int) -> Iterator[None]:
 
 def _engine_of(head: nn.Module) -> Engine | None:
     params = list(head.parameters())
-    return next((engine for engine in engines() if any(engine.owns(param) for param in params)), None)
-
-
-def _keep_gathered(head: nn.Module, engine: Engine) -> None:
-    """Keep the units of the head's parameters gathered from their next use until the pass ends."""
-    own = {id(param) for param in head.parameters()}
-    for unit in engine.units[1:]:
-        if unit.reshards and any(id(info.param) in own for info in unit.infos()):
-            engine.passes.progress.hold(unit)
+    return next((engine for engine in engines() if any(engine.units.owns(param) for param in params)), None)
 
 
 def _cross_entropy(ignore_index: int) -> Loss:
@@ -128,9 +120,12 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
     in_chunk: Context = contextlib.nullcontext
     in_backward: Context = contextlib.nullcontext
     if engine is not None:
-        in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
+        in_chunk, in_backward = engine.forwards.vertical.in_chunk, engine.passes.adding_up
         if count > 1:  # also with few tokens: another rank may have more, and gathers are collective
-            _keep_gathered(head, engine)
+            own = {id(param) for param in head.parameters()}  # their units stay from the next use until the pass ends
+            for unit in engine.units[1:]:
+                if unit.reshards and any(id(info.param) in own for info in unit.infos):
+                    unit.is_held = True
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
     divided = len(targets) // count * count if count > 1 else 0
@@ -139,7 +134,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         inputs = Inputs((hidden[:divided], targets[:divided]), {}, divided, count)
         title = f"chunked_loss of {type(head).__name__}"
         call = Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward)
-        found.append(call(trains=trains) if engine is None else engine.vertical.run(call, trains=trains))
+        found.append(call(trains=trains) if engine is None else engine.forwards.vertical.run(call, trains=trains))
     if divided < len(targets) or not found:
         with in_chunk():  # the remainder, fewer tokens than chunks; a head that is a unit must not divide them
             found.append(function(hidden[divided:], targets[divided:]))

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.engine.units.param import ParamInfo, strides_of
 from lightning_zero.optimizers.state_trees import Leaf, leaves_of, map_leaves, map_tree
 from lightning_zero.planning.placement import Tier
@@ -48,10 +47,6 @@ class WholeTensor:
         return self.stand_in
 
     @property
-    def is_replicated(self) -> bool:
-        return not self.bucket.plan.shards_master
-
-    @property
     def travels(self) -> bool:
         """Return whether the tensor's shards are on several ranks."""
         return self.bucket.plan.shards_master and self.bucket.comm.shard_size > 1
@@ -62,11 +57,11 @@ class WholeTensor:
 
     @property
     def is_here(self) -> bool:
-        return self.is_replicated or self.is_owner
+        return not self.bucket.plan.shards_master or self.is_owner
 
 
 Key = tuple[Bucket, int]  # bucket and slot
-Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: that tensor, and its flat view in a home
+Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: it, and its flat view in a storage
 
 
 class Owned:
@@ -77,7 +72,7 @@ class Owned:
         self.tensors: dict[Key, WholeTensor] = {}
         self._carriers: dict[Bucket, dict[WholeTensor, Carriers]] = {}  # of state that rests off the device
         self._stepped: set[Key] = set()
-        self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # resting state, while a copy is on the device
+        self._at_rest: dict[WholeTensor, dict[str, Tensor]] = {}  # resting state, while a copy is on the device
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
@@ -130,8 +125,8 @@ class Owned:
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
-        if state and values.device.type != "cpu" and tensor.bucket.plan.home_tier is not Tier.device:
-            self._at_home[tensor] = dict(leaves_of(state))
+        if state and values.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device:
+            self._at_rest[tensor] = dict(leaves_of(state))
             self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
 
     def hide(self, tensor: WholeTensor) -> None:
@@ -144,9 +139,10 @@ class Owned:
         found: dict[str, Any] = self._optimizer.state.get(tensor.key, {})
         return found
 
-    def settle(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move state to the tier of the bucket's masters, whose home is open. ``only``: the state of these tensors."""
-        if bucket.plan.home_tier is Tier.device:
+    def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
+        """Move state to the tier of the bucket's masters, whose storage is open. ``only``: the state of these
+        tensors."""
+        if bucket.plan.storage_tier is Tier.device:
             return
         before = self._carriers.get(bucket, {})
         now: dict[WholeTensor, Carriers] = {}
@@ -155,9 +151,9 @@ class Owned:
             if only is not None and tensor not in only:
                 now[tensor] = known_of
                 continue
-            state, at_home = self.state(tensor), self._at_home.pop(tensor, {})
+            state, at_rest = self.state(tensor), self._at_rest.pop(tensor, {})
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
-                state = map_leaves(state, partial(_alone, at_home))
+                state = map_leaves(state, partial(_alone, at_rest))
                 self._optimizer.state[tensor.key] = state
             now[tensor] = {}
             for _, leaf in leaves_of(state):
@@ -167,9 +163,9 @@ class Owned:
                 now[tensor][id(leaf)] = known
         self._carriers[bucket] = now
         every = [pair for carriers in now.values() for pair in carriers.values()]
-        bucket.home.adopt(self, [carrier for _, carrier in every])
+        bucket.storage.adopt(self, [carrier for _, carrier in every])
         for leaf, carrier in every:
-            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # the home has moved it
+            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # the storage has moved it
                 leaf.data = carrier.as_strided(leaf.shape, leaf.stride(), carrier.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
@@ -186,33 +182,33 @@ class Owned:
                 found[tensor.info.slot] = map_tree(state, _told)
         return found
 
-    def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, Sliced]]:
-        """Yield the state tensors that this rank saves, flat in memory order. The home need not be open."""
+    def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
+        """Yield the state tensors that this rank saves, flat in memory order. The storage need not be open."""
         carriers = self._carriers.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
                 known = carriers.get(tensor, {}).get(id(leaf))
                 flat = known[1] if known is not None else flat_view(leaf)
-                yield tensor, name, leaf, Sliced(flat, 0, leaf.numel())
+                yield tensor, name, leaf, FlatSlice(flat, 0, leaf.numel())
 
     def drop(self, key: Key) -> None:
         tensor = self.tensors.pop(key)
         self._stepped.discard(key)
         if tensor.stand_in is not None and self._optimizer.state.pop(tensor.stand_in, None):
-            with opened(tensor.bucket.home):
-                self.settle(tensor.bucket)
+            with opened(tensor.bucket.storage):
+                self.move_to_tier(tensor.bucket)
 
     def clear(self) -> None:
         for bucket in self.buckets():
             for tensor in self.here(bucket):
                 self._optimizer.state.pop(tensor.key, None)
-            with opened(bucket.home):
-                self.settle(bucket)
+            with opened(bucket.storage):
+                self.move_to_tier(bucket)
         self.tensors, self._stepped, self._carriers = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
         """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files."""
-        with opened(bucket.home, changed=True) as master:
+        with opened(bucket.storage, changed=True) as master:
             for key in [(bucket, info.slot) for info in bucket.params]:
                 if key in states and key in self.tensors:
                     self._stepped.add(key)
@@ -221,12 +217,12 @@ class Owned:
                 self._optimizer.state.pop(tensor.key, None)
                 if state:
                     self._optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
-            self.settle(bucket)
+            self.move_to_tier(bucket)
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose home is gone, and make stand-ins by its new plan."""
+        """Drop the state of a bucket whose storage is gone, and make stand-ins by its new plan."""
         self._carriers.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -272,9 +268,9 @@ def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
     """Copy ``leaf`` to the host, into its former memory if shape, strides and dtype still match."""
     if _is_alone(leaf):
         return leaf
-    at_home = before.get(name)
-    if at_home is not None and _leaf("", at_home) == _leaf("", leaf):
-        return at_home.copy_(leaf.detach())
+    at_rest = before.get(name)
+    if at_rest is not None and _leaf("", at_rest) == _leaf("", leaf):
+        return at_rest.copy_(leaf.detach())
     return _copied(leaf, torch.device("cpu"))
 
 

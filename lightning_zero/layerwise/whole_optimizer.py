@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
@@ -30,8 +29,7 @@ from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.state_trees import Leaf
@@ -165,11 +163,11 @@ class WholeOptimizer(Stepper):
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
         return self.owned.entries(bucket)
 
-    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
         return ((tensor.info.slot, name, 0, values) for tensor, name, _, values in self.owned.parts(bucket))
 
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        with opened(bucket.home):
+        with opened(bucket.storage):
             own = {(tensor.info.slot, name): value for tensor, name, value in self.owned.leaves(bucket)}
             for slot, leaves in sorted(slots.items()):
                 if (tensor := self.owned.tensors.get((bucket, slot))) is None:
@@ -244,7 +242,7 @@ class WholeOptimizer(Stepper):
         known = [self.owned.tensors.get((t.bucket, t.info.slot)) for t in wanted]
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
         limit = self._window_nbytes
-        if self.probed.couples or not any(t.travels or t.bucket.plan.home_tier is not Tier.device for t in wanted):
+        if self.probed.couples or not any(t.travels or t.bucket.plan.storage_tier is not Tier.device for t in wanted):
             limit = sys.maxsize  # nothing is sent: one call, as in one process
         windows = split_windows(nbytes, [t.bucket.plan.unit for t in wanted], limit)
         costs = [matrix_work(t.info.shape) for t in wanted]
@@ -285,7 +283,7 @@ class WholeOptimizer(Stepper):
             torch.inference_mode(False),
             torch.no_grad(),
             without_autocast(self._comm.device.type),
-            profiled("step", f"{len(changed)} buckets"),
+            recording.profiled("step", f"{len(changed)} buckets"),
             recording.span("step", f"{len(changed)} buckets"),
         ):
             hooked(self.optimizer)
@@ -312,25 +310,21 @@ class WholeOptimizer(Stepper):
                     following.send()
                 try:
                     if error is None and window.here:
-                        parts.call(self._lists(window))
+                        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
+                        for tensor in sorted(window.here, key=lambda tensor: tensor.place):
+                            lists[tensor.group].append((tensor.place, tensor.key))
+                        parts.call(lists)
                 except Exception as raised:
                     # Go on with the messages, for which other ranks wait. All raise after the last window.
                     error = raised
                 window.send_back()
                 for last in before:
-                    last.settle()
+                    last.wait_for_rest()
                 before = [window]
             for last in before:
                 error = last.land() or error
-                last.settle()
+                last.wait_for_rest()
         self._agree(parts.outcome, error)
-
-    def _lists(self, window: Window) -> list[list[tuple[int, Tensor]]]:
-        """List the tensors of ``window`` that this rank steps, for each param group in its order."""
-        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
-        for tensor in sorted(window.here, key=lambda tensor: tensor.place):
-            lists[tensor.group].append((tensor.place, tensor.key))
-        return lists
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
         """Raise an error of one rank on all ranks; else apply the outcome of the step on all ranks. Collective."""
@@ -387,11 +381,11 @@ class Window:
 
     def begin_open(self) -> None:
         for bucket in self.buckets:
-            bucket.home.begin_open()
+            bucket.storage.begin_open()
 
     def open(self) -> None:
         for bucket in self.buckets:
-            bucket.home.open(to_write=True)
+            bucket.storage.open(to_write=True)
 
     def send(self) -> None:
         """Start sending shards of masters and gradients to the owners. Collective."""
@@ -416,7 +410,9 @@ class Window:
             data, self._pending = self._pending.wait(), None
             for tensor in self._travel:
                 if tensor.is_here:
-                    self._flat[id(tensor)] = self._room(tensor)
+                    whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
+                    has_grad = id(tensor.info.param) in self._with_grad
+                    self._flat[id(tensor)] = whole, torch.empty_like(whole) if has_grad else None
             for piece, tensor in self._pieces(self._route.owned):
                 values, grad = self._flat[id(tensor)]
                 part = slice(piece.offset, piece.offset + piece.numel)
@@ -437,11 +433,6 @@ class Window:
             if grad is not None and tensor.travels:
                 grad = grad.as_strided(tensor.info.shape, tensor.info.strides)
             self._owned.show(tensor, shaped, grad)
-
-    def _room(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
-        numel, dtype = tensor.info.numel, tensor.bucket.dtypes.master
-        values = torch.empty(numel, dtype=dtype, device=self._comm.device)
-        return values, torch.empty_like(values) if id(tensor.info.param) in self._with_grad else None
 
     def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
         """Return values and gradient of a tensor that this rank holds whole: views if they rest on the device."""
@@ -479,7 +470,7 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Write new masters and state to homes. Return errors, not raise them: other ranks wait for this rank."""
+        """Write new masters and state to storages. Return errors, not raise them: other ranks wait for this rank."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
@@ -489,18 +480,18 @@ class Window:
                 part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
             try:
-                self._owned.settle(bucket, self.here)
+                self._owned.move_to_tier(bucket, self.here)
             except Exception as error:
                 failed = error
-            # Only once per bucket: a push may still be copying to the device, and its source must not change.
+            # Only once per bucket: a copy may still be under way to the device, and its source must not change.
             if bucket in self.completes:
-                bucket.push()
-            bucket.home.close(changed=True)
+                bucket.copy_master_to_params()
+            bucket.storage.close(changed=True)
         return failed
 
-    def settle(self) -> None:
+    def wait_for_rest(self) -> None:
         for bucket in self.buckets:
-            bucket.home.settle()
+            bucket.storage.wait_for_rest()
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, WholeTensor]]:
         return ((piece, self._travel[piece.traveller]) for piece in pieces)

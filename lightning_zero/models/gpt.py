@@ -7,7 +7,6 @@ blocks of its ``ModuleList`` as units.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +84,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "n_layer": n_layer, "n_head": n_head, "d_model": d_model}
-        _check_sizes(sizes | {"block_size": block_size})
+        for key, value in (sizes | {"block_size": block_size}).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"model.{key}: expected a whole number > 0, got {value!r}. Change model.{key}.")
         if d_model % n_head:
             raise ConfigError(
                 f"model.d_model: expected a multiple of model.n_head ({n_head}), got {d_model}. "
@@ -109,11 +110,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(d_model, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
-        self._init_weights(n_layer, std=0.5 * d_model**-0.5)  # equals GPT-2's 0.02 at its width
-        if tie_weights:
-            self.head.weight = self.embed.weight
-
-    def _init_weights(self, n_layer: int, std: float) -> None:
+        std = 0.5 * d_model**-0.5  # equals GPT-2's 0.02 at its width
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight")):  # keeps the variance of the residual stream, as in GPT-2
                 nn.init.normal_(p, std=std / math.sqrt(2 * n_layer))
@@ -121,6 +118,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
+        if tie_weights:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits, or with ``targets [batch, length]`` the loss of each token in nats, from logits in chunks."""
@@ -134,12 +133,6 @@ class GPT(nn.Module):
             x = block(x, rotation)
         x = self.norm(x)
         return self.head(x) if targets is None else chunked_loss(self.head, None, x, targets, reduction="none")
-
-
-def _check_sizes(sizes: dict[str, Any]) -> None:
-    for key, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model.{key}: expected a whole number > 0, got {value!r}. Change model.{key}.")
 
 
 class LitGPT(LanguageModel):
@@ -164,7 +157,7 @@ class LitGPT(LanguageModel):
         # A callable in the checkpoint would break torch.load(weights_only=True).
         self.save_hyperparameters(ignore=["optimizer"])
         self.gpt = GPT(vocab_size, n_layer, n_head, d_model, block_size, dropout, tie_weights, position)
-        self.vocab_size, self.context = vocab_size, block_size
+        self.vocab_size = vocab_size
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)

@@ -41,7 +41,6 @@ class LitCausalLM(LanguageModel):
         self.config = read_config(path, dict(config or {}))
         self.model: nn.Module | None = None
         self.vocab_size = int(self.config.vocab_size)
-        self.context = getattr(self.config, "max_position_embeddings", None)
 
     def configure_model(self) -> None:
         if self.model is not None:

@@ -1,4 +1,4 @@
-"""The base class of the main job's language models: steps, metrics, learning rate, and text generation."""
+"""The base class of the main job's language models: steps, metrics and learning rate."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ class LanguageModel(LightningModule):
 
     Attributes:
         vocab_size: number of tokens.
-        context: most tokens that ``forward`` takes; ``None``: any number.
     """
 
     vocab_size: int
-    context: int | None = None
 
     def __init__(self, optimizer: MakeOptimizer | None, warmup_steps: int, min_lr_ratio: float) -> None:
         super().__init__()
@@ -73,7 +71,9 @@ class LanguageModel(LightningModule):
         # wait for the GPU: see :meth:`on_train_batch_end`.
         self.log("train_loss", loss)
         self._train_loss = loss.detach()
-        self.log("lr", _on_host(self.trainer.optimizers[0].param_groups[0]["lr"]))
+        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+        # On the host: ``log`` would send a number to the device and wait.
+        self.log("lr", torch.as_tensor(lr, dtype=torch.float64, device="cpu"))
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -104,24 +104,6 @@ class LanguageModel(LightningModule):
         schedule = warmup_cosine(warmup_steps, self.trainer.estimated_stepping_batches, min_lr_ratio)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    @torch.no_grad()
-    def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
-        """Continue ``tokens [batch, length]`` and return ``[batch, length + max_new_tokens]``. Collective.
-
-        The seed makes the text deterministic, so that all ranks of a sharded model make the same calls.
-        """
-        generator = torch.Generator(device=tokens.device).manual_seed(seed)
-        for _ in range(max_new_tokens):
-            logits = self(tokens[:, -(self.context or 0) :])[:, -1].float()
-            probs = F.softmax(logits / max(temperature, 1e-4), dim=-1)
-            tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], dim=1)
-        return tokens
-
-
-def _on_host(value: float) -> Tensor:
-    """Make a host tensor for ``log``, which would send a number to the device and wait."""
-    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

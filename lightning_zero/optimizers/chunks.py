@@ -33,7 +33,7 @@ def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
     The noise is a function of ``salt`` and ``first``, the index of the first value.
     """
     noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
-    noise ^= _as_int32(salt)
+    noise ^= salt - (1 << 32) if salt >= 1 << 31 else salt  # as int32
     for shift, multiplier in ((16, _M1), (15, _M2)):
         noise ^= (noise >> shift) & ((1 << (32 - shift)) - 1)  # mask the sign bits that a signed shift brings in
         noise *= multiplier
@@ -50,10 +50,6 @@ def salt_of(*parts: object) -> int:
     for byte in "/".join(map(str, parts)).encode():
         salt = ((salt ^ byte) * 0x01000193) & 0xFFFFFFFF  # FNV-1a
     return salt
-
-
-def _as_int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
@@ -94,10 +90,13 @@ def step_in_chunks(
             scaled = torch.empty_like(part) if scaled is None else scaled[: len(part)]
             part = torch.mul(part, factor, out=scaled)
         piece.grad = part.to(device=run.device, dtype=wide)
-        optimizer.state[piece] = {
-            name: _part_of(value, low, high, wide) if is_elementwise(name, value, run) else _copy_of(value)
-            for name, value in before.items()
-        }
+        own = optimizer.state[piece] = {}
+        for name, value in before.items():
+            if not is_elementwise(name, value, run):
+                own[name] = value.clone() if isinstance(value, Tensor) else value
+            else:
+                dtype = torch.promote_types(value.dtype, wide) if value.is_floating_point() else value.dtype
+                own[name] = value[low:high].to(dtype)
         group["params"] = [piece]
         step(optimizer)
         after = optimizer.state.pop(piece)
@@ -114,15 +113,6 @@ def _pieces(run: Tensor) -> Iterator[tuple[int, int]]:
     chunk = min(CHUNK * torch.get_num_threads(), MAX_CHUNK) if run.device.type == "cpu" else DEVICE_CHUNK
     for low in range(0, run.numel(), chunk):
         yield low, min(low + chunk, run.numel())
-
-
-def _part_of(value: Tensor, low: int, high: int, wide: torch.dtype) -> Tensor:
-    part = value[low:high]
-    return part.to(torch.promote_types(value.dtype, wide)) if value.is_floating_point() else part
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _write_back(whole: Tensor, low: int, piece: Tensor, name: str, rounding: tuple[int, int] | None) -> None:

@@ -48,14 +48,10 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
     """Return whether a state has one element per element of the run; a step count, say, has not."""
-    whole = isinstance(value, Tensor) and (value.shape == tensor.shape or _is_packed(value, tensor))
-    return whole and name not in PER_TENSOR
-
-
-def _is_packed(value: Tensor, tensor: Tensor) -> bool:
-    """Return whether ``value`` is 8-bit state of ``tensor``."""
-    packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW
-    return packed and value.shape[0] * BLOCK == tensor.numel()
+    if not isinstance(value, Tensor) or name in PER_TENSOR:
+        return False
+    packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW  # 8-bit state
+    return value.shape == tensor.shape or (packed and value.shape[0] * BLOCK == tensor.numel())
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -69,17 +65,14 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
             if optimizer.state[tensor].get("momentum_buffer") is None:
                 optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
     elif isinstance(optimizer, torch.optim.Adagrad):
+        first = group["initial_accumulator_value"]
         for tensor in tensors:
             if not optimizer.state[tensor]:
+                value = complex(first, first) if tensor.is_complex() else first  # torch steps it as two reals
                 optimizer.state[tensor] = {
                     "step": torch.zeros((), device=tensor.device),
-                    "sum": torch.full_like(tensor, _for_both_parts(tensor, group["initial_accumulator_value"])),
+                    "sum": torch.full_like(tensor, value),
                 }
-
-
-def _for_both_parts(tensor: Tensor, value: float) -> complex:
-    """Return ``value`` for both parts of a complex parameter, which torch steps as two reals."""
-    return complex(value, value) if tensor.is_complex() else value
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_zero.config import ConfigError
-
 
 class LossScaler:
-    """The scale and its history. Raises ConfigError for a factor on the wrong side of one.
+    """The scale and its history.
 
     Args:
         growth_factor: multiplies the scale after ``growth_interval`` steps in a row without overflow.
@@ -28,11 +26,6 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
-            raise ConfigError(
-                f"loss scaling: expected growth_factor > 1 and 0 < backoff_factor < 1, got {growth_factor} and "
-                f"{backoff_factor}."
-            )
         self.scale = float(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -42,11 +35,13 @@ class LossScaler:
     @classmethod
     def like(cls, scaler: Any) -> LossScaler:
         """Copy the settings of a ``torch.amp.GradScaler``."""
+        if not scaler.is_enabled():
+            return cls()
         return cls(
-            scaler._init_scale if scaler.is_enabled() else 2.0**16,
-            scaler.get_growth_factor() if scaler.is_enabled() else 2.0,
-            scaler.get_backoff_factor() if scaler.is_enabled() else 0.5,
-            scaler.get_growth_interval() if scaler.is_enabled() else 2000,
+            scaler._init_scale,
+            scaler.get_growth_factor(),
+            scaler.get_backoff_factor(),
+            scaler.get_growth_interval(),
         )
 
     def get_scale(self) -> float:

@@ -160,7 +160,8 @@ class Format:
         most = blocks.amax(1, keepdim=True)
         # The least power of two for which no value rounds up beyond the largest code.
         exponent = ((most.view(torch.int32) + ((1 << _SHIFT) - 1)) >> 23) - 127
-        exponent.clamp_(_least(self.signed), 127)
+        # From the least exponent on, a block's least value is a normal number in fp32 and bf16.
+        exponent.clamp_(-126 + FRACTION + _above(self.signed), 127)
         # In units of the power above which codes have an exponent, the top bits of max(2x, 1 + x) hold the code of x:
         # those of 2x where codes have an exponent, and of 1 + x where codes are linear (x below 1).
         blocks.mul_(((128 + _above(self.signed) - exponent) << 23).view(torch.float32))
@@ -208,18 +209,9 @@ class Format:
         return rounded
 
 
-def _exponent_bits(signed: bool) -> int:
-    return 7 - FRACTION if signed else 8 - FRACTION
-
-
-def _least(signed: bool) -> int:
-    """Return the least exponent of a block. Its least value is then a normal number in fp32 and bf16."""
-    return -126 + FRACTION + _above(signed)
-
-
 def _above(signed: bool) -> int:
     """Return how many powers of two lie between the linear codes and the block's exponent."""
-    return (1 << _exponent_bits(signed)) - 2
+    return (1 << (7 - FRACTION if signed else 8 - FRACTION)) - 2
 
 
 @lru_cache(maxsize=8)
@@ -424,7 +416,12 @@ class NarrowStep:
     ) -> dict[str, Any]:
         part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
         piece = part if part.dtype == wide else memory.buffer("param", high - low, wide).copy_(part)
-        piece.grad = self._grad(low, high, wide, memory)
+        grad = self.grad[low:high]
+        if grad.dtype != wide or grad.device != part.device:
+            grad = memory.buffer("grad", high - low, wide).copy_(grad)
+        if self.factor is not None:
+            grad = torch.mul(grad, self.factor, out=memory.buffer("grad", high - low, wide))
+        piece.grad = grad
         optimizer.param_groups[0]["params"] = [piece]
         if before:
             optimizer.state[piece] = self._widened(before, memory, low, high, wide)
@@ -437,8 +434,11 @@ class NarrowStep:
                 noise = random_bits(self.places, low, high, self.step, number, part.device)
                 part_of_state = form.part(self._whole(name), low, high)
                 form.narrow(after[name].float(), part_of_state, noise, memory.scratch)
-        if piece is not part:
-            _put(part, low, piece, self.rounding)
+        if piece is not part and self.rounding is not None:
+            first, salt = self.rounding
+            part.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
+        elif piece is not part:
+            part.copy_(piece)
         return after
 
     def _whole(self, name: str) -> Tensor:
@@ -446,13 +446,6 @@ class NarrowStep:
             if self.state.get(name) is None:
                 self.state[name] = self.formats[name].zeros(self.run.numel(), self.run.device)
             return self.state[name]  # type: ignore[no-any-return]
-
-    def _grad(self, low: int, high: int, wide: torch.dtype, memory: _Memory) -> Tensor:
-        grad, factor = self.grad[low:high], self.factor
-        if grad.dtype == wide and grad.device == self.run.device:
-            return grad if factor is None else torch.mul(grad, factor, out=memory.buffer("grad", high - low, wide))
-        out = memory.buffer("grad", high - low, wide).copy_(grad)
-        return out if factor is None else out.mul_(factor)
 
     def _widened(
         self, state: Mapping[str, Any], memory: _Memory, low: int, high: int, wide: torch.dtype
@@ -469,11 +462,3 @@ class NarrowStep:
                 # Copied, because each piece would raise a shared step count.
                 found[name] = value.clone() if isinstance(value, Tensor) else value
         return found
-
-
-def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | None) -> None:
-    if rounding is None:
-        target.copy_(piece)
-    else:
-        first, salt = rounding
-        target.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))

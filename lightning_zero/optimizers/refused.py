@@ -21,54 +21,39 @@ _KEY = "zero.optimizer.state_dtype"
 
 def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochastic_rounding: bool) -> bool:
     """Raise a ConfigError if ``optimizer`` cannot work under ``settings``. Return whether it steps whole tensors."""
+    name = type(optimizer).__qualname__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
-            f"optimizer.differentiable: expected false, got true ({type(optimizer).__qualname__}): a step of shards is "
+            f"optimizer.differentiable: expected false, got true ({name}): a step of shards is "
             "no part of a graph. Drop optimizer.differentiable."
         )
-    _refuse_changes_outside(optimizer)
-    _refuse_own_closure(optimizer)
-    if is_stepped_whole(optimizer, settings.sharding):
-        _refuse_narrow_whole(optimizer, settings.state_dtype)
-        _check_whole(optimizer, stochastic_rounding=stochastic_rounding)
-        return True
-    _check_slices(optimizer, settings.sharding, stochastic_rounding=stochastic_rounding)
-    _check_narrow(optimizer, settings.state_dtype)
-    return False
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"optimizer: {name} has train() and eval(), by which it changes parameters outside of its step "
+            "(schedule-free ones do). Values and state are in shards then, and these would change nothing. Use "
+            "torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
+        )
+    first = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first):
+        raise calls_its_closure(optimizer)
+    whole = is_stepped_whole(optimizer, settings.sharding)
+    if stochastic_rounding and (whole or not is_known(optimizer)):
+        raise ConfigError(
+            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, stepped in slices, "
+            f"got {name}. Use torch.optim.AdamW (and not zero.optimizer.sharding=tensors), or drop "
+            "zero.precision.stochastic_rounding."
+        )
+    if settings.sharding is Sharding.slices:
+        _refuse_own_low_bits(optimizer)
+    if settings.state_dtype is not StateDtype.fp32:
+        _check_narrow(optimizer, settings.state_dtype, whole=whole)
+    if whole:
+        _refuse_own_step(optimizer)
+    return whole
 
 
 def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
     return sharding is Sharding.tensors or (sharding is Sharding.auto and not is_known(optimizer))
-
-
-def _check_slices(optimizer: Optimizer, sharding: Sharding, *, stochastic_rounding: bool) -> None:
-    """Raise a ConfigError for 8-bit classes as ``slices``, and for stochastic rounding by classes not torch's."""
-    kind = type(optimizer)
-    if sharding is Sharding.slices:
-        _refuse_own_low_bits(optimizer)
-    if stochastic_rounding and not is_known(optimizer):
-        raise ConfigError(
-            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
-            f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
-        )
-
-
-def _refuse_changes_outside(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if the class changes parameters outside of its step, while they have no values."""
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__qualname__} has train() and eval(), by which it changes parameters outside "
-            "of its step (schedule-free ones do). Values and state are in shards then, and these would change nothing. "
-            "Use torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
-        )
-
-
-def _refuse_own_closure(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if the step requires a closure."""
-    parameters = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
-    needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if needs:
-        raise calls_its_closure(optimizer)
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
@@ -85,17 +70,16 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
         )
 
 
-def _check_narrow(optimizer: Optimizer, state: StateDtype) -> None:
+def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> None:
     """Raise a ConfigError if the optimizer's state cannot rest in fewer bits."""
-    if state is StateDtype.fp32:
-        return
     kind = type(optimizer)
-    name, asked = f"{kind.__module__}.{kind.__qualname__}", f"{_KEY}={state.name}"
-    base = base_of(optimizer)
-    if base is None or not is_known(optimizer):
+    asked, base = f"{_KEY}={state.name}", base_of(optimizer)
+    if whole or base is None or not is_known(optimizer):
+        why = "which steps whole tensors" if whole else "whose state is not known"
         raise ConfigError(
-            f"{asked}: expected one of torch's element-wise optimizers with torch's step, got {name}, whose state is "
-            f"not known. Use torch.optim.AdamW, or drop {_KEY}."
+            f"{asked}: expected one of torch's element-wise optimizers with torch's step, stepped in slices, got "
+            f"{kind.__module__}.{kind.__qualname__}, {why}. Use torch.optim.AdamW for all parameters (and not "
+            f"zero.optimizer.sharding=tensors), or drop {_KEY}."
         )
     if base not in STATES:
         raise ConfigError(
@@ -118,29 +102,13 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype) -> None:
             raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
 
 
-def _refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
-    """Raise a ConfigError if state of whole tensors should rest in fewer bits."""
-    if state is not StateDtype.fp32:
-        kind = type(optimizer)
-        raise ConfigError(
-            f"{_KEY}={state.name}: {kind.__module__}.{kind.__qualname__} steps whole tensors, and keeps state that is "
-            "not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.sharding=tensors), or drop "
-            f"{_KEY}."
-        )
-
-
-def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
-    kind = type(optimizer).__qualname__
-    if stochastic_rounding:
-        raise ConfigError(
-            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
-            "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
-        )
+def _refuse_own_step(optimizer: Optimizer) -> None:
+    """Raise a ConfigError if a step was set on the object: here the step of its class is called."""
     given: Any = optimizer.__dict__.get("step")
     while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's wrapper that counts steps
         given = given.__wrapped__
     if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
         raise ConfigError(
-            f"zero.optimizer.sharding: a step() was set on the {kind} object itself, and here the step of its class is "
-            "called, for some tensors at a time. Override step() in a subclass."
+            f"zero.optimizer.sharding: a step() was set on the {type(optimizer).__qualname__} object itself, and here "
+            "the step of its class is called, for some tensors at a time. Override step() in a subclass."
         )

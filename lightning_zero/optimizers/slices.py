@@ -25,23 +25,12 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
-    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself."""
-    if differs_in_slices(optimizer, dtype_of, cut, device):
-        raise ConfigError(
-            "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
-            f"state alone, got {type(optimizer).__qualname__}: slices of tensors came out otherwise than the tensors. "
-            "Drop zero.optimizer.sharding=slices; whole tensors are stepped then."
-        )
+    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself.
 
-
-def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> bool:
-    """Return whether slices change otherwise than whole tensors.
-
-    False if that cannot be told: the step fails, draws random numbers, or has state from the constructor. Raises
-    ConfigError if the step calls a closure itself.
+    Nothing can be told if the step fails, draws random numbers, or has state from the constructor.
     """
     if optimizer.state or device.type == "meta":
-        return False
+        return
 
     def wide(param: nn.Parameter) -> torch.dtype:
         dtype = dtype_of(param)
@@ -52,10 +41,16 @@ def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device:
         make().refuse_own_closure()
         try:
             if not _close(_stepped(make(), 0), _stepped(make(), 1)):
-                return False
+                return
         except Exception:
-            return False
-        return _differs(make, lambda _: SLICES * [0]) or _differs(partial(make, most_true=MOST_TRUE // 2), cut)
+            return
+        differs = _differs(make, lambda _: SLICES * [0]) or _differs(partial(make, most_true=MOST_TRUE // 2), cut)
+    if differs:
+        raise ConfigError(
+            "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
+            f"state alone, got {type(optimizer).__qualname__}: slices of tensors came out otherwise than the tensors. "
+            "Drop zero.optimizer.sharding=slices; whole tensors are stepped then."
+        )
 
 
 def _differs(make: Callable[..., Trial], cut: Cut) -> bool:

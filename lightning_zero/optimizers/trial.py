@@ -50,19 +50,17 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Isolate trial steps of the class ``name``: restore random numbers, and refuse messages."""
-    with _random_numbers_kept(device), torch.inference_mode(False), torch.no_grad(), _NoMessages(name):
-        yield
-
-
-@contextlib.contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch at the end."""
+    """Isolate trial steps of the class ``name``: restore random numbers of Python, NumPy and torch, refuse messages."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
     try:
-        with torch.random.fork_rng(devices=accelerators, device_type=device.type if accelerators else "cuda"):
+        with (
+            torch.random.fork_rng(devices=accelerators, device_type=device.type if accelerators else "cuda"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _NoMessages(name),
+        ):
             yield
     finally:
         random.setstate(before)
@@ -132,7 +130,10 @@ class Trial:
         for group, listed in enumerate(optimizer.param_groups):
             for param in listed["params"]:
                 shape = tuple(param.shape) if most_true else _made_up(param.dim())
-                kind = _Kind(group, shape, dtype_of(param), _plain_part(optimizer, param))
+                # State without tensors, and attributes: steps may depend on them.
+                plain = {n: v for n, v in optimizer.state.get(param, {}).items() if not isinstance(v, Tensor)}
+                noted = repr((sorted(plain.items(), key=str), sorted(param.__dict__.items(), key=str)))
+                kind = _Kind(group, shape, dtype_of(param), noted)
                 kinds.setdefault(kind, []).append(param)
         shapes = _true(kinds, most_true)
         self.untried = {kind.shape for kind in kinds if self._true} - {s for found in shapes.values() for s in found}
@@ -171,16 +172,12 @@ class Trial:
             if "param_names" in group:
                 group["param_names"] = [f"tensor{n}" for n in range(len(group["params"]))]
         made: Optimizer = _copied(optimizer, memo)
-        self._take_state(optimizer, made)
-        return made
-
-    def _take_state(self, optimizer: Optimizer, made: Optimizer) -> None:
-        """Copy state that the class made in its constructor."""
-        for small in self._small:
+        for small in self._small:  # copy state that the class made in its constructor
             param = next((param for param in small.alike if optimizer.state.get(param)), None)
             if param is not None:
                 state = optimizer.state[param].items()
                 made.state[small.tensor] = {name: _shrunk(value, param, small.tensor) for name, value in state}
+        return made
 
     @property
     def scales(self) -> Sequence[float]:
@@ -303,13 +300,6 @@ def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Paramet
     for part in made:
         part.__dict__.update(tensor.__dict__)
     return made
-
-
-def _plain_part(optimizer: Optimizer, param: nn.Parameter) -> str:
-    """Return a parameter's state without tensors, and its attributes, as text: steps may depend on them."""
-    state = optimizer.state.get(param, {})
-    plain = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
-    return repr((sorted(plain.items(), key=str), sorted(param.__dict__.items(), key=str)))
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

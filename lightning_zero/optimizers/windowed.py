@@ -60,7 +60,10 @@ class StepInParts:
         self._params = [group["params"] for group in groups]
         self._kept = [{name: list(group[name]) for name in _NOT_SETTINGS if name in group} for group in groups]
         self._before = [_noted(group, _NOT_SETTINGS) for group in groups]
-        self._own_before = _noted_own(optimizer)
+        own = {
+            name: value for name, value in optimizer.__dict__.items() if isinstance(value, Tensor) or _is_plain(value)
+        }
+        self._own_before = _noted(own, _OF_TORCH)
         self._own_names = set(optimizer.__dict__)
         self._after: list[dict[str, Any]] = [{} for _ in groups]
         self._stepped = [False] * len(groups)
@@ -125,16 +128,6 @@ def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
 
 def _noted(values: Mapping[str, Any], but: Sequence[str]) -> dict[str, Noted]:
     return {name: _note(value) for name, value in values.items() if name not in but}
-
-
-def _noted_own(optimizer: Optimizer) -> dict[str, Noted]:
-    """Note attributes that are tensors, plain values or collections of these."""
-    found = {
-        name: value
-        for name, value in optimizer.__dict__.items()
-        if name not in _OF_TORCH and (isinstance(value, Tensor) or _is_plain(value))
-    }
-    return _noted(found, ())
 
 
 def _is_plain(value: Any) -> bool:

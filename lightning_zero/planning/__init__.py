@@ -13,9 +13,8 @@
     owners        which rank steps which tensor whole, and the messages for that
     tensor_states optimizer state of tensors that are stepped whole
     memory        bytes by role, tier and phase; activations adds those of activations
-    whole         bytes of the whole module between runs
-    speed         the least time of a step; step_time: the expected time, and bytes sent
-    peaks         peak FLOP/s of GPUs           clocks   clock offsets between ranks
+    speed         the least and the expected time of a step, and bytes sent
+    peaks         peak FLOP/s of GPUs
     fit           whether a plan fits a machine
     choose        the row that auto takes, and the largest micro-batch
 """

@@ -98,7 +98,7 @@ def peaks_with(
     """Compute the peak bytes of one rank in each phase, like :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     several = limits.micro_batches > 1
-    spare = _spare_nbytes([b for b in buckets if _is_apart(b, limits)], limits)
+    spare = _spare_nbytes([b for b in buckets if b.reduces_apart(limits.micro_batches)], limits)
     # The first of several micro-batches takes spare buffers for the gradients that wait replicated.
     before = _spare_nbytes(buckets, limits) + _gradients_at(Moment.reduced, buckets, rank)
     in_forward = max(spare, before - _gradients_at(Moment.accumulating, buckets, rank)) if several else spare
@@ -127,12 +127,6 @@ def peaks_with(
 def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
     """Bytes of gradients at rest on the device."""
     return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
-
-
-def _is_apart(bucket: BucketPlan, limits: Limits) -> bool:
-    """Whether a gradient is reduced in a different buffer than the one where it waits for more micro-batches."""
-    waits = limits.micro_batches > 1 and bucket.accumulates_locally
-    return not (waits and bucket.wire_itemsize(limits.micro_batches) == bucket.itemsizes.grad)
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
@@ -189,18 +183,19 @@ class _Gradients:
             bucket = self._buckets[number]
             if not bucket.grads_on_host:  # on the host its memory is reserved anyway
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
-        filling = (b for b in map(self._bucket, self._filling) if _is_apart(b, self._limits))
         several = self._limits.micro_batches
+        filling = (b for b in map(self._bucket, self._filling) if b.reduces_apart(several))
         wide = (max(b.wire_itemsize(several), b.itemsizes.compute) * b.layout.numel for b in filling)
-        received = max(map(self._received, self._under_way), default=0)
+        comes = (n for n in self._under_way if self._receives or self._bucket(n).exchanges(several))
+        received = max(map(self._size, comes), default=0)
         # With several micro-batches the reduced shard is added to the resting gradient, so both exist.
-        brought = [b.owned_numel * b.itemsizes.reduce for b in map(self._bucket, self._under_way) if self._brings(b)]
-        own = sum(self._size(number) for number in self._under_way if _is_apart(self._bucket(number), self._limits))
+        brought = [
+            b.owned_numel * b.itemsizes.reduce
+            for b in map(self._bucket, self._under_way)
+            if several > 1 and b.shards_master and b.layout.world_size > 1 and not self._receives
+        ]
+        own = sum(self._size(number) for number in self._under_way if self._bucket(number).reduces_apart(several))
         self.reducing = own + received + sum(wide) + sum(brought)
-
-    def _brings(self, bucket: BucketPlan) -> bool:
-        several = self._limits.micro_batches > 1
-        return several and bucket.shards_master and bucket.layout.world_size > 1 and not self._receives
 
     def _bucket(self, number: int) -> BucketPlan:
         return self._buckets[number]
@@ -208,7 +203,3 @@ class _Gradients:
     def _size(self, number: int) -> int:
         bucket = self._buckets[number]
         return bucket.layout.numel * bucket.wire_itemsize(self._limits.micro_batches)
-
-    def _received(self, number: int) -> int:
-        comes = self._receives or self._bucket(number).exchanges(self._limits.micro_batches)
-        return self._size(number) * comes

@@ -1,14 +1,14 @@
 """Plan where each role of one bucket rests, from its stage row and its tier row.
 
-The *home* holds masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only this file
+The *storage* holds masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only this file
 decides it::
 
-    stage, offload, precision            | full buffer       | home                  | params_rest
+    stage, offload, precision            | full buffer       | storage               | params_rest
     0-2, fp32                            | parameters        | (a view of it)        | full_is_master
     0-2, bf16, or with offload           | parameters, a copy| masters, state        | full
-    3, masters beside their parameters   | only while in use | masters, state        | home
+    3, masters beside their parameters   | only while in use | masters, state        | storage
     3, parameters on another tier, files | only while in use | masters, state        | shard
-    3, frozen parameters                 | only while in use | parameters            | home
+    3, frozen parameters                 | only while in use | parameters            | storage
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParamsRest(Enum):
 
     full_is_master = "in the full buffer, which is the memory of the masters too"
     full = "in the full buffer, brought up to date from the masters after a step"
-    home = "nowhere but in the home; they are cast from it as they are gathered"
+    storage = "nowhere but in the storage; they are cast from it as they are gathered"
     shard = "in a shard of their own, on the tier of compute_param"
 
 
@@ -108,21 +108,21 @@ class BucketPlan:
             return ParamsRest.full if apart else ParamsRest.full_is_master
         # Parameters in files rest apart from the masters: otherwise each gather would read the optimizer state too.
         one_tier = tiers.master is tiers.compute_param is not Tier.nvme
-        return ParamsRest.home if one_tier or not self.trainable else ParamsRest.shard
+        return ParamsRest.storage if one_tier or not self.trainable else ParamsRest.shard
 
     @cached_property
     def reshards(self) -> bool:
         """Whether compute parameters are gathered for each use and dropped after it."""
-        return self.params_rest in (ParamsRest.home, ParamsRest.shard)
+        return self.params_rest in (ParamsRest.storage, ParamsRest.shard)
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Whether compute parameters stay gathered and are refreshed after a step; on one rank this only waits."""
+        """Whether compute parameters stay gathered and are synced after a step; on one rank this only waits."""
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """Whether the full buffer is a copy of the home."""
+        """Whether the full buffer is a copy of the storage."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
@@ -131,29 +131,27 @@ class BucketPlan:
         return not self.copies_master and not self.gathers_after_step
 
     @property
-    def home_tier(self) -> Tier:
+    def storage_tier(self) -> Tier:
         if not self.copies_master:
             return Tier.device
         return self.tiers.master if self.trainable else self.tiers.compute_param
 
     @property
-    def home_role(self) -> Role:
-        """The role as which the home counts: compute parameters, if no other memory holds the same values."""
-        if not self.copies_master or (self.params_rest is ParamsRest.home and self.one_dtype):
+    def storage_role(self) -> Role:
+        """The role as which the storage counts: compute parameters, if no other memory holds the same values."""
+        if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
 
     @property
-    def home_itemsize(self) -> int:
+    def storage_itemsize(self) -> int:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
         """Whether parameters and masters rest in the same places and dtypes as under ``other``."""
 
-        def key(plan: BucketPlan) -> object:
-            return plan.params_rest, plan.home_tier, plan.home_itemsize
-
-        return key(self) == key(other)
+        pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
+        return len(set(pairs)) == 1
 
     @property
     def one_dtype(self) -> bool:
@@ -205,6 +203,11 @@ class BucketPlan:
     def wire_itemsize(self, micro_batches: int = 1) -> int:
         """Bytes per element of a gradient in a message."""
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
+
+    def reduces_apart(self, micro_batches: int) -> bool:
+        """Whether a gradient is reduced in a different buffer than the one where it waits for more micro-batches."""
+        waits = micro_batches > 1 and self.accumulates_locally
+        return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 
     @property
     def full_nbytes(self) -> int:

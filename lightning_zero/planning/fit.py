@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,13 @@ from lightning_zero.config import (
     Offload,
     OffloadConfig,
     Stage,
-    check_hybrid_shard,
-    check_rows,
 )
-from lightning_zero.planning import memory, whole
+from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
-from lightning_zero.planning.speed import Rates
-from lightning_zero.planning.step_time import Sent, StepTime, expected, sent_by
+from lightning_zero.planning.speed import Rates, Sent, StepTime, expected, sent_by
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.planning.topology import check_nodes
 
@@ -66,7 +64,7 @@ class Model:
     @property
     def copy_nbytes(self) -> int:
         """Bytes of one host's copy of the whole module."""
-        return whole.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
+        return memory.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
 
     @property
     def flops(self) -> float:
@@ -123,20 +121,6 @@ class Advice:
     offload: Offload | None
 
 
-def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
-    """List every stage and ``zero/offload`` row that are allowed together with ``hybrid_shard``."""
-    found = []
-    for stage in STAGES:
-        for offload in Offload:
-            try:
-                check_rows(stage, offload)
-                check_hybrid_shard(hybrid_shard, stage, offload)
-            except ConfigError:
-                continue
-            found.append((stage, offload))
-    return found
-
-
 def plan_row(
     model: Model,
     stage: Stage,
@@ -189,11 +173,11 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
-    on_the_way = whole.on_the_way_nbytes(buckets, gathers=gathers)
+    on_the_way = memory.on_the_way_nbytes(buckets, gathers=gathers)
     rest = memory.planned_bytes(buckets, state_tensors=_states(model, buckets), moment=Moment.reduced)
     there = machine.gpus * (memory.in_memory(rest) if machine.shared else memory.on_tier(rest, Tier.host))
-    needed = whole.needed_nbytes(model.copy_nbytes + on_the_way * machine.gpus * machine.shared)
-    after = whole.after_run(rest, model.copy_nbytes, on_the_way, machine.gpus)
+    needed = math.ceil((model.copy_nbytes + on_the_way * machine.gpus * machine.shared) / memory.SPARE)
+    after = memory.after_run(rest, model.copy_nbytes, on_the_way, machine.gpus)
     return after, max(0, there + needed - machine.host_memory)
 
 

@@ -39,6 +39,8 @@ PAIR_NBYTES = 32 << 20  # bytes of each of the two pinned buffers that transfers
 READ_AHEAD = 3  # buffers for parameters that are read from files ahead of their gather
 STEP_CHUNK_NBYTES = 1 << 24  # bytes of the fp32 copies of gradients that an offloaded step makes, on the host
 DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # the same on the device
+COPY_ALIGN = 64  # bytes; parameters in the copy of a whole module begin at multiples
+SPARE = 0.9  # share of the available memory for that copy; the rest is left to the process
 STEPS_IN_MEMORY = 3  # buckets of state from files in host memory at a time: one read, one stepped, one written
 
 
@@ -128,7 +130,7 @@ def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Mome
     elif bucket.params_rest is ParamsRest.shard:
         yield Role.compute_param, tiers.compute_param, owned * sizes.compute
     if bucket.copies_master:
-        yield bucket.home_role, bucket.home_tier, owned * bucket.home_itemsize
+        yield bucket.storage_role, bucket.storage_tier, owned * bucket.storage_itemsize
     if not bucket.trainable:
         return
     for nbytes in state:
@@ -243,34 +245,22 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     autograd made until their bucket is complete. Gradients that wait replicated are reduced in place if the wire dtype
     allows. With several micro-batches, a reduced shard exists beside the resting gradient.
     """
-    trainable = [b for b in buckets if b.trainable]
-    more = limits.micro_batches > 1
+    trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
-    def wire(bucket: BucketPlan) -> int:
-        return bucket.wire_itemsize(limits.micro_batches)
+    def filled(bucket: BucketPlan) -> int:
+        wide = max(bucket.wire_itemsize(count), bucket.itemsizes.compute)
+        return bucket.layout.numel * wide * bucket.reduces_apart(count)
 
-    def apart(bucket: BucketPlan) -> bool:
-        return not (more and bucket.accumulates_locally and wire(bucket) == bucket.itemsizes.grad)
-
-    sizes = [b.layout.numel * wire(b) for b in trainable]
+    sizes = [b.layout.numel * b.wire_itemsize(count) for b in trainable]
     under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes, default=0)))
-    brought = [b for b in trainable if more and b.shards_master and b.layout.world_size > 1]
-    shards = max((under_way * b.itemsizes.reduce // wire(b) // b.layout.world_size for b in brought), default=0)
-    filling = max(
-        by_unit(trainable, lambda b: b.layout.numel * max(wire(b), b.itemsizes.compute) * apart(b)),
-        default=0,
-    )
-    own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
-    return (
-        min(sum(own), min(sum(own), under_way) + filling) + shards + limits.has_link * received_nbytes(buckets, limits)
-    )
-
-
-def received_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Bytes that the largest reduction by all-to-all receives before the local sum."""
-    several = limits.micro_batches
-    sizes = (b.layout.numel * b.wire_itemsize(several) for b in buckets if b.trainable and b.exchanges(several))
-    return max(sizes, default=0)
+    brought = [b for b in trainable if count > 1 and b.shards_master and b.layout.world_size > 1]
+    shards = (under_way * b.itemsizes.reduce // b.wire_itemsize(count) // b.layout.world_size for b in brought)
+    filling = max(by_unit(trainable, filled), default=0)
+    own = [size for size, bucket in zip(sizes, trainable, strict=True) if bucket.reduces_apart(count)]
+    # The largest reduction by all-to-all receives all before the local sum.
+    exchanged = (size for size, bucket in zip(sizes, trainable, strict=True) if bucket.exchanges(count))
+    received = limits.has_link * max(exchanged, default=0)
+    return min(sum(own), min(sum(own), under_way) + filling) + max(shards, default=0) + received
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:
@@ -329,3 +319,44 @@ def in_memory(held: Bytes) -> int:
 
 def on_tier(held: Bytes, tier: Tier) -> int:
     return sum(nbytes for (_, where), nbytes in held.items() if where is tier)
+
+
+# -- the whole module between runs -----------------------------------------------------------------------------------
+#
+#     after a run = rest + one copy of its parameters per host + a bucket's masters in flight, if hosts gather them
+#
+# The ranks of a host share the copy. Pages that a rank writes become private to it, which plans do not count. A
+# training run starts without a copy, so the copy adds nothing to the peak of a step.
+
+
+def copy_nbytes(params: Iterable[int]) -> int:
+    """Bytes of the copy of a module whose parameters have these bytes in their original dtypes."""
+    return max(COPY_ALIGN, sum(round_up(nbytes, COPY_ALIGN) for nbytes in params))
+
+
+def no_room_for(nbytes: int, available: int, where: str) -> str | None:
+    """Say why ``nbytes`` of a copy do not fit on the host ``where``; ``None``: they fit."""
+    if nbytes <= SPARE * available:
+        return None
+    return (
+        f"expected room for a whole copy of the module, {nbytes:,} bytes, on {where}, got {available:,} bytes that are "
+        f"available ({SPARE:.0%} of them may be used)"
+    )
+
+
+def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
+    """Bytes of one rank while the copy is filled. ``gathers``: shards are spread over several hosts."""
+    return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
+
+
+def after_run(rest: Bytes, nbytes: int, on_the_way: int, ranks: int) -> Bytes:
+    """Compute the bytes of one rank after a run, with its share of the copy.
+
+    Args:
+        nbytes: of the copy, shared equally by the ``ranks`` of a host.
+        on_the_way: bytes of one rank from :func:`on_the_way_nbytes`.
+    """
+    held = Counter(rest)
+    held[Role.whole_copy, Tier.host] = -(-nbytes // ranks)
+    held[Role.gathered, Tier.device] += on_the_way
+    return +held

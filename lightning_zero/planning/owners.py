@@ -120,16 +120,6 @@ class Route:
     own_back: tuple[int, ...]
     owned_back: tuple[int, ...]
 
-    @property
-    def there_nbytes(self) -> int:
-        """Bytes sent to and received by owners before the step."""
-        return sum(self.own_sizes) + sum(self.owned_sizes)
-
-    @property
-    def back_nbytes(self) -> int:
-        """Bytes sent by and received from owners after the step."""
-        return sum(self.own_back) + sum(self.owned_back)
-
 
 def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], rank: int) -> Route:
     """Plan what ``rank`` sends and receives in a window. ``layouts``: of all buckets, over the same ranks."""
@@ -180,7 +170,13 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
     """
     return peak_of_windows(
         [
-            WindowBytes(route.there_nbytes, sum(route.owned_sizes), route.back_nbytes, value + grad, value)
+            WindowBytes(
+                sum(route.own_sizes) + sum(route.owned_sizes),
+                sum(route.owned_sizes),
+                sum(route.own_back) + sum(route.owned_back),
+                value + grad,
+                value,
+            )
             for route, value, grad in zip(routes, values, grads, strict=True)
         ]
     )

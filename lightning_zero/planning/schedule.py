@@ -93,14 +93,11 @@ class Cursor:
     position: int = 0
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
-    def _wrap(self) -> None:
-        if self.plan.cyclic and self.plan.entries and self.position == len(self.plan.entries):
-            self.position = 0
-
     def up_to(self, unit: int) -> list[int] | None:
         """Take the units to issue so that ``unit`` comes last, or return None if the rest of the plan lacks it."""
-        self._wrap()
         entries = self.plan.entries
+        if self.plan.cyclic and self.position == len(entries):
+            self.position = 0
         for i in range(self.position, len(entries)):
             if entries[i].unit == unit:
                 return [self._take() for _ in range(i + 1 - self.position)]

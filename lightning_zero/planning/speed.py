@@ -1,4 +1,4 @@
-"""Compute the least time of a step: its work on each resource, divided by the rates of the machine.
+"""Estimate the seconds of a step: its work on each resource, divided by the rates of the machine.
 
 Bytes for each parameter that is stepped on the host, with itemsizes c (compute), m (master, state), g (gradient)::
 
@@ -9,19 +9,26 @@ Bytes for each parameter that is stepped on the host, with itemsizes c (compute)
 
 ``zero.optimizer.state_dtype`` shrinks the states' part of m. On a GPU all resources work in parallel, so the slowest is
 the bound. But a step that waits for the end of the backward (gradient clipping) overlaps only the next forward, because
-the next backward needs the gradients' memory.
+the next backward needs the gradients' memory. Nothing overlaps the first gather and the last reduction. On a CPU all
+work shares the same cores, so it adds up.
+
+Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
+
+    gather           n * compute itemsize * (N - 1) / N       stages 1, 2: one; stage 3: two for each micro-batch
+    reduce-scatter   n * wire itemsize * (N - 1) / N          stage 2, 3: each micro-batch; stages 0, 1: one
+    all-reduce       that, and a gather of the sum, in the reduce dtype
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from lightning_zero.planning.buckets import BucketPlan
-from lightning_zero.planning.placement import Placement, Tier
+from lightning_zero.planning.memory import ADAM_STATES, Limits, by_unit
+from lightning_zero.planning.placement import Placement, Tier, logical_collectives
 
-STATES = 2  # of Adam
 FORWARD = 1 / 3  # share of the compute of a step; a backward takes twice the time of its forward
 
 
@@ -37,6 +44,30 @@ class Rates:
     disk_read: float  # bytes; the disk does not write at the same time
     disk_write: float  # bytes
     network: float = math.inf  # bytes sent, while as many are received
+
+
+CPU_RATES = Rates(
+    compute=100e9,
+    device_memory=10e9,
+    host_memory=10e9,
+    to_device=10e9,
+    to_host=10e9,
+    disk_read=1.5e9,
+    disk_write=1e9,
+    network=2e9,
+)
+"""Assumed for a process on a few cores if no rates are given. Like :data:`GPU_RATES`, good enough to order rows."""
+GPU_RATES = Rates(
+    compute=300e12,
+    device_memory=2.5e12,
+    host_memory=25e9,
+    to_device=25e9,
+    to_host=25e9,
+    disk_read=3e9,
+    disk_write=2e9,
+    network=50e9,
+)
+"""Assumed for one GPU with its share of the host."""
 
 
 @dataclass
@@ -63,30 +94,27 @@ def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int =
     """Sum the work of one step. ``flops``: of all forwards and backwards on this rank."""
     work = Work(compute=flops)
     for bucket in buckets:
-        if bucket.trainable:
-            _add_step(work, bucket, micro_batches)
+        if not bucket.trainable:
+            continue
+        n, sizes, tiers = bucket.owned_numel, bucket.itemsizes, bucket.tiers
+        gathers = 2 * micro_batches
+        state = ADAM_STATES * bucket.state_nbytes(n)
+        step = n * (2 * sizes.master + sizes.grad) + 2 * state
+        if not bucket.steps_on_host:
+            work.device_memory += step
+            continue
+        work.host_memory += step
+        reductions = micro_batches if bucket.row.grad is Placement.sharded else 1
+        work.to_host += reductions * n * sizes.grad * bucket.grads_on_host
+        elsewhere = tiers.compute_param is not Tier.device and bucket.reshards
+        work.to_device += n * sizes.compute * (gathers if elsewhere else 1)
+        if tiers.master is Tier.nvme:
+            work.disk_read += n * sizes.master + state
+            work.disk_write += n * sizes.master + state
+        if tiers.compute_param is Tier.nvme:
+            work.disk_read += gathers * n * sizes.compute
+            work.disk_write += n * sizes.compute
     return work
-
-
-def _add_step(work: Work, bucket: BucketPlan, micro_batches: int) -> None:
-    n, sizes, tiers = bucket.owned_numel, bucket.itemsizes, bucket.tiers
-    gathers = 2 * micro_batches
-    state = STATES * bucket.state_nbytes(n)
-    step = n * (2 * sizes.master + sizes.grad) + 2 * state
-    if not bucket.steps_on_host:
-        work.device_memory += step
-        return
-    work.host_memory += step
-    reductions = micro_batches if bucket.row.grad is Placement.sharded else 1
-    work.to_host += reductions * n * sizes.grad * bucket.grads_on_host
-    elsewhere = tiers.compute_param is not Tier.device and bucket.reshards
-    work.to_device += n * sizes.compute * (gathers if elsewhere else 1)
-    if tiers.master is Tier.nvme:
-        work.disk_read += n * sizes.master + state
-        work.disk_write += n * sizes.master + state
-    if tiers.compute_param is Tier.nvme:
-        work.disk_read += gathers * n * sizes.compute
-        work.disk_write += n * sizes.compute
 
 
 def least_seconds(work: Work, rates: Rates, *, micro_batches: int = 1) -> float:
@@ -95,3 +123,102 @@ def least_seconds(work: Work, rates: Rates, *, micro_batches: int = 1) -> float:
     forward = FORWARD * seconds["compute"] / micro_batches
     # Reading the optimizer state from files need not wait for the backward.
     return max(*seconds.values(), seconds["compute"] - forward + max(forward, seconds["host_memory"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that one rank sends in one optimizer step."""
+
+    gathers: float
+    reductions: float
+    in_node: float = 0.0  # of gathers within a node, not counted in gathers
+    exchanged: float = 0.0  # to ranks that share a sequence
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes over the network."""
+        return self.gathers + self.reductions + self.exchanged
+
+
+def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
+    """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
+
+    Args:
+        replicas: shard groups, whose reduced shards are summed too.
+        exchanged: bytes of one micro-batch to ranks that share a sequence.
+    """
+    sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
+    gathers = reductions = in_node = 0.0
+    for bucket in buckets:
+        ranks = bucket.layout.world_size
+        stays = bucket.unit in (0, last)
+        share = (ranks - 1) / ranks
+        row = bucket.row
+        # Its second gathers, if its node keeps units.
+        kept = limits.node_ranks > 1 and bucket.reshards and not stays
+        if kept:
+            in_node += limits.micro_batches * bucket.full_nbytes * (limits.node_ranks - 1) / limits.node_ranks
+        if not bucket.trainable:
+            if bucket.reshards:
+                gathers += limits.micro_batches * (1 if stays or kept else 2) * bucket.full_nbytes * share
+            continue
+        counts = logical_collectives(row, limits.micro_batches, stays_gathered=stays)
+        gathers += (limits.micro_batches if kept else counts["all_gather"]) * bucket.full_nbytes * share
+        reduced = bucket.layout.numel * bucket.itemsizes.reduce
+        sent = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
+        reductions += (counts["reduce_scatter"] * sent + counts["all_reduce"] * (sent + reduced)) * share
+        if replicas > 1:
+            own = reduced / ranks if row.master is Placement.sharded else reduced
+            reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
+    return Sent(gathers, reductions, in_node, float(exchanged * limits.micro_batches))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Expected seconds of one optimizer step."""
+
+    seconds: float
+    resources: dict[str, float]  # busy seconds of each resource
+
+    @property
+    def binding(self) -> str:
+        return max(self.resources, key=lambda name: self.resources[name])
+
+
+def expected(
+    buckets: Sequence[BucketPlan],
+    limits: Limits,
+    flops: float,
+    rates: Rates,
+    *,
+    replicas: int = 1,
+    exchanged: int = 0,
+    on_cpu: bool = False,
+) -> StepTime:
+    """Estimate the time of a step that waits for nothing but its resources.
+
+    Args:
+        flops: of forward and backward of one micro-batch, with recomputation.
+        on_cpu: the same cores do all work, so that nothing overlaps.
+    """
+    micro_batches = limits.micro_batches
+    work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
+    work.network = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged).nbytes
+    resources = {name: seconds for name, seconds in work.seconds(rates).items() if seconds}
+    if on_cpu:
+        return StepTime(sum(resources.values()), resources or {"compute": 0.0})
+    seconds = least_seconds(work, rates, micro_batches=micro_batches)
+    return StepTime(seconds + _alone(buckets, micro_batches) / rates.network, resources or {"compute": 0.0})
+
+
+def _alone(buckets: Sequence[BucketPlan], micro_batches: int) -> float:
+    """Bytes of the first gather and the last reduction, which nothing overlaps."""
+    shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
+    gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    reductions = by_unit(buckets, lambda b: b.layout.numel * b.wire_itemsize(micro_batches) * b.trainable)
+    first = next((unit for unit, nbytes in enumerate(gathers) if unit and nbytes), 0)
+    last = next((unit for unit, nbytes in enumerate(reductions) if unit and nbytes), 0)
+    gathered = gathers[first] * shares.get(first, 0.0) if gathers else 0.0
+    reduced = reductions[last] * shares.get(last, 0.0) if reductions else 0.0
+    return gathered + reduced

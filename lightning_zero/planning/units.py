@@ -29,11 +29,16 @@ def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
         hinted = sorted({c for m in module.modules() for c in (getattr(m, "_no_split_modules", None) or ())})
         names = _by_class(module, hinted, required=False)
         by_name = bool(names)
-        names = _divide_large(module, names or _repeated_blocks(module), config.max_bytes)
+        blocks, names = names or _repeated_blocks(module), []
+        for name in blocks:
+            block = module.get_submodule(name)
+            if _nbytes(block) > config.max_bytes and not any(True for _ in block.parameters(recurse=False)):
+                names += [f"{name}.{inner}" for inner in _by_size(block, config.max_bytes)]
+            else:
+                names.append(name)
         if not by_name:
             names = _with_rest(module, names, config)
-    sizes = {name: _nbytes(module.get_submodule(name)) for name in names}
-    return [name for name in names if sizes[name] > 0 and sizes[name] >= config.min_bytes]
+    return [name for name in names if _nbytes(module.get_submodule(name)) > 0]
 
 
 def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[str]:
@@ -44,20 +49,17 @@ def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[
     most = min(config.max_bytes, max(total // SHARE, LEAST_NBYTES))
     if total <= most:
         return names
-    found = {*names, *(n for n in _by_size(module, most, taken=names) if _owns(module, n))}
+    uses, found = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False)), set(names)
+    for name in _by_size(module, most, taken=names):
+        inside = Counter(id(p) for _, p in module.get_submodule(name).named_parameters(remove_duplicate=False))
+        if any(uses[key] == count for key, count in inside.items()):  # shared parameters belong to the root
+            found.add(name)
     return [name for name, _ in module.named_modules() if name in found]
-
-
-def _owns(module: nn.Module, name: str) -> bool:
-    """Whether the module has a parameter that no other module uses. Shared parameters belong to the root."""
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    inside = Counter(id(p) for _, p in module.get_submodule(name).named_parameters(remove_duplicate=False))
-    return any(uses[key] == count for key, count in inside.items())
 
 
 def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[str]:
     wanted = set(classes)
-    found = [(name, type(m).__name__) for name, m in module.named_modules() if name and type(m).__name__ in wanted]
+    found = [(name, type(m).__name__) for name, m in module.named_modules() if type(m).__name__ in wanted]
     missing = sorted(wanted - {cls for _, cls in found})
     if required and missing:
         present = sorted({type(m).__name__ for m in module.modules()})
@@ -68,7 +70,7 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
             f"zero.unit.classes: expected class names of modules in the model, got {missing[0]!r}, which does not "
             f"occur. The model has {', '.join(present)}. {change}."
         )
-    return [name for name, _ in found]
+    return [name for name, _ in found if name]  # the root is a unit in any case
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
@@ -92,17 +94,6 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
 def _is_plain_list(module: nn.Module) -> bool:
     """Whether the module is a container that is never called, so that hooks on it would not fire."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-
-
-def _divide_large(module: nn.Module, names: list[str], max_bytes: int) -> list[str]:
-    result: list[str] = []
-    for name in names:
-        block = module.get_submodule(name)
-        if _nbytes(block) > max_bytes and not any(True for _ in block.parameters(recurse=False)):
-            result += [f"{name}.{inner}" for inner in _by_size(block, max_bytes)]
-        else:
-            result.append(name)
-    return result
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:

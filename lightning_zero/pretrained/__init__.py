@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.folder import SafetensorsFolder
@@ -40,18 +39,14 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
             "this model."
         )
     if only_meta:
-        lacking = {name for name, value in _tensors_of(module) if value.is_meta}
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        lacking = {name for name, value in tensors if value.is_meta}
         return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
         warnings.warn(f"zero.init_from={path} has no {_some(found.missing)}: these start anew.", stacklevel=2)
     if warn and found.unused:
         warnings.warn(f"zero.init_from={path} has {_some(found.unused)}, which the module has not.", stacklevel=2)
     return found.sources
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _some(names: list[str]) -> str:

@@ -35,10 +35,12 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Convert ``stored``, by names in files, to the tensors of ``model`` in memory, without adapters (``own``)."""
-    loading = _loading()
-    if loading is None:
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # older versions convert nothing
         return dict(stored)
-    transforms = _transforms(model)
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    transforms = list(mapping.get_model_conversion_mapping(model))
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
@@ -59,19 +61,6 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
     # transformers notes this when it loads, to save in the same form.
     model._weight_conversions = [t for t in transforms if t.was_used()]
     return found
-
-
-def _loading() -> Any:
-    """Return the converting module of transformers; older versions have none and convert nothing."""
-    try:
-        return importlib.import_module("transformers.core_model_loading")
-    except ImportError:
-        return None
-
-
-def _transforms(model: Any) -> list[Any]:
-    mapping = importlib.import_module("transformers.conversion_mapping")
-    return list(mapping.get_model_conversion_mapping(model))
 
 
 class _Group:

@@ -18,7 +18,10 @@ ADAPTER = "reset_lora_parameters"
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
     """Return a function that initializes ``module``, called ``name`` in ``root``; None if there is none."""
-    if _in_adapter(root, name):
+    parts = name.split(".")
+    first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
+    # A module of an adapter: ``...q_proj.lora_A.default``.
+    if first is not None and hasattr(root.get_submodule(".".join(parts[:first])), ADAPTER):
         return lambda: None  # :func:`reset_adapter` initializes a whole adapter
     transformers = sys.modules.get("transformers")
     if transformers is not None:
@@ -34,13 +37,6 @@ def _outers(root: nn.Module, name: str) -> Iterator[Any]:
     parts = name.split(".") if name else []
     for n in range(len(parts), -1, -1):
         yield root.get_submodule(".".join(parts[:n]))
-
-
-def _in_adapter(root: nn.Module, name: str) -> bool:
-    """Return whether a module belongs to an adapter: ``...q_proj.lora_A.default``."""
-    parts = name.split(".")
-    first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
-    return first is not None and hasattr(root.get_submodule(".".join(parts[:first])), ADAPTER)
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:

@@ -50,7 +50,12 @@ class SafetensorsFolder:
         self._open: tuple[Path, Any] | None = None
         self._read_nbytes = 0
         for file in self._files():
-            self._look_into(file)
+            handle = self._opened(file)
+            for key in handle.keys():  # noqa: SIM118, this is no dict
+                found = handle.get_slice(key)
+                if (name := found.get_dtype()) not in DTYPES:
+                    raise ConfigError(f"zero.init_from: {file} holds {key} as {name}, which PyTorch has not.")
+                self._places[key] = _Place(file, tuple(found.get_shape()), DTYPES[name])
         self.keys = list(self._places)
 
     def _files(self) -> list[Path]:
@@ -80,14 +85,6 @@ class SafetensorsFolder:
             "(save_pretrained does), or change zero.init_from."
         )
 
-    def _look_into(self, file: Path) -> None:
-        handle = self._opened(file)
-        for key in handle.keys():  # noqa: SIM118, this is no dict
-            found = handle.get_slice(key)
-            if (name := found.get_dtype()) not in DTYPES:
-                raise ConfigError(f"zero.init_from: {file} holds {key} as {name}, which PyTorch has not.")
-            self._places[key] = _Place(file, tuple(found.get_shape()), DTYPES[name])
-
     def _opened(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
@@ -115,9 +112,6 @@ class SafetensorsFolder:
             flat[low : low + box.numel].view([box.sizes[d] for d in dims]).copy_(part.permute(dims))
         self._read_nbytes += flat.nbytes
         return flat
-
-    def close(self) -> None:
-        self._open = None
 
 
 def _damaged(file: Path, error: Exception) -> str:

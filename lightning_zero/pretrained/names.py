@@ -43,7 +43,7 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
         own = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
         names = {name: prefix + name for name in own}
     else:
-        names = {_without_adapters(full): prefix + full for full in _names_in(model)}
+        names = {_without_adapters(full): prefix + full for full, _ in _tensors(model)}
     sources = {names[key]: value for key, value in found.items() if key in own}
     for key, value in found.items():
         if key in own and value.shape != own[key].shape:
@@ -65,17 +65,13 @@ def _is_quantised(value: Tensor, own: Tensor) -> bool:
     return small and own.is_floating_point() and value.dtype is not own.dtype and not value.is_complex()
 
 
-def _names_in(model: nn.Module) -> list[str]:
-    return [name for name, _ in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]]
-
-
 def _names_of(model: nn.Module) -> dict[str, Tensor]:
-    tensors = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
-    return {_without_adapters(name): value for name, value in tensors}
+    return {_without_adapters(name): value for name, value in _tensors(model)}
 
 
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    found = []
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and persistent buffers by name."""
+    found: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     for prefix, inner in model.named_modules():
         for key, value in inner.named_buffers(recurse=False):
             if key not in inner._non_persistent_buffers_set:
@@ -102,10 +98,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
     """Return names without a source. Tied tensors need one for any of their names."""
     names: dict[int, list[str]] = {}
-    for name, value in [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]:
+    for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)
-    return [same[0] for same in names.values() if not any(name in sources for name in same) and not _of_adapter(same)]
-
-
-def _of_adapter(names: list[str]) -> bool:
-    return any(part.startswith("lora_") for name in names for part in name.split("."))
+    adapters = {name for same in names.values() for name in same if ".lora_" in f".{name}"}
+    return [same[0] for same in names.values() if adapters.isdisjoint(same) and sources.keys().isdisjoint(same)]

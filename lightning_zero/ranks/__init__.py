@@ -3,8 +3,7 @@
 ::
 
     start      started_by    which launcher started this process, and its place in the job
-               environments  processes that mpirun has started, for Lightning
-               allocation    compares what was started with what the run expects
+               allocation    compares what was started with what the run expects; mpirun without mpi4py
                rendezvous    all ranks join in a store with equal settings, or a message says which did not; then
                              they make the process group
     run        waits         bounded waits for other ranks, with errors that name ranks
@@ -13,6 +12,5 @@
                messages      what ranks send each other, as JSON
                mailbox       messages to rank 0 for which nobody waits
                progress      shows the progress of long work
-    again      verdict       what an end means to the script of a job
-               resume        a job's name, which stays, and the checkpoint to resume from
+    again      resume        a job's name, which stays, the checkpoint to resume from, what an end means to its script
 """

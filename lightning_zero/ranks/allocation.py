@@ -6,25 +6,47 @@ import os
 from collections.abc import Mapping
 
 from lightning_zero.config import ConfigError
-from lightning_zero.lightning_api import ClusterEnvironment, LightningEnvironment
+from lightning_zero.lightning_api import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    rank_zero_only,
+)
 from lightning_zero.ranks.started_by import launched
+
+DEFAULT_PORT = 29500
 
 
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Refuse numbers of nodes and devices that differ from what the launcher has started, by a ConfigError."""
-    if isinstance(environment, LightningEnvironment):
-        _check_by_hand(nodes, devices, environ)
-        return
-    if not environment.creates_processes_externally:
+    if isinstance(environment, LightningEnvironment) and nodes > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
+        if missing:
+            raise ConfigError(
+                f"trainer.num_nodes: expected {', '.join(missing)} in the environment of each of {nodes} nodes, got "
+                "none. Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port there and NODE_RANK to 0 "
+                f".. {nodes - 1}, start by {flags('torchrun', nodes, devices)} or by srun, or set trainer.num_nodes=1."
+            )
+        node = environ.get("NODE_RANK", environ.get("GROUP_RANK", ""))
+        if not node.isdigit() or int(node) >= nodes:
+            raise ConfigError(
+                f"NODE_RANK: expected 0 .. {nodes - 1} (trainer.num_nodes={nodes}), got {node!r}. "
+                "Change NODE_RANK or trainer.num_nodes."
+            )
+    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
         return
     found = launched(environ)
     world = environment.world_size()
     known = found is not None and found.world_size == world and found.nodes and found.local_world_size
     if known:
-        assert found is not None
-        if not found.even:
+        assert found is not None and found.local_world_size is not None and found.nodes is not None
+        if found.world_size != found.local_world_size * found.nodes:
             raise ConfigError(
                 f"{found.by}: expected as many processes on every node, got {found.local_world_size} on this one and "
                 f"{world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
@@ -65,20 +87,29 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _check_by_hand(nodes: int, devices: int, environ: Mapping[str, str]) -> None:
-    if nodes == 1:
-        return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
-    if missing:
+def own_environment() -> ClusterEnvironment | None:
+    """Set torchrun's variables from mpirun's where Lightning would not recognise mpirun; else return ``None``.
+
+    Lightning knows MPI through mpi4py alone. Without it every process would think it is the first and start more.
+    Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
+    place = launched()
+    others = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
+    if place is None or place.by != "mpirun" or place.world_size in (None, 1) or any(e.detect() for e in others):
+        return None
+    if place.rank is None or place.local_rank is None or place.local_world_size is None:
         raise ConfigError(
-            f"trainer.num_nodes: expected {', '.join(missing)} in the environment of each of {nodes} nodes, got none. "
-            "Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port there and NODE_RANK to 0 .. "
-            f"{nodes - 1}, start by {flags('torchrun', nodes, devices)} or by srun, or set trainer.num_nodes=1."
+            "mpirun: expected the local rank of each process in OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or "
+            "MV2_COMM_WORLD_LOCAL_RANK, got none. Start the processes by torchrun, or install mpi4py."
         )
-    node = environ.get("NODE_RANK", environ.get("GROUP_RANK", ""))
-    if not node.isdigit() or int(node) >= nodes:
+    if "MASTER_ADDR" not in os.environ and place.world_size != place.local_world_size:
         raise ConfigError(
-            f"NODE_RANK: expected 0 .. {nodes - 1} (trainer.num_nodes={nodes}), got {node!r}. "
-            "Change NODE_RANK or trainer.num_nodes."
+            "MASTER_ADDR: expected the address of the node of rank 0 (mpirun has started processes on several nodes), "
+            "got none. Give mpirun -x MASTER_ADDR=<name> -x MASTER_PORT=<port> (MPICH, Intel MPI: -genv)."
         )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
+    names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size}
+    names["GROUP_RANK"] = place.rank // place.local_world_size
+    os.environ.update({name: str(value) for name, value in names.items()})
+    rank_zero_only.rank = place.rank  # type: ignore[attr-defined]
+    return TorchElasticEnvironment()

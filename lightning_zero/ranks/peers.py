@@ -232,27 +232,20 @@ class Peers:
     def silent(self) -> list[int]:
         """Return the ranks that do not answer a roll call. One rank holds it; the others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
-        if caller != str(self._rank):
-            # Wait twice as long, because the calling rank may be late on a busy machine.
-            return self._result_of_another(2 * self.roll_call_s + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
         deadline = time.monotonic() + self.roll_call_s
+        if caller != str(self._rank):
+            # Wait twice as long, because the calling rank may be late on a busy machine.
+            deadline += self.roll_call_s + 2 * self._every_s
+            while (text := self._read("silent")) is None and time.monotonic() <= deadline:
+                time.sleep(0.05)
+            return [] if text is None else list(json.loads(text))
         while waiting and time.monotonic() < deadline:
             waiting = [r for r in waiting if not self._store.check([self._key(f"here/{r}")])]
             time.sleep(0.02)
         self._store.set(self._key("silent"), json.dumps(waiting))
         return waiting
-
-    def _result_of_another(self, wait_s: float) -> list[int]:
-        self._store.set(self._key(f"here/{self._rank}"), "")
-        deadline = time.monotonic() + wait_s
-        while (text := self._read("silent")) is None:
-            if time.monotonic() > deadline:
-                return []
-            time.sleep(0.05)
-        found: list[int] = json.loads(text)
-        return found
 
     def _let_others_hear(self) -> None:
         """Wait a moment if the store ends with this process, so that other ranks can read the name."""

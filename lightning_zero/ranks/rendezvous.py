@@ -25,17 +25,8 @@ import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
 
-# Settings that may differ: paths and thread counts of a node, and folder names that contain the time.
-OWN_SETTINGS = frozenset(
-    {
-        "zero.offload.nvme_path",
-        "zero.offload.threads",
-        "zero.summary",
-        "data.cache_dir",
-        "data.num_workers",
-        "run_dir",
-    }
-)
+# Settings that may differ: paths of a node, and folder names that contain the time.
+OWN_SETTINGS = frozenset({"zero.offload.nvme_path", "data.num_workers", "run_dir"})
 RESOLVE_S = 20.0  # names of nodes that have just started may take a moment
 ELSEWHERE_S = 15.0  # for an address that is not this machine's but may be mapped to it
 MARGIN_S = 15.0  # for rank 0 to say what is wrong after the other ranks' time has passed
@@ -151,7 +142,13 @@ class Rendezvous:
         if first := next(filter(None, found.values()), ""):
             part, key, expected, got = json.loads(first)
             ranks = [rank for rank, unequal in found.items() if unequal == first]
-            self._dismiss("result", _disagreement(part, key, expected, got, ranks), len(members) - 1)
+            fix = "Start all ranks with the same command, files and environment."
+            if part == "versions":
+                fix = "Install the same versions on all nodes."
+            elif key == "ckpt_path":
+                fix = "The run folder (hydra.run.dir) must be on a disk that all nodes share."
+            text = f"{key}: expected {expected[:200]}, as rank 0 has it, got {got[:200]} on {_plural(ranks)}. {fix}"
+            self._dismiss("result", text, len(members) - 1)
         self.store.set("result", "")
         return members
 
@@ -249,15 +246,6 @@ def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[s
             if expected != got:
                 return [part, key, expected, got]
     return []
-
-
-def _disagreement(part: str, key: str, expected: str, got: str, ranks: Sequence[int]) -> str:
-    fix = "Start all ranks with the same command, files and environment."
-    if part == "versions":
-        fix = "Install the same versions on all nodes."
-    elif key == "ckpt_path":
-        fix = "The run folder (hydra.run.dir) must be on a disk that all nodes share."
-    return f"{key}: expected {expected[:200]}, as rank 0 has it, got {got[:200]} on {_plural(ranks)}. {fix}"
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -384,7 +372,15 @@ def join(
     try:
         dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=world, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
-        raise StartError(_no_connection(error, where, backend)) from error
+        name = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+        ip = ""
+        with contextlib.suppress(OSError):
+            ip = f" ({socket.gethostbyname(socket.gethostname())})"
+        raise StartError(
+            f"{backend}: the ranks met at {where}, but could not connect to each other from "
+            f"{socket.gethostname()}{ip}: {str(error).splitlines()[0]}. Set {name} to the network interface "
+            "that the nodes share (ip addr lists them)."
+        ) from error
     if members:
         rank_zero_info(f"ranks: {world} of {world} on {places(members.values())}")
         if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(
@@ -392,14 +388,3 @@ def join(
         ):
             same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
             rank_zero_info(f"address: {where}, {backend}; the same on all ranks: settings, {same}")
-
-
-def _no_connection(error: Exception, where: str, backend: str) -> str:
-    name = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
-    ip = ""
-    with contextlib.suppress(OSError):
-        ip = f" ({socket.gethostbyname(socket.gethostname())})"
-    return (
-        f"{backend}: the ranks met at {where}, but could not connect to each other from {socket.gethostname()}{ip}: "
-        f"{str(error).splitlines()[0]}. Set {name} to the network interface that the nodes share (ip addr lists them)."
-    )

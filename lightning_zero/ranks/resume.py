@@ -18,6 +18,10 @@ from lightning_zero.ranks.started_by import launched
 SCHEDULERS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}
 NOTE = "job.txt"  # in the run folder: names the job that trained there last
 FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that this job has begun to write
+# Names a file that tells the job's script what the end of a run means. The script requeues the job, because a container
+# has no scontrol.
+VERDICT_VARIABLE = "LIGHTNING_ZERO_VERDICT"
+REQUEUE, REFUSED = "requeue", "refused"
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -33,16 +37,12 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
     for scheduler, variable in SCHEDULERS.items():  # torchrun or mpirun inside a scheduler's job
         if variable in environ:
             return f"{scheduler}-{_plain(environ[variable])}"
-    namespace = environ.get("PMIX_NAMESPACE")  # Open MPI's name of the job
-    return f"{place.by}-{_plain(namespace) if namespace and place.by == 'mpirun' else _parent()}"
-
-
-def _parent() -> str:
-    """Return the start time and id of the launcher's process on this node."""
+    if place.by == "mpirun" and (namespace := environ.get("PMIX_NAMESPACE")):  # Open MPI's name of the job
+        return f"mpirun-{_plain(namespace)}"
     import psutil
 
-    launcher = psutil.Process(os.getppid())
-    return f"{datetime.fromtimestamp(launcher.create_time()):%Y-%m-%d_%H-%M-%S}-{launcher.pid}"
+    launcher = psutil.Process(os.getppid())  # on this node
+    return f"{place.by}-{datetime.fromtimestamp(launcher.create_time()):%Y-%m-%d_%H-%M-%S}-{launcher.pid}"
 
 
 def _plain(text: str) -> str:
@@ -117,3 +117,11 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 def _whole(path: Path) -> bool:
     """Whether a checkpoint has its last part: the table of a zip archive, or a folder's metadata file."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
+
+
+def give_verdict(word: str) -> bool:
+    """Write ``word`` to the file that the job's script reads, and return whether there is one."""
+    path = os.environ.get(VERDICT_VARIABLE)
+    if path:
+        Path(path).write_text(f"{word}\n")
+    return bool(path)

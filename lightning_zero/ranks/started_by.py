@@ -41,38 +41,22 @@ class Launched:
     local_world_size: int | None = None
     nodes: int | None = None
 
-    @property
-    def even(self) -> bool:
-        """Whether every node has as many processes as this one; True if unknown."""
-        if self.world_size is None or self.local_world_size is None or self.nodes is None:
-            return True
-        return self.world_size == self.local_world_size * self.nodes
-
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the place of this process, or ``None`` if no launcher has started it."""
+    place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
     if "TORCHELASTIC_RUN_ID" in environ:
-        return _torchrun(environ)
-    if "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ and not _slurm_shell(environ):
+        return Launched(by="torchrun", nodes=_number(environ, "GROUP_WORLD_SIZE"), **place)
+    # Lightning's rule for a shell inside an allocation, which srun has not started.
+    in_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ and not in_shell:
         return _srun(environ)
     for names in MPI_VARIABLES:
         if names[0] in environ and names[1] in environ:
             return _mpirun(environ, names)
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
-        place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
         return Launched(by="plain", **place)
     return None
-
-
-def local_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of processes of the job on this node, or None if unknown."""
-    found = launched(environ)
-    return found.local_world_size if found is not None else None
-
-
-def _torchrun(environ: Mapping[str, str]) -> Launched:
-    place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
-    return Launched(by="torchrun", nodes=_number(environ, "GROUP_WORLD_SIZE"), **place)
 
 
 def _srun(environ: Mapping[str, str]) -> Launched:
@@ -112,11 +96,6 @@ def tasks_of_nodes(text: str) -> list[int]:
             return []
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
-
-
-def _slurm_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is a shell inside an allocation (Lightning's rule), so that srun has not started this process."""
-    return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

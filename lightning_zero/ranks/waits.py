@@ -84,23 +84,17 @@ class Waits:
         self.waited_s = 0.0
         self.asked: Counter[str] = Counter()
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
-        self._noted: set[str] = set()
         self._watchdog: Watchdog | None = None
 
-    def watch(self, number: int, *, hears_ends: bool) -> None:
+    def watch(self, number: int, *, notices_broken_connections: bool) -> None:
         """Start to post this rank's place and to listen to the other ranks. Collective.
 
         Args:
             number: the same on all ranks, and used once.
-            hears_ends: the backend notices broken connections itself.
+            notices_broken_connections: the backend notices broken connections itself.
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
-        self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
-
-    def note(self, label: str) -> None:
-        """Note that a message of this name was sent. The host may wait for it later."""
-        self._noted.add(label)
-        self.asked[label] += 1
+        self._watchdog = Watchdog(self, store, number=number, notices_broken_connections=notices_broken_connections)
 
     def count_anew(self) -> None:
         """Reset the counts when ranks go on after an exception, because some may have sent more. Collective."""
@@ -125,11 +119,12 @@ class Waits:
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: ranks may send and receive other messages before they come to this agreement.
+            agrees: ranks may send and receive other messages before they come to this agreement. Senders of other
+                messages count them in :attr:`asked`.
         """
         global _wait_of_process
         started = time.monotonic()
-        if label not in self._noted:
+        if agrees:  # others were counted when they were sent
             self.asked[label] += 1
         try:
             if work.is_completed():

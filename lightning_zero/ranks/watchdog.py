@@ -74,7 +74,7 @@ class Watchdog:
         watched: held weakly; the threads end when it is garbage.
         store: a connection in which nobody waits for long.
         number: equal on all ranks, and used once.
-        hears_ends: the backend notices broken connections itself.
+        notices_broken_connections: the backend notices broken connections itself.
         end: ends this process; tests replace it.
     """
 
@@ -86,7 +86,7 @@ class Watchdog:
         store: Any,
         *,
         number: int,
-        hears_ends: bool,
+        notices_broken_connections: bool,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         Watchdog.last_number = number
@@ -94,7 +94,7 @@ class Watchdog:
         self._watched = ref(watched)
         self._rank, self._world_size = watched.rank, watched.world_size
         self._limit_s = watched.stall_timeout_s
-        self._hears_ends, self._end = hears_ends, end
+        self._notices_broken_connections, self._end = notices_broken_connections, end
         self._meetings = 0
         self._left = False
         self._store = store
@@ -138,7 +138,7 @@ class Watchdog:
                 self._listen()
             except Exception:  # the store is gone
                 if not self.peers.holder_left:
-                    quick = not self._hears_ends and self._holder_ends()
+                    quick = not self._notices_broken_connections and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
             self._heard_s = time.monotonic()
@@ -166,7 +166,7 @@ class Watchdog:
 
     def _listen(self) -> None:
         ended = None
-        if not self._hears_ends:
+        if not self._notices_broken_connections:
             ended = self.peers.ended_neighbour()
             if ended is not None:
                 self._note(ended, min(STANDSTILL_S, self._limit_s))
@@ -189,7 +189,9 @@ class Watchdog:
     def _end_if_stuck(self, watched: Waits | None) -> None:
         state = (watched.place, watched.issued) if watched is not None else None
         still_s = self._trains.seconds(state)
-        if self._gone is None or still_s < self._gone[1] or _typed_into():
+        # A process that a person types into stands still while the person thinks.
+        typed_into = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
+        if self._gone is None or still_s < self._gone[1] or typed_into:
             return
         who, _ = self._gone
         with contextlib.suppress(Exception):
@@ -238,14 +240,20 @@ class Watchdog:
     def all_wait(self) -> bool:
         """Whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
 
-        def ask() -> bool:
-            with contextlib.suppress(Exception):  # the store is gone
-                before = self._waits()
-                time.sleep(2 * self._every_s + STILL_S)
-                return before is not None and before == self._waits()
-            return True
+        return self._stays(self._waits, default=[""]) is not None
 
-        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, True)
+    def _stays(self, ask: Callable[[], list[str] | None], default: list[str] | None) -> list[str] | None:
+        """Return what ``ask`` returns if it is the same a while later, else ``None``; ``default`` without the store."""
+
+        def twice() -> list[str] | None:
+            with contextlib.suppress(Exception):  # the store is gone
+                if (before := ask()) is not None:
+                    time.sleep(2 * self._every_s + STILL_S)
+                    return before if before == ask() else None
+                return None
+            return default
+
+        return within(2 * self._every_s + STILL_S + ANSWER_S, twice, default)
 
     def _waits(self) -> list[str] | None:
         """Return what every rank waits for, as posted; ``None`` if one is working."""
@@ -260,17 +268,7 @@ class Watchdog:
         ``None``."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
-
-        def ask() -> list[str] | None:
-            with contextlib.suppress(Exception):  # the store is gone
-                before = self._stuck()
-                if before is None:
-                    return None
-                time.sleep(2 * self._every_s + STILL_S)
-                return before if before == self._stuck() else None
-            return None
-
-        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, None)
+        return self._stays(self._stuck, default=None)
 
     def _stuck(self) -> list[str] | None:
         """Return the message that each rank waits for, if for each of them some rank has sent fewer of that name."""
@@ -344,11 +342,6 @@ class _Standstill:
         if seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since
-
-
-def _typed_into() -> bool:
-    """Whether a person types into this process. Such a process stands still while the person thinks."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 _LIVE: WeakSet[Watchdog] = WeakSet()

@@ -85,20 +85,17 @@ class Sums:
 
     def add(self, name: str, grad: Tensor) -> None:
         with torch.no_grad(), _disable_current_modes():  # random signs are no numbers of the step
-            self._add(name, grad)
-
-    def _add(self, name: str, grad: Tensor) -> None:
-        self.rounding = max(self.rounding, torch.finfo(grad.dtype).eps)
-        found = torch.zeros(_SUMS + 1, dtype=torch.float64, device=grad.device)
-        signs = torch.Generator(grad.device).manual_seed(len(name) + sum(map(ord, name)))
-        for piece in grad.reshape(-1).split(_PIECE):
-            piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
-            bits = torch.randint(1 << _SUMS, piece.shape, generator=signs, device=piece.device, dtype=torch.uint8)
-            for number in range(_SUMS):
-                sign = (bits >> number & 1).to(piece.dtype).mul_(2).sub_(1)
-                found[number] += torch.dot(piece, sign)
-            found[_SUMS] += torch.dot(piece, piece)
-        self._of[name] = self._of[name] + found if name in self._of else found
+            self.rounding = max(self.rounding, torch.finfo(grad.dtype).eps)
+            found = torch.zeros(_SUMS + 1, dtype=torch.float64, device=grad.device)
+            signs = torch.Generator(grad.device).manual_seed(len(name) + sum(map(ord, name)))
+            for piece in grad.reshape(-1).split(_PIECE):
+                piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
+                bits = torch.randint(1 << _SUMS, piece.shape, generator=signs, device=piece.device, dtype=torch.uint8)
+                for number in range(_SUMS):
+                    sign = (bits >> number & 1).to(piece.dtype).mul_(2).sub_(1)
+                    found[number] += torch.dot(piece, sign)
+                found[_SUMS] += torch.dot(piece, piece)
+            self._of[name] = self._of[name] + found if name in self._of else found
 
     def values(self) -> dict[str, list[float]]:
         return {name: found.tolist() for name, found in self._of.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.losses import IGNORED
-from lightning_zero.sequence.part import SequencePart, current
+from lightning_zero.sequence.part import current
 
 
 @contextlib.contextmanager
@@ -67,12 +67,7 @@ def _causal_loss(
     """Compute ``ForCausalLMLoss``; a part's last token predicts the next part's first. Collective in a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
-        shift_labels = _next_labels(part, labels, ignore_index)
+        firsts, last = part.whole(labels[:, :1]), part.rank == part.size - 1
+        following = torch.full_like(labels[:, :1], ignore_index) if last else firsts[:, part.rank + 1, None]
+        shift_labels = torch.cat([labels[:, 1:], following], dim=1)
     return inner(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
-
-
-def _next_labels(part: SequencePart, labels: Tensor, ignore_index: int) -> Tensor:
-    firsts = part.whole(labels[:, :1])
-    ends = part.rank == part.size - 1
-    following = torch.full_like(labels[:, :1], ignore_index) if ends else firsts[:, part.rank + 1 : part.rank + 2]
-    return torch.cat([labels[:, 1:], following], dim=1)

@@ -71,7 +71,10 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
             changed[key] = part.of(value, dim=-1)
         elif value.dim() >= 2 and value.shape[1] == length:
             changed[key] = part.of(value)
-    if positions is None and part.size > 1 and _takes_positions(module):
+    # A transformers model that takes positions would start them at 0 in each part.
+    models = (m for m in module.modules() if hasattr(m, "config") and hasattr(m, "loss_function"))
+    takes = any("position_ids" in inspect.signature(type(model).forward).parameters for model in models)
+    if positions is None and part.size > 1 and takes:
         changed["position_ids"] = part.of(torch.arange(length, device=inputs.device).expand(len(inputs), -1))
     return changed
 
@@ -92,12 +95,6 @@ def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> Non
             "text (models count it or not), got none. Add them in the collate function, as the model counts them, or "
             "pad behind the texts."
         )
-
-
-def _takes_positions(module: nn.Module) -> bool:
-    """Whether a transformers model in ``module`` takes positions. It would start them at 0 in each part."""
-    models = (m for m in module.modules() if hasattr(m, "config") and hasattr(m, "loss_function"))
-    return any("position_ids" in inspect.signature(type(model).forward).parameters for model in models)
 
 
 def _describe(batch: Any) -> str:

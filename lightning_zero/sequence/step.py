@@ -56,7 +56,12 @@ class SequenceSteps:
         if part is None:
             return step(own, *more)
         with computing(part):
-            return self._averaged(part, step(own, *more))
+            output = step(own, *more)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                return output  # Lightning refuses it
+            whole = part.loss(loss)
+            return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
         """Run ``step`` on what :meth:`cut` returned and return its output unchanged."""
@@ -88,13 +93,6 @@ class SequenceSteps:
         part = SequencePart(sharers, window)
         own = split_batch(self._module, batch, part)
         return (None if own is batch and part.length is None else part), own
-
-    def _averaged(self, part: SequencePart, output: Any) -> Any:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            return output  # Lightning refuses it
-        whole = part.loss(loss)
-        return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
 
 def check_alike(batch: Any, group: SequenceGroup) -> None:

@@ -10,6 +10,7 @@ EINVAL). The threads of a file share a request (``preadv`` and ``pwritev`` relea
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import time
@@ -87,18 +88,14 @@ class _Piece:
     label: str
 
 
-_WARNED: set[str] = set()
-
-
+@functools.cache
 def _warn_once(folder: str) -> None:
-    if folder not in _WARNED:
-        _WARNED.add(folder)
-        warnings.warn(
-            f"{folder} has no O_DIRECT: offload to it goes through the page cache, which is slower and takes memory. "
-            "Choose a folder on a local disk as zero.offload.nvme_path.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"{folder} has no O_DIRECT: offload to it goes through the page cache, which is slower and takes memory. "
+        "Choose a folder on a local disk as zero.offload.nvme_path.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 class DiskFile:
@@ -246,15 +243,11 @@ class DiskFile:
                 self.syscalls.sleep(RETRY_PAUSES_S[failures])
                 failures += 1
                 continue
-            raise _failed(self.path, piece, done + moved, code, failures + 1)
-
-
-def _failed(path: str, piece: _Piece, got: int, code: int, attempts: int) -> DiskError:
-    reason = os.strerror(code) if code else "the disk takes no more" if piece.write else "the file ends here"
-    code = code or errno.EIO
-    return DiskError(
-        code,
-        f"{'writing' if piece.write else 'reading'} {path} failed for {piece.label!r}: at byte offset {piece.offset} "
-        f"wanted {piece.memory.nbytes} bytes, got {got}: {reason} ({attempts} attempt{'s' * (attempts > 1)}). "
-        f"{_HINTS.get(code, _OTHER_HINT)}",
-    )
+            reason = os.strerror(code) if code else "the disk takes no more" if piece.write else "the file ends here"
+            code = code or errno.EIO
+            raise DiskError(
+                code,
+                f"{'writing' if piece.write else 'reading'} {self.path} failed for {piece.label!r}: at byte offset "
+                f"{piece.offset} wanted {piece.memory.nbytes} bytes, got {done + moved}: {reason} "
+                f"({failures + 1} attempt{'s' * (failures > 0)}). {_HINTS.get(code, _OTHER_HINT)}",
+            )

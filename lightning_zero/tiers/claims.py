@@ -22,13 +22,13 @@ CLAIM_WAIT_S = 2.0  # a peer that looks for leftovers holds a lock for milliseco
 
 _log = logging.getLogger(__name__)
 
-_LOCKS: set[int] = set()
+LOCKS: set[int] = set()  # descriptors that this process has locked
 
 
 def _let_go_in_child() -> None:
     """Close the locks in a forked child, or a data loader's worker would hold them for a dead trainer."""
-    while _LOCKS:
-        os.close(_LOCKS.pop())
+    while LOCKS:
+        os.close(LOCKS.pop())
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
@@ -45,7 +45,7 @@ class Claim:
                 raise BlockingIOError(errno.EWOULDBLOCK, self._holder())
             time.sleep(0.02)
         self._fd = fd
-        _LOCKS.add(fd)
+        LOCKS.add(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
 
@@ -53,7 +53,7 @@ class Claim:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()  # while locked: later it may belong to a new owner
         # Before the close: its number may then belong to another file, which a forked child would close.
-        _LOCKS.discard(self._fd)
+        LOCKS.discard(self._fd)
         os.close(self._fd)
         with contextlib.suppress(OSError):  # other ranks still use it
             self._path.parent.rmdir()
@@ -61,7 +61,13 @@ class Claim:
     def _try(self, syscalls: Syscalls) -> int | None:
         self._path.parent.mkdir(0o700, exist_ok=True)  # the end of another job may have removed it
         try:
-            _close_to_others(self._path.parent)
+            # Otherwise other users could put links there to files that would then be emptied.
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                _check_own(folder, self._path.parent)
+                os.fchmod(folder, 0o700)
+            finally:
+                os.close(folder)
             fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             return None
@@ -85,16 +91,6 @@ class Claim:
         if pid == str(os.getpid()):
             return f"this process (pid {pid}): close what uses it first"
         return f"pid {pid} on {host}"
-
-
-def _close_to_others(folder: Path) -> None:
-    """Forbid other users to write to ``folder``. They could put links there to files that would then be emptied."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        _check_own(fd, folder)
-        os.fchmod(fd, 0o700)
-    finally:
-        os.close(fd)
 
 
 def _check_own(fd: int, path: Path) -> None:

@@ -51,7 +51,11 @@ class HostTier:
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:
-            self._refuse_beyond_bounds(total)
+            if self.budget is not None:
+                if self._nbytes + total > self.budget:
+                    raise _host_error(total, f"{self.budget - self._nbytes} of {self.budget} are left in the budget")
+            elif (available := self._available()) < total:
+                raise _host_error(total, f"{available} are available (in its cgroup, or on the machine)")
             try:
                 pages = HostPages(total, self.accelerator)
             except OSError as error:
@@ -79,13 +83,6 @@ class HostTier:
     def close(self) -> None:
         """Free everything. May be called twice."""
         self.free(list(self._held))
-
-    def _refuse_beyond_bounds(self, total: int) -> None:
-        if self.budget is not None:
-            if self._nbytes + total > self.budget:
-                raise _host_error(total, f"{self.budget - self._nbytes} of {self.budget} are left in the budget")
-        elif (available := self._available()) < total:
-            raise _host_error(total, f"{available} are available (in its cgroup, or on the machine)")
 
 
 def _host_error(needed: int, got: str) -> ConfigError:

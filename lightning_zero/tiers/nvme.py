@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from lightning_zero.tiers.aio import DiskFile, Joined, Syscalls
 from lightning_zero.tiers.claims import as_config_error, claim_file, remove_leftovers
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.pages import PAGE, StagingBuffer, StagingRing, byte_view
-from lightning_zero.tiers.regions import Regions
 
 _VERBS = {True: "write", False: "read"}
 
@@ -90,7 +89,8 @@ class NvmeTier:
         self._last: dict[Extent, Future[Any] | None] = {}  # of every reserved extent
         self._spoiled: dict[Extent, BaseException] = {}  # extents whose last write failed
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._lock, self._behind = threading.Lock(), threading.Lock()
+        self._last_behind: Future[Any] | None = None
         self._closed = False
 
     @property
@@ -122,7 +122,8 @@ class NvmeTier:
                     f"{self.budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
                     "keeps less on disk."
                 )
-            extents, _ = lay_out(wanted, self._regions.take(total, self._ensure), PAGE)
+            with as_config_error(self._folder.parent):
+                extents, _ = lay_out(wanted, self._regions.take(total, self._file.ensure), PAGE)
             self._last |= dict.fromkeys(extents)
             self._nbytes += total
         return extents
@@ -134,6 +135,16 @@ class NvmeTier:
     def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
         """Write ``value`` [numel] to the extent. Do not touch ``value`` until the future is done."""
         return self._stage(extent, value, write=True)
+
+    def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
+        """Like :meth:`stage_out`, after the last write that was asked for in this way. The extent's next read raises an
+        error too."""
+        with self._behind:
+            if self._last_behind is not None and not self._last_behind.done():
+                with recording.stands("disk", extent.label, on_host=True):
+                    wait([self._last_behind])
+            self._last_behind = self.stage_out(extent, value)
+            return self._last_behind
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back, after their operations in flight."""
@@ -169,10 +180,6 @@ class NvmeTier:
         self.ring.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _ensure(self, nbytes: int) -> None:
-        with as_config_error(self._folder.parent):
-            self._file.ensure(nbytes)
 
     def _stage(self, extent: Extent, tensor: Tensor, *, write: bool) -> Future[Any]:
         extent.check(tensor)
@@ -254,3 +261,39 @@ def _copy(out: Tensor, value: Tensor) -> None:
 def _in_place(tensor: Tensor) -> bool:
     """Whether the disk can read and write the tensor's memory directly."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
+
+
+class Regions:
+    """Which bytes of a growing file are taken. Freed regions are reused before the file grows.
+
+    Attributes:
+        end: of the last region.
+        holes: ``(low, high)`` of freed bytes before ``end``, in order, never adjacent.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.holes: list[tuple[int, int]] = []
+
+    def take(self, nbytes: int, ensure: Callable[[int], None]) -> int:
+        """Return the offset of a new region: the first hole that is large enough, or the end. ``ensure`` is called with
+        the bytes that the file must hold; if it raises, nothing changes."""
+        for i, (low, high) in enumerate(self.holes):
+            if high - low >= nbytes:
+                self.holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
+                return low
+        ensure(self.end + nbytes)
+        self.end += nbytes
+        return self.end - nbytes
+
+    def give_back(self, low: int, high: int) -> None:
+        """Free bytes ``[low, high)``."""
+        holes: list[tuple[int, int]] = []
+        for hole in sorted([*self.holes, (low, high)]):
+            if holes and holes[-1][1] == hole[0]:
+                holes[-1] = holes[-1][0], hole[1]
+            elif hole[0] < hole[1]:
+                holes.append(hole)
+        if holes and holes[-1][1] == self.end:
+            self.end = holes.pop()[0]
+        self.holes = holes

@@ -45,7 +45,15 @@ class HostPages:
             self.bytes: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self._pinned_for: Accelerator | None = None
         if accelerator.has_streams and nbytes:
-            self._pin(accelerator)
+            try:
+                accelerator.pin(self.bytes)
+            except MemoryError as error:
+                self.close()
+                raise ConfigError(
+                    f"zero.offload: expected to pin {nbytes} bytes of host memory, got {error}. Allow this process to "
+                    "lock memory (ulimit -l), or lower zero.offload.host_budget."
+                ) from error
+            self._pinned_for = accelerator
 
     def tensor(self, start: int, dtype: torch.dtype, numel: int) -> Tensor:
         """Return a view [numel] from byte ``start`` on, a multiple of the element size."""
@@ -60,17 +68,6 @@ class HostPages:
             self._pinned_for.unpin(self.bytes)
             self._pinned_for = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
-
-    def _pin(self, accelerator: Accelerator) -> None:
-        try:
-            accelerator.pin(self.bytes)
-        except MemoryError as error:
-            self.close()
-            raise ConfigError(
-                f"zero.offload: expected to pin {self.nbytes} bytes of host memory, got {error}. Allow this process to "
-                "lock memory (ulimit -l), or lower zero.offload.host_budget."
-            ) from error
-        self._pinned_for = accelerator
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -1,8 +1,8 @@
-"""Draw what each rank did in some steps (``zero.debug.timeline``).
+"""Draw what each rank did in some steps (``zero.timeline``).
 
 ::
 
-    record        records the steps, aligns the clocks of ranks, and collects the spans
+    record        records the steps, aligns the clocks of ranks, and writes the files
     compute_lane  which unit is computed when     lanes    rows of bars, and why compute waited
-    trace         a file for Perfetto             page     a page of HTML        picture  a PNG, by matplotlib
+    page          a page of HTML
 """

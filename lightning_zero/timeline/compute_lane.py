@@ -13,38 +13,45 @@ from lightning_zero.device.recording import COMPUTE, Recorder
 
 
 class ComputeLane:
-    """The compute lane of one engine. Without a recorder each call is nearly free."""
+    """The compute lane of one engine."""
 
     def __init__(self) -> None:
+        self._recorder: Recorder | None = None
         self._calls: list[str] = []
         self._bar: tuple[str, Any] | None = None  # what is computed, since when
         self._last: Any = None  # the last moment of that
 
+    def _keeper(self) -> Recorder | None:
+        """Return the recorder if it keeps spans. Forget what was begun for another one."""
+        if (recorder := recording.keeper()) is not self._recorder:
+            self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
+        return recorder
+
     def enters(self, what: str) -> None:
         """Begin a unit's forward."""
-        if (recorder := recording.keeper()) is not None:
+        if (recorder := self._keeper()) is not None:
             self._calls.append(what)
             self._switch(recorder, what, recorder.moment())
 
     def leaves(self) -> None:
         """End a unit's forward."""
-        if self._calls and (recorder := recording.keeper()) is not None:
+        if (recorder := self._keeper()) is not None and self._calls:
             self._calls.pop()
             self._switch(recorder, self._calls[-1] if self._calls else None, recorder.moment())
 
     def backward_begins(self) -> None:
         """Begin a backward."""
-        if (recorder := recording.keeper()) is not None:
+        if (recorder := self._keeper()) is not None:
             self._switch(recorder, None, recorder.moment())
 
     def needs(self, what: str) -> None:
         """Note that the backward has reached a unit."""
-        if (recorder := recording.keeper()) is not None and (self._bar is None or self._bar[0] != what):
+        if (recorder := self._keeper()) is not None and (self._bar is None or self._bar[0] != what):
             self._switch(recorder, what, recorder.moment())
 
     def arrived(self, what: str) -> None:
         """Note that a gradient of a unit was computed."""
-        if (recorder := recording.keeper()) is None:
+        if (recorder := self._keeper()) is None:
             return
         if (self._bar is None or self._bar[0] != what) and self._last is not None:
             self._switch(recorder, what, self._last)
@@ -52,10 +59,9 @@ class ComputeLane:
 
     def ends(self) -> None:
         """End the pass, also after an error."""
-        self._calls = []
-        if self._bar is not None and (recorder := recording.keeper()) is not None:
+        if (recorder := self._keeper()) is not None and self._bar is not None:
             self._switch(recorder, None, self._last if self._last is not None else recorder.moment())
-        self._bar = self._last = None
+        self._calls, self._bar, self._last = [], None, None
 
     def _switch(self, recorder: Recorder, what: str | None, now: Any) -> None:
         if self._bar is not None:

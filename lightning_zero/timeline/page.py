@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -9,10 +11,11 @@ from lightning_zero.device.recording import STANDS, Span
 from lightning_zero.timeline.lanes import RankLanes
 
 ROW = 18  # pixels of a row with its gap
-BAR = 14
-LABEL = 76  # pixels for names of lanes
-NAMED = 0.012  # share of the width: shorter bars show no name
-_TICKS = 10
+LOW_ROW = 11  # of a lane whose bars are all hairlines
+HAIRLINE = 0.003  # share of the width
+GAP = 4
+NAMED = 0.012  # share of the width: shorter bars have no name, also when the page is zoomed
+MOST_TICKS = 10
 
 _STYLE = """
 :root { color-scheme: light dark;
@@ -35,7 +38,8 @@ th { color: var(--faint); } th:first-child, td:first-child { text-align: left; }
   vertical-align: -1px; }
 .keys label { margin-left: auto; } .keys input { width: 160px; vertical-align: middle; }
 .rank { display: flex; } .names { flex: none; width: 76px; font-size: 12px; color: var(--faint); }
-.names div { line-height: 18px; } .scroll { overflow-x: auto; flex: 1; min-width: 0; }
+.names div { display: flex; align-items: center; line-height: 10px; }
+.scroll { overflow-x: auto; flex: 1; min-width: 0; }
 .scroll > svg { display: block; width: calc(100% * var(--zoom, 1)); }
 svg text { font: 10px system-ui, sans-serif; fill: var(--on); pointer-events: none; }
 svg .tick { stroke: var(--line); } svg .end { stroke: var(--ink); stroke-dasharray: 3 3; }
@@ -44,10 +48,15 @@ rect { rx: 2px; } rect:hover { opacity: 0.75; } .lane { fill: var(--lane); rx: 0
 """
 _COLOURS = ("forward", "backward", "recompute", "gather", "reduce", "h2d", "d2h", "disk", "step", "wait")
 _SCRIPT = """
+const names = [...document.querySelectorAll('svg svg')];
+function fit() {  // a name that its bar is too short for is not shown
+  const shown = names.map(s => s.firstChild.getComputedTextLength() + 5 < s.width.baseVal.value);
+  names.forEach((s, i) => { s.firstChild.style.visibility = shown[i] ? 'visible' : 'hidden'; }); }
+fit(); window.onresize = fit;
 const all = [...document.querySelectorAll('.scroll')], zoom = document.getElementById('zoom');
 zoom.oninput = () => { const at = all.map(s => (s.scrollLeft + s.clientWidth / 2) / s.scrollWidth);
   document.documentElement.style.setProperty('--zoom', zoom.value);
-  all.forEach((s, i) => { s.scrollLeft = at[i] * s.scrollWidth - s.clientWidth / 2; }); };
+  all.forEach((s, i) => { s.scrollLeft = at[i] * s.scrollWidth - s.clientWidth / 2; }); fit(); };
 all.forEach(s => { s.onscroll = () => all.forEach(o => {
   if (o.scrollLeft !== s.scrollLeft) o.scrollLeft = s.scrollLeft; }); });
 """
@@ -66,6 +75,7 @@ def page_html(
         for c in _COLOURS
         if c in used
     )
+    keys += '<span><i style="background:var(--lane)"></i>no bar: code outside of the units</span>'
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
@@ -100,25 +110,25 @@ def _table(ranks: Sequence[RankLanes]) -> str:
 
 
 def _rank(lanes: RankLanes, window: tuple[float, float], with_times: bool) -> str:
-    top = ROW if with_times else 0
-    names, bars, row_number = [], [], 0
+    y = top = ROW if with_times else 0
+    names, bars = [], []
     for lane, rows in lanes.rows.items():
-        names.append(f'<div style="height:{ROW * len(rows)}px">{lane}</div>')
-        y = top + row_number * ROW
-        bars.append(f'<rect class="lane" x="0" y="{y}" width="100%" height="{ROW * len(rows) - 4}"/>')
+        longest = max(span.end - span.begin for row in rows for span in row)
+        row_height = LOW_ROW if longest < HAIRLINE * (window[1] - window[0]) else ROW
+        names.append(f'<div style="height:{row_height * len(rows)}px">{lane}</div>')
+        bars.append(f'<rect class="lane" x="0" y="{y}" width="100%" height="{row_height * len(rows) - GAP}"/>')
         for row in rows:
-            bars += [_bar(span, top + row_number * ROW, window) for span in row]
-            row_number += 1
-    height = top + row_number * ROW
-    ticks = _ticks(window, height, with_times)
+            bars += [_bar(span, y, row_height - GAP, window) for span in row]
+            y += row_height
+    ticks = _ticks(window, y, with_times)
     ends = "".join(
-        f'<line class="end" x1="{x:.4f}%" x2="{x:.4f}%" y1="{top}" y2="{height}"><title>end of a step</title></line>'
+        f'<line class="end" x1="{x:.4f}%" x2="{x:.4f}%" y1="{top}" y2="{y}"><title>end of a step</title></line>'
         for x in (_place(end, window) for end in lanes.ends)
         if 0 <= x <= 100
     )
     return (
         f'<h2>rank {lanes.rank}</h2><div class="rank"><div class="names" style="padding-top:{top}px">{"".join(names)}'
-        f'</div><div class="scroll"><svg height="{height}">{ticks}{"".join(bars)}{ends}</svg></div></div>'
+        f'</div><div class="scroll"><svg height="{y}">{ticks}{"".join(bars)}{ends}</svg></div></div>'
     )
 
 
@@ -126,25 +136,30 @@ def _place(moment: float, window: tuple[float, float]) -> float:
     return 100 * (moment - window[0]) / (window[1] - window[0])
 
 
-def _bar(span: Span, y: int, window: tuple[float, float]) -> str:
+def _bar(span: Span, y: int, height: int, window: tuple[float, float]) -> str:
     left, right = max(0.0, _place(span.begin, window)), min(100.0, _place(span.end, window))
     if right <= left:
         return ""
     what = f"waits for {span.waits_for}: {span.what}" if span.waits_for else span.what
     title = f"{escape(what)}, {1e3 * (span.end - span.begin):.3f} ms from {1e3 * (span.begin - window[0]):.3f} ms"
-    place = f'x="{left:.4f}%" y="{y}" width="{right - left:.4f}%" height="{BAR}"'
+    place = f'x="{left:.4f}%" y="{y}" width="{right - left:.4f}%" height="{height}"'
     rect = f'<rect {place} style="fill:var(--{colour_of(span)})"><title>{title}</title></rect>'
     if right - left < 100 * NAMED:
         return rect
-    return f'{rect}<svg {place}><text x="3" y="10.5">{escape(span.waits_for or span.what)}</text></svg>'
+    # The name of a unit without the modules around it: layers.1 for model.model.layers.1.
+    name = span.waits_for or re.sub(r"(?:\w+\.)+(?=\w+\.\w)", "", span.what)
+    return f'{rect}<svg {place}><text x="3" y="10.5">{escape(name)}</text></svg>'
 
 
 def _ticks(window: tuple[float, float], height: int, with_times: bool) -> str:
+    """Draw at most ``MOST_TICKS`` lines and a first one, at multiples of 1, 2 or 5 times a power of ten."""
+    milliseconds = 1e3 * (window[1] - window[0])
+    power = 10 ** math.floor(math.log10(milliseconds / MOST_TICKS))
+    distance = next(n * power for n in (1, 2, 5, 10, 20) if milliseconds / (n * power) <= MOST_TICKS)
     found = []
-    for number in range(_TICKS + 1):
-        x = 100 * number / _TICKS
-        found.append(f'<line class="tick" x1="{x}%" x2="{x}%" y1="0" y2="{height}"/>')
-        if with_times and number < _TICKS:
-            milliseconds = 1e3 * (window[1] - window[0]) * number / _TICKS
-            found.append(f'<text class="time" x="{x}%" dx="3" y="11">{milliseconds:.4g} ms</text>')
+    for number in range(int(milliseconds / distance) + 1):
+        x = 100 * number * distance / milliseconds
+        found.append(f'<line class="tick" x1="{x:.4f}%" x2="{x:.4f}%" y1="0" y2="{height}"/>')
+        if with_times and x < 98:
+            found.append(f'<text class="time" x="{x:.4f}%" dx="3" y="11">{number * distance:.6g} ms</text>')
     return "".join(found)

@@ -8,72 +8,72 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError, DebugConfig
+from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
-from lightning_zero.planning.clocks import Offset, offsets
 from lightning_zero.timeline.lanes import MARK, RankLanes, chosen, lanes_of
 from lightning_zero.timeline.page import page_html
-from lightning_zero.timeline.picture import can_draw, draw
-from lightning_zero.timeline.trace import trace_json
 
 ROUNDS = 20  # messages to compare clocks
+AFTER = 5  # optimizer steps before the recording
+STEPS = 2  # steps to record
 
 
-def check_timeline(config: DebugConfig) -> None:
-    """Raise ConfigError if ``zero.debug.timeline`` cannot be written."""
-    if config.timeline is None:
+def check_timeline(folder: str | None) -> None:
+    """Raise ConfigError if ``zero.timeline`` cannot be written."""
+    if folder is None:
         return
     try:
-        Path(config.timeline).expanduser().mkdir(parents=True, exist_ok=True)
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"zero.debug.timeline: expected a folder to write to, got {config.timeline!r}: {error.strerror}. Change "
-            "zero.debug.timeline."
+            f"zero.timeline: expected a folder to write to, got {folder!r}: {error.strerror}. Change zero.timeline."
         ) from None
 
 
 class Timeline:
-    """The timeline of one engine, if set in ``zero.debug``. ``settle`` (collective) finishes offloaded steps."""
+    """The timeline of one engine, if ``zero.timeline`` is set. ``wait_for_all`` (collective) finishes offloaded
+    steps."""
 
-    def __init__(self, config: DebugConfig, comm: Communicator, settle: Callable[[], None]) -> None:
-        self._config, self._comm, self._settle = config, comm, settle
-        self._after, self._count = config.timeline_steps
+    def __init__(self, folder: str | None, comm: Communicator, wait_for_all: Callable[[], None]) -> None:
+        self._folder, self._comm, self._wait_for_all = folder, comm, wait_for_all
         self._steps = 0
         self._recorder: Recorder | None = None
         self._offset = Offset(0.0, 0.0)
 
     def stepped(self) -> None:
         """Count an optimizer step, and begin or end the recording. Collective."""
-        if self._config.timeline is None:
+        if self._folder is None:
             return
         self._steps += 1
-        if self._steps == self._after:
+        if self._steps == AFTER:
             self._begin()
         elif self._recorder is not None:
             self._mark()
-            if self._steps == self._after + self._count:
+            if self._steps == AFTER + STEPS:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
         """Write the recorded steps at the end of the run. ``together``: all ranks call this and none has failed."""
-        if self._config.timeline is None:
+        if self._folder is None:
             return
         if self._recorder is not None:
             if together:
                 self._end()
             else:
                 self.close()
-        elif 0 < self._steps < self._after and self._comm.rank == 0:
+        elif 0 < self._steps < AFTER and self._comm.rank == 0:
             warnings.warn(
-                f"zero.debug.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
-                f"begins after step {self._after}: lower zero.debug.timeline_steps.",
+                f"zero.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
+                f"begins after step {AFTER}.",
                 stacklevel=2,
             )
 
@@ -81,11 +81,17 @@ class Timeline:
         """Drop the recording. Sends no message and does not wait."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.drop_spans()
+            recorder.spans = None  # without waiting: after an exception the device's work may never end
             recording.let_go()
 
     def _begin(self) -> None:
-        self._offset = self._compare_clocks()
+        begins, ends = [], []
+        for _ in range(ROUNDS):
+            begins.append(time.perf_counter())
+            self._comm.exchange(0)
+            ends.append(time.perf_counter())
+        all_clocks = self._comm.all_gather_objects((begins, ends), "the clocks of a timeline")
+        self._offset = offsets([b for b, _ in all_clocks], [e for _, e in all_clocks])[self._comm.rank]
         self._recorder = recording.listen(self._comm.streams.accelerator)
         self._recorder.keep_spans()
         self._mark()
@@ -94,15 +100,6 @@ class Timeline:
         assert self._recorder is not None
         now = self._recorder.moment()
         self._recorder.add(MARK, "", now, now)
-
-    def _compare_clocks(self) -> Offset:
-        begins, ends = [], []
-        for _ in range(ROUNDS):
-            begins.append(time.perf_counter())
-            self._comm.exchange(0)
-            ends.append(time.perf_counter())
-        all_clocks = self._comm.all_gather_objects((begins, ends), "the clocks of a timeline")
-        return offsets([b for b, _ in all_clocks], [e for _, e in all_clocks])[self._comm.rank]
 
     def _take(self) -> list[Span]:
         assert self._recorder is not None
@@ -113,8 +110,8 @@ class Timeline:
 
     def _end(self) -> None:
         closed = time.perf_counter()
-        self._settle()
-        # Drop the main thread's waits inside ``settle``, which a run without a timeline does not have.
+        self._wait_for_all()
+        # Drop the main thread's waits inside ``wait_for_all``, which a run without a timeline does not have.
         spans = [span for span in self._take() if not (span.waits_for and span.begin >= closed)]
         moved = [s._replace(begin=s.begin + self._offset.seconds, end=s.end + self._offset.seconds) for s in spans]
         mine = [tuple(span) for span in moved], self._offset.error
@@ -123,17 +120,17 @@ class Timeline:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
-            except Exception as error:  # training goes on without a timeline: full disk, broken matplotlib
-                what = f"{self._config.timeline}: {type(error).__name__}: {error}"
-                warnings.warn(f"zero.debug.timeline: {what}", stacklevel=2)
+            except Exception as error:  # training goes on without a timeline: a full disk, say
+                what = f"{self._folder}: {type(error).__name__}: {error}"
+                warnings.warn(f"zero.timeline: {what}", stacklevel=2)
 
     def _write(self, ranks: list[RankLanes], error: float) -> None:
-        assert self._config.timeline is not None
-        folder = Path(self._config.timeline).expanduser()
+        assert self._folder is not None
+        folder = Path(self._folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         ends = [end for lanes in ranks for end in lanes.ends]
         window = min(ends), max(max(ends), min(ends) + 1e-6)
-        first = self._after + 1
+        first = AFTER + 1
         last = first + ranks[0].steps - 1
         title = f"steps {first} to {last}" if last > first else f"step {first}"
         shown = chosen(ranks)
@@ -146,9 +143,58 @@ class Timeline:
         note += "Dashed: ends of steps. A bar says more under the pointer; trace.json opens in ui.perfetto.dev."
         (folder / "trace.json").write_text(trace_json(ranks, window[0]))
         (folder / "timeline.html").write_text(page_html(title, note, ranks, shown, window), encoding="utf-8")
-        missing = ""
-        if can_draw():
-            draw(folder / "timeline.png", title, ranks, window)
-        else:
-            missing = " (no timeline.png: matplotlib is not installed)"
-        print(f"timeline of {title}: {folder / 'timeline.html'}{missing}", flush=True)
+        print(f"timeline of {title}: {folder / 'timeline.html'}", flush=True)
+
+
+class Offset(NamedTuple):
+    """Seconds to add to a rank's clock to get rank 0's clock, accurate to ``error`` seconds."""
+
+    seconds: float
+    error: float
+
+
+def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[Offset]:
+    """Estimate the offset of each rank from rounds of collectives. ``begins, ends``: seconds by rank and round.
+
+    No rank can leave a collective before the last rank has entered, so with offset o of rank r, every round bounds o
+    from both sides, and the tightest bounds count: ``begin[r] + o <= end[0]`` and ``begin[0] <= end[r] + o``.
+    """
+    found = []
+    for own_begins, own_ends in zip(begins, ends, strict=True):
+        low = max(begin - end for begin, end in zip(begins[0], own_ends, strict=True))
+        high = min(end - begin for end, begin in zip(ends[0], own_begins, strict=True))
+        # Processes of one host share a clock, so 0 is preferred where it is possible.
+        found.append(Offset(0.0 if low <= 0 <= high else (low + high) / 2, max(0.0, high - low) / 2))
+    return found
+
+
+def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:
+    """Write in Chrome's trace format, which https://ui.perfetto.dev opens. ``origin``: the moment that becomes 0."""
+    events = [event for lanes in ranks for event in _events(lanes, origin)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _events(lanes: RankLanes, origin: float) -> Iterator[dict[str, Any]]:
+    pid = lanes.rank
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    tid = 0
+    for lane, rows in lanes.rows.items():
+        for number, row in enumerate(rows):
+            tid += 1
+            name = lane if number == 0 else f"{lane} {number + 1}"
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            for span in row:
+                event = {
+                    "ph": "X",
+                    "name": f"waits: {span.what}" if span.waits_for else span.what,
+                    "cat": f"exposed {span.waits_for}" if span.waits_for else lane,
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": round((span.begin - origin) * 1e6, 3),
+                    "dur": round((span.end - span.begin) * 1e6, 3),
+                }
+                yield event | ({"cname": "terrible"} if span.waits_for else {})
+    for end in lanes.ends:
+        yield {"ph": "i", "name": "step", "s": "p", "pid": pid, "tid": 1, "ts": round((end - origin) * 1e6, 3)}

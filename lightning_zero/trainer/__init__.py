@@ -9,9 +9,8 @@
     precision       precision plugin; precision_row and settings are shared with Fabric
     registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
-    replaced        methods of Lightning that are replaced where it has no hook
+    adapted         gives objects of Lightning our methods where it has no hook; loops: the Trainer's loops
     last_batches    refuses batches that zero.vertical_chunks does not divide
     long_sequences  steps on parts of sequences; sequence_check: tries the first ones whole and in parts
-    compiled        LightningModules that torch.compile made
     summary         tables at the start and the end
 """

@@ -20,8 +20,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
-from lightning_zero.ranks.verdict import REQUEUE, VERDICT_VARIABLE, give_verdict
-from lightning_zero.trainer.replaced import Replacements
+from lightning_zero.ranks.resume import REQUEUE, VERDICT_VARIABLE, give_verdict
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -76,17 +75,23 @@ class Interruptions:
         self._signum: signal.Signals | None = None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._signum = environment.requeue_signal
-        self._before: Any = None
-        self._main_thread = threading.current_thread() is threading.main_thread()
-        # Installed before Lightning's: Lightning skips a signal that already has a handler.
-        if self._main_thread and self._signum is not None:
-            self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
         self._loop = trainer.fit_loop.epoch_loop
-        self._replaced = Replacements()
-        self._replaced.replace(self._connector, "_sigterm_notifier_fn", lambda _, *args: self._on_term(*args))
-        self._replaced.replace(self._loop, "_broadcast_sigterm_tensor", lambda _: None)
-        if training:
-            self._replaced.replace(self._loop, "advance", self._advance_from_boundary)
+
+    def take_signals(self) -> None:
+        """Handle signals in the place of Lightning, which has just registered its handlers, and restores those of
+        before at the end. A SIGTERM goes on to the user's handler."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = self._connector._original_handlers.get(signal.SIGTERM)
+
+        def on_term(signum: int, frame: Any) -> None:
+            self._on_term(signum, frame)
+            if callable(before):
+                before(signum, frame)
+
+        signal.signal(signal.SIGTERM, on_term)
+        if self._signum is not None:
+            signal.signal(self._signum, self._on_requeue_signal)
 
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self.training:
@@ -109,13 +114,12 @@ class Interruptions:
         # srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
-    def _advance_from_boundary(self, advance: Any, data_fetcher: Any) -> None:
-        """Answer signals before a batch is fetched: a stateful loader would count a fetched batch as used."""
+    def before_batch(self) -> None:
+        """Answer signals if a window of accumulation begins. Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
             self.at_boundary()
-        advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
         """Save if it is time. Raise Left on all ranks if any rank got a signal. ``last``: no step follows.
@@ -215,11 +219,6 @@ class Interruptions:
         if failure:
             rank_zero_warn(f"the job {job} is not requeued and goes on to its end: scontrol requeue: {failure}")
         return not failure
-
-    def let_go(self) -> None:
-        self._replaced.undo()
-        if self._main_thread and self._signum is not None:
-            self._connector._original_handlers[self._signum] = self._before  # Lightning restores this handler next
 
 
 def repair_counts(trainer: pl.Trainer) -> None:

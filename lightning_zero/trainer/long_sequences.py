@@ -31,8 +31,8 @@ class LongSequences(SequenceSteps):
         if engine is None or size == 1:
             super().__init__(module, None)
             return
-        check_sequence_parallel(size, engine.world_size)
-        if engine.compiled.are_there:
+        check_sequence_parallel(size, engine.comm.world_size)
+        if engine.forwards.compiled.are_there:
             raise ConfigError(
                 "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
                 f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "

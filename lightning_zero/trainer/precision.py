@@ -29,8 +29,8 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
         """Run the backward; all gradients are reduced when ``on_after_backward`` is called."""
         engine = self.strategy.engine
         if self.scaler is not None:
-            engine.reducer.set_loss_scale(self.scaler.scale)
-        with engine.backward_scope():
+            engine.passes.reducer.set_loss_scale(self.scaler.scale)
+        with engine.passes.backward_scope():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @outside_graphs
@@ -45,8 +45,8 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
             self._after_closure(model, optimizer)
             return result
         engine = self.strategy.engine
-        overflowed = engine.sharded_grads.overflowed(self._places(optimizer))
-        engine.reducer.unscale(self.main_params(optimizer))
+        overflowed = engine.passes.sharded_grads.overflowed(self._places(optimizer))
+        engine.passes.reducer.unscale(self.main_params(optimizer))
         self._after_closure(model, optimizer)
         if not overflowed:
             optimizer.step(**kwargs)
@@ -59,10 +59,10 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
             self.load_state_dict(checkpoint.get(name) or {})
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.strategy.engine.sharded_grads.clip_by_norm(self._places(optimizer), clip_val)
+        self.strategy.engine.passes.sharded_grads.clip_by_norm(self._places(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.strategy.engine.sharded_grads.clip_by_value(self._places(optimizer), clip_val)
+        self.strategy.engine.passes.sharded_grads.clip_by_value(self._places(optimizer), clip_val)
 
     def _places(self, optimizer: Optimizer) -> list[Place]:
-        return [self.strategy.engine.place_of(param) for param in self.main_params(optimizer)]
+        return [self.strategy.engine.units.place_of(param) for param in self.main_params(optimizer)]

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_objects, open_waits, together
+from lightning_zero.comm.groups import even_alone
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, reduce_tensor
+from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
-from lightning_zero.ranks.allocation import check_allocation
-from lightning_zero.ranks.environments import own_environment
+from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.trainer import launchers
 from lightning_zero.trainer.settings import RunPlan
@@ -149,7 +149,7 @@ class Processes:
         device = self.root_device
         known = dist.Backend.default_device_backend_map
         self._process_group_backend = self._process_group_backend or known.get(device.type, "gloo")
-        if not dist.is_initialized() and (self._launcher is not None or self.config.comm.even_alone):
+        if not dist.is_initialized() and (self._launcher is not None or even_alone()):
             self._join()
             atexit.register(destroy_process_group)
         if self._waits is None and dist.is_initialized():
@@ -166,6 +166,7 @@ class Processes:
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
             init_process_group(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
+        rank_zero_info(f"waiting for {self.world_size} processes, which first import torch and Lightning")
         settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_plan.settings))
         rendezvous.join(
             self.cluster_environment,
@@ -182,7 +183,7 @@ class Processes:
         if failed:
             fail()
         for engine in engines():
-            engine.close_tiers()
+            engine.tiers.close()
         destroy_process_group()
 
     # -- messages ----------------------------------------------------------------------------------------------------

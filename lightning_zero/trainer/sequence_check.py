@@ -56,7 +56,7 @@ class SequenceCheck:
         ``together``: all ranks call this now; else only ranks that share a sequence, with batches of one kind.
         """
         kind = f"{name} {kind_of(args[0])}"
-        new, alone = kind not in self._known, self._group.size == self._engine.world_size
+        new, alone = kind not in self._known, self._group.size == self._engine.comm.world_size
         if not (self._any(new) if together and not alone else new and alone):
             return
         self._steps.cut(args[0])  # refuses a batch that cannot be cut
@@ -108,7 +108,7 @@ class SequenceCheck:
                     stack.enter_context(engine.passes.looking(lambda info, grad: sums.add(info.fqn, grad)))
                 stack.enter_context(agreeing)
                 stack.enter_context(engine.step_scope(f"the check of {name}", evaluation=evaluates))
-                stack.enter_context(engine.vertical.step((own, *args[1:]), evaluation=evaluates))
+                stack.enter_context(engine.forwards.vertical.step((own, *args[1:]), evaluation=evaluates))
                 if evaluates:
                     found.output = self._steps.evaluate(computing, step, own, *args[1:])
                 else:
@@ -138,7 +138,7 @@ class SequenceCheck:
         scaler = self._module.trainer.precision_plugin.scaler
         if scaler is not None:
             loss = loss * min(scaler.scale, _LOSS_SCALE)
-        with self._steps.backward(), self._engine.backward_scope():
+        with self._steps.backward(), self._engine.passes.backward_scope():
             self._module.backward(loss, *args, **kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:

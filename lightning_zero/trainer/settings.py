@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_zero.config import Precision, ZeroConfig, make_config
+from lightning_zero.config import Precision, ZeroConfig, check_prefetch, make_config
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.planning.activations import Activations
 from lightning_zero.tiers.claims import check_folder
@@ -29,6 +29,7 @@ class RunPlan:
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: state tensors per parameter, for ``stage="auto"``; default: from ``configure_optimizers``.
         activations: returns the activations of a micro-batch, for the table at the end of training.
+        held: rows (role, tier, bytes planned, bytes measured) of rank 0, which the strategy puts here after training.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class RunPlan:
     command_to_go_on: Callable[[str], str] = call_to_go_on
     optimizer_states: int | None = None
     activations: Callable[[], Activations | None] | None = None
+    held: Sequence[tuple[str, str, int, int | None]] = ()
 
 
 def settings_of(
@@ -49,8 +51,9 @@ def settings_of(
     """Merge ``config``, rows that are not None, and ``settings``. Raise ConfigError for a setting that cannot work."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
+    check_prefetch(config)
     check_compiler(config.compile)
-    check_timeline(config.debug)
+    check_timeline(config.timeline)
     path = config.offload.nvme_path
     if path is not None and "$" not in path:  # each rank expands its own variables
         check_folder(os.path.expanduser(path))

@@ -25,8 +25,9 @@ from lightning_zero.config import (
     with_rows,
 )
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
-from lightning_zero.engine.whole import shown
+from lightning_zero.engine.whole import whole_params
 from lightning_zero.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -36,11 +37,11 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
     reset_seed,
 )
-from lightning_zero.planning.whole import copy_nbytes
+from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
-from lightning_zero.trainer import compiled, processes
-from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
+from lightning_zero.trainer import loops, processes
+from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
@@ -48,16 +49,13 @@ from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
-from lightning_zero.trainer.saves import kept_files, range_saves
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 from lightning_zero.trainer.settings import settings_of, with_precision
-from lightning_zero.trainer.summary import print_held, print_units
+from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
-# Importing these modules replaces methods of Lightning; ``replaced.py`` lists them.
-ADAPTERS = compiled, averaging, stochastic_averaging, finetuning, pruning, kept_files, range_saves
 # Prefixes of hooks outside of steps. A pass still open there (``training_step`` returned None) can be ended.
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
@@ -105,6 +103,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     ) -> None:
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         self._asked_precision = self.config.precision.name
+        self._module: pl.LightningModule | None = None
         self._given_offload = self.config.offload  # holds settings for rows that restage() may choose
         refuse_writer(checkpoint_io, self.config.checkpoint)
         super().__init__(
@@ -205,14 +204,14 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
-            engine.rest()
+            engine.passes.rest()
         before = engine.config
         follow = averaging.followers(trainer, engine) if trainer is not None else []
         engine.restage(config.stage.name, config.offload, follow=follow)
         if engine.config != before:
             old, new = ((c.stage.name.name, c.offload.name.name) for c in (before, engine.config))
             rank_zero_info(f"restaged from {old[0]} to {new[0]}, offload {old[1]} to {new[1]}")
-            if config.summary and self.is_global_zero:
+            if self._shows_tables:
                 print_units(engine)
 
     # -- what the Trainer asks and tells ----------------------------------------------------------------------------
@@ -249,11 +248,25 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:  # type: ignore[override]
+        """Take the module of a run, which the Trainer gives first of all."""
+        if module is not None and module is not self._module:
+            self._check_before_start(module)
+        self._module = module
+
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError before processes start if this host cannot hold the whole model after the fit."""
+        """Raise ConfigError before processes start if there is no C++ compiler to compile ``model``, or if this host
+        cannot hold the whole model after the fit."""
+        if needs_compiler(model):
+            find_compiler("torch.compile", "compile with another backend")
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
-            shown.check_room_here(
+            whole_params.check_room_here(
                 copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
             )
 
@@ -263,6 +276,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self._join_ranks()
+        if self.lightning_module is not None:
+            loops.adapt_run(self.lightning_module.trainer)
 
     def _settings_of_front(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"zero.precision.name": self.precision_plugin.row.name}
@@ -277,12 +292,19 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
     @property
+    def _shows_tables(self) -> bool:
+        """Whether this is rank 0 of a Trainer that prints a summary of the model."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        callbacks = getattr(trainer, "callbacks", [])
+        return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
+
+    @property
     def _long_work(self) -> LongWork:
         """The progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         bar = trainer.progress_bar_callback if trainer is not None else None
         is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
-        return LongWork(self.is_global_zero and self.config.summary and is_wanted)
+        return LongWork(self.is_global_zero and is_wanted)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -295,10 +317,11 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
+        loops.adapt_run(trainer)  # callbacks that setup hooks have added
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
-            shown.hide_whole(engine, keep=not fitting)  # a fit changes all values
+            whole_params.shard_again(engine, keep=not fitting)  # a fit changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
@@ -357,25 +380,27 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
                 long_work=self._long_work,
             )
             self._start_is_over()
-            if self.config.summary and self.is_global_zero:
+            if self._shows_tables:
                 print_units(engine)
-            shown.check_room(engine)
+            whole_params.check_room(engine)
         else:
             engine.comm.waits.forget_failures()
-            engine.long_work = self._long_work
+            engine.comm.long_work = self._long_work
         engine.passes.calls_meet = True
-        with engine.placeholders_allowed():
+        with engine.passes.fence.lowered():
             model.to(self.root_device)  # moves the rest: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         return model
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
-        same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
+        same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
         return same_params and engine.config == wanted and engine.comm.device == self.root_device
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self.engine.drop_optimizers()
+        for sharded in self.engine.optimizers:
+            sharded.release()
+        self.engine.optimizers.clear()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, NoOptimizer):  # configure_optimizers returned None
@@ -383,11 +408,25 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def barrier(self, name: str | None = None) -> None:
+        if name == "run-stage" and self._interruptions is not None:
+            self._interruptions.take_signals()
+        super().barrier(name)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        assert self.lightning_module is not None
+        numbers = self._random_numbers
+        if numbers is not None and numbers.watches and self.lightning_module.trainer.training:
+            numbers.before_iterator(dataloader)
+        return dataloader
+
     def on_train_start(self) -> None:
         self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
+        if self.engine.forwards.compiled.are_there:
+            rank_zero_info("compiling: the first steps of training and of validation may take minutes")
         check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
         repair_counts(self.lightning_module.trainer)
 
@@ -397,11 +436,11 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             self._interruptions.at_boundary(last=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.sync_buffers()  # as under DDP, all ranks compute with rank 0's buffers
+        self.engine.passes.buffers.sync()  # as under DDP, all ranks compute with rank 0's buffers
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),
-            self.engine.vertical.step((args, kwargs), evaluation=False),
+            self.engine.forwards.vertical.step((args, kwargs), evaluation=False),
         ):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
@@ -455,16 +494,16 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         starts = self._evaluation_starts
         if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
-            self.engine.sync_buffers()
+            self.engine.passes.buffers.sync()
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.vertical.step((args, kwargs), evaluation=True):
+        with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):
             yield
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
-        with self.engine.no_sync():
+        with self.engine.passes.no_sync():
             yield
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -506,12 +545,10 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         module, engine = self.lightning_module, self._engine_that_waits
         if module is not None and engine is not None:
-            engine.rest()
+            engine.passes.rest()
             self._show_held(engine, module)
             self._show_whole(engine)
-        if self._interruptions is not None:
-            self._interruptions.let_go()
-            self._interruptions = None
+        self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.let_go()
         self._sequences = LongSequences()
@@ -522,18 +559,19 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         trained, self._trained = self._trained, False
-        if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
+        if trained and self._shows_tables:
             activations = self.run_plan.activations() if self.run_plan.activations is not None else None
-            print_held(engine, module.trainer.accumulate_grad_batches, activations)
+            self.run_plan.held = held_rows(engine, module.trainer.accumulate_grad_batches, activations)
+            print_held(self.run_plan.held)
 
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
             return
-        alone = engine.world_size == 1 and not engine.after_step.has_failed
+        alone = engine.comm.world_size == 1 and not engine.passes.after_step.has_failed
         if not processes.has_failed() or alone:
-            shown.show_whole(engine)
+            whole_params.show_whole(engine)
         else:
-            shown.show_again(engine)
+            whole_params.show_again(engine)
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark the run as failed, without collectives: other ranks may be gone."""
@@ -544,4 +582,9 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._waits is not None:
             self._waits.explain(exception)
         if (engine := self._engine_that_waits) is not None:
-            engine.abort()
+            engine.passes.abort()
+
+
+# Lightning runs a LightningModule that ``torch.compile`` made only with strategies of three classes of its own. It asks
+# for this one nowhere else.
+pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)

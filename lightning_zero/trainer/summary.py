@@ -15,6 +15,9 @@ from lightning_zero.planning.choose import human_bytes
 from lightning_zero.planning.memory import Bytes, Limits, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
+LARGE = 64 * 2**20  # bytes of a model from which :func:`large_unit` is worth a sentence
+Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measured
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,7 +30,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
     def facts(unit: Unit) -> tuple[int, int, str]:
         nbytes = sum(b.full.nbytes for b in unit.buckets)
-        return sum(i.numel for i in unit.infos()), nbytes, _where(unit)
+        return sum(i.numel for i in unit.infos), nbytes, _where(unit)
 
     rows = []
     for (numel, nbytes, where), same in groupby(engine.units, facts):
@@ -63,45 +66,54 @@ def large_unit(engine: Engine) -> str | None:
 
 
 def print_units(engine: Engine) -> None:
-    precision = engine.precision.name
+    precision = engine.passes.precision.name
     table = Table(
-        title=f"{engine.config.stage.name.name}, {precision}, {engine.world_size} rank(s)", title_justify="left"
+        title=f"{engine.config.stage.name.name}, {precision}, {engine.comm.world_size} rank(s)", title_justify="left"
     )
     for column in ("unit", "parameters", "gathered", "tier"):
-        table.add_column(column, justify="left" if column in ("unit", "tier") else "right")
+        table.add_column(column, justify="left" if column in ("unit", "tier") else "right", overflow="fold")
     for row in unit_rows(engine):
         table.add_row(*row)
-    table.caption, table.caption_justify = large_unit(engine), "left"
+    if sum(b.full.nbytes for b in engine.buckets) >= LARGE:
+        table.caption, table.caption_justify = large_unit(engine), "left"
     Console(stderr=True).print(table)
 
 
-def print_held(engine: Engine, micro_batches: int, activations: Activations | None = None) -> None:
-    """Print the bytes that this rank was planned to hold and holds, at the end of a run."""
+def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
+    """Return the bytes that this rank was planned to hold and holds, at the end of a run."""
     from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
-    engine.after_step.settle()  # no agreement, since other ranks do not call this
+    engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)
     plan = planned_now(engine, held)
-    table = Table(title="bytes of rank 0 at rest", title_justify="left")
-    table.add_column("role")
-    table.add_column("tier")
-    for column in ("planned", "measured"):
-        table.add_column(column, justify="right")
-    for role in Role:
-        for tier in Tier:
-            if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
-                table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
+    rows: list[Held] = [
+        (role.value, tier.value, plan[role, tier], held[role, tier])
+        for role in Role
+        for tier in Tier
+        if plan[role, tier] or held[role, tier]
+    ]
     accelerator = engine.comm.streams.accelerator
     limits = limits_of(engine, micro_batches)
     peaks = planned_peaks(engine, buckets, limits, states, activations)
     what = "peak of a step" if activations is not None else "peak of a step, activations not planned"
     if accelerator.has_streams:
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
-        table.add_row(what, "device", human_bytes(most), human_bytes(accelerator.peak_nbytes()))
+        rows.append((what, "device", most, accelerator.peak_nbytes()))
     else:
         most = max(memory.on_tier(held, Tier.device) + memory.on_tier(held, Tier.host) for held in peaks.values())
-        table.add_row(what, "device, host", human_bytes(most), "not measured")
+        rows.append((what, "device, host", most, None))
+    return rows
+
+
+def print_held(rows: Sequence[Held]) -> None:
+    table = Table(title="bytes of rank 0 at rest", title_justify="left")
+    table.add_column("role")
+    table.add_column("tier")
+    for column in ("planned", "measured"):
+        table.add_column(column, justify="right")
+    for role, tier, planned, measured in rows:
+        table.add_row(role, tier, human_bytes(planned), "not measured" if measured is None else human_bytes(measured))
     Console(stderr=True).print(table)
 
 

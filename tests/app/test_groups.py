@@ -160,8 +160,6 @@ def test_models_take_what_the_data_gives(name: str, tmp_path: Path) -> None:
     model.configure_model()
     batch = next(iter(data.val_dataloader()))
     assert model(batch[:, :-1]).shape == (4, 64, 256)
-    tokens = model.generate(batch[:1, :3], 5)
-    assert tokens.shape == (1, 8) and (tokens[:, :3] == batch[:1, :3]).all()
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero.app import plan, plan_picture, train
 from lightning_zero.app.schema import MachineConfig, parse_bytes
-from lightning_zero.config import ConfigError, Offload, Stage
+from lightning_zero.config import ConfigError, Offload, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
-from lightning_zero.planning.fit import Machine, Model, allowed_rows, best, plan_row
+from lightning_zero.planning.fit import Machine, Model, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 

@@ -185,7 +185,7 @@ def test_precision_rows_have_one_meaning() -> None:
 
 def test_overrides_reach_the_dataclasses() -> None:
     config = config_of(
-        "zero/stage=zero2",
+        "zero/stage=zero3",
         "zero/precision=bf16",
         "zero.prefetch_bytes=1KB",
         "zero.unit.classes=[Block,Head]",
@@ -195,7 +195,7 @@ def test_overrides_reach_the_dataclasses() -> None:
         "data.block_size=77",
     )
     assert config.zero == make_config(
-        stage="zero2",
+        stage="zero3",
         precision="bf16",
         prefetch_bytes=1000,
         unit={"classes": ["Block", "Head"]},
@@ -299,7 +299,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
 
 
 def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.engine.whole.shown.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("lightning_zero.engine.whole.whole_params.available_host_memory", lambda: 1000)
     code, said = command_line(
         "experiment=tiny", "trainer.accelerator=cpu", "zero.gather_after_fit=true", "data=synthetic"
     )
@@ -353,7 +353,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("callbacks.foo._target_=X", ["in callbacks. To append to your config use +callbacks.foo._target_=X.\n"]),
         ("callbacks.moniter.prog_bar=x", ["Did you mean callbacks.monitor.prog_bar=x? "]),
         ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
-        ("zero.unit=3", ["There are classes, max_bytes, min_bytes, whole_batch in zero.unit.\n"]),
+        ("zero.unit=3", ["There are classes, max_bytes, whole_batch in zero.unit.\n"]),
         # behind a plus
         ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
         ("+experiment=tiny", ["Multiple values for experiment. ", "Did you mean experiment=tiny?\n"]),
@@ -502,6 +502,7 @@ def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.smoke
 def test_help_is_in_our_words() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_zero.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -522,7 +523,7 @@ from omegaconf import OmegaConf
 @hydra.main(version_base="1.3", config_path="conf", config_name="app")
 def main(cfg):
     zero = OmegaConf.to_object(cfg.zero)
-    print(type(zero).__name__, zero.stage.name.name, zero.precision.name.name, zero.prefetch_bytes)
+    print(type(zero).__name__, zero.stage.name.name, zero.precision.name.name, zero.reduce_bucket_bytes)
     print(cfg.precision, cfg.optimizer._target_)
     print("heavy:", [m for m in ("torch", "lightning") if m in sys.modules])
 
@@ -557,7 +558,7 @@ def run_app(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_another_app_composes_our_groups(tmp_path: Path) -> None:
-    done = run_app(tmp_path, "zero/stage=zero1", "zero/precision=bf16", "zero.prefetch_bytes=5", "optimizer=sgd")
+    done = run_app(tmp_path, "zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "bf16-mixed torch.optim.SGD", "heavy: []"]
 

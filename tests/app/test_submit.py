@@ -19,7 +19,7 @@ from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
 from lightning_zero.config import ConfigError
 
-SMALL = ("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens")
+SMALL = ("experiment=tiny", "data.path=words.txt")
 SIZE = ("cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.time=24:00:00", "cluster.partition=long")
 
 
@@ -227,7 +227,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing(command: Any, tmp_path: Pa
     assert "    machine" not in out and "    dry_run" not in out
     assert "not submitted: dry_run=true" in err
     assert "of 79.0G on each GPU" in err
-    assert {p.name for p in tmp_path.iterdir()} == {"words.txt", "tokens"}
+    assert {p.name for p in tmp_path.iterdir()} == {"words.txt"}
 
 
 def test_a_folder_of_the_nodes_need_not_be_here(command: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_zero.checkpoint import archive, crc, durable, verify
+from lightning_zero.checkpoint import archive, durable, verify
 from lightning_zero.checkpoint.__main__ import main
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 
@@ -31,7 +31,7 @@ def test_checksums_of_pieces_add_up() -> None:
             generator.randbytes(generator.choice([0, 1, 5, 4096, 70_001])),
             generator.randbytes(generator.randrange(9000)),
         )
-        assert crc.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+        assert archive.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 40, 100, 101])
@@ -39,18 +39,18 @@ def test_pieces_in_any_order_and_gaps(nbytes: int) -> None:
     generator = random.Random(nbytes)
     data = bytearray(generator.randbytes(nbytes))
     cuts = sorted({0, nbytes, *(generator.randrange(nbytes + 1) for _ in range(7))})
-    found = [crc.Piece("r", a, b - a, zlib.crc32(data[a:b])) for a, b in itertools.pairwise(cuts)]
+    found = [archive.Piece("r", a, b - a, zlib.crc32(data[a:b])) for a, b in itertools.pairwise(cuts)]
     generator.shuffle(found)
-    assert crc.add_up("r", nbytes, found) == zlib.crc32(data)
+    assert archive.add_up("r", nbytes, found) == zlib.crc32(data)
     if not found:
         return
     with pytest.raises(RuntimeError, match="written twice"):
-        crc.add_up("r", nbytes, [*found, found[0]])
+        archive.add_up("r", nbytes, [*found, found[0]])
     lost = found.pop()
     with pytest.raises(RuntimeError, match="not at all"):
-        crc.add_up("r", nbytes, found)
+        archive.add_up("r", nbytes, found)
     data[lost.start : lost.start + lost.nbytes] = bytes(lost.nbytes)
-    assert crc.add_up("r", nbytes, found, gaps_are_zeros=True) == zlib.crc32(data)
+    assert archive.add_up("r", nbytes, found, gaps_are_zeros=True) == zlib.crc32(data)
 
 
 def contents() -> dict[str, Any]:
@@ -142,6 +142,7 @@ def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.Capt
         data[place] ^= 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("ours", [True, False])
 def test_what_is_called_whole_loads_to_the_same_values(
     ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import durable, verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.sharded.save import save_folder
-from lightning_zero.checkpoint.sharded.write import alone
+from lightning_zero.checkpoint.sharded.save import alone, save_folder
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice
 from lightning_zero.engine.whole.values import Lone, Part, TensorParts, Value
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
@@ -44,7 +43,7 @@ def test_a_view_is_written_alone_and_not_copied(dtype: torch.dtype) -> None:
 
 
 def test_memory_that_was_written_can_be_given_back() -> None:
-    """As homes in files do."""
+    """As storages in files do."""
     memory = torch.arange(1000.0)
     torch.save(alone(memory[10:500]), io.BytesIO())
     memory.untyped_storage().resize_(0)
@@ -56,7 +55,7 @@ def parts_of(value: Tensor, cuts: list[int], rank: int, ranks: int) -> TensorPar
     flat = value.permute(order).reshape(-1)
     ends = [0, *sorted(cuts), len(flat)]
     own = [(a, b) for a, b in itertools.pairwise(ends) if a < b][rank::ranks]
-    parts = [Part(Value(0, 0), a, Sliced(flat, a, b - a), None) for a, b in own]
+    parts = [Part(Value(0, 0), a, FlatSlice(flat, a, b - a), None) for a, b in own]
     return TensorParts(value.shape, value.dtype, parts, value.stride())
 
 
@@ -119,6 +118,7 @@ def test_a_stored_tensor_reads_what_is_used() -> None:
         KeptTensor((2,), torch.float32) + 1
 
 
+@pytest.mark.full
 def test_no_flipped_bit_loads_other_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not in the index either, which says what lies where; and each damage is said in words."""
     path, generator = tmp_path / "a.ckpt", random.Random(4)

@@ -37,12 +37,12 @@ def test_devices_keep_their_own() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_kept_between_steps_is_memory_of_no_gradient(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side:
-        reducer = side.engine.reducer
+        reducer = side.engine.passes.reducer
         largest = max(b.layout.numel * b.dtypes.reduce.itemsize for b in side.engine.buckets)
         for step in range(3):
             side.backward(language_loss(side.module, tokens(step)))
             kept = {buffer.untyped_storage().data_ptr() for buffer in reducer.spare._kept}
-            assert bool(kept) == (stage > 0 and side.engine.world_size > 1)
+            assert bool(kept) == (stage > 0 and side.engine.comm.world_size > 1)
             assert reducer.spare.nbytes <= 2 * largest
             grads = [bucket.grad for bucket in side.engine.buckets]
             assert not kept & {grad.untyped_storage().data_ptr() for grad in grads if grad is not None}

@@ -132,7 +132,7 @@ def test_trainer_saves_and_goes_on(
         nvme = tmp_path / "nvme"
         nvme.mkdir(exist_ok=True)
         saves = {"name": "sharded" if background else "full", "background": background}
-        strategy = ZeroStrategy(stage, offload=offload(row, nvme), checkpoint=saves, summary=False)
+        strategy = ZeroStrategy(stage, offload=offload(row, nvme), checkpoint=saves)
         return fit(strategy, tmp_path, accelerator="gpu", max_epochs=2, **settings).losses
 
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
@@ -153,8 +153,8 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{COMM}.streams:Streams._on", "self.accelerator.wait(event)", 2, {"order": SIDES}),
     (f"{COMM}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
     (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self._event)", 2, {}),
-    (f"{COMM}.small_messages:SmallMessages._run", "self.streams.wait(event)", 2, {"stage": 2}),
-    (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._pushed)", 2, {"row": "optimizer_cpu", "order": SIDES}),
+    (f"{COMM}.communicator:Communicator._run", "self.streams.wait(event)", 2, {"stage": 2}),
+    (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu", "order": SIDES}),
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
     (
         f"{UNITS}.grad_store:Landing._land",
@@ -162,7 +162,12 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
         2,
         {"row": "optimizer_cpu"},
     ),
-    (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
+    (
+        f"{UNITS}.master_storage:HostStorage.open",
+        "self._tier.accelerator.wait_on_host(self._reads)",
+        1,
+        {"row": "optimizer_cpu"},
+    ),
     ("lightning_zero.engine.whole.snapshot:Snapshot.stage", "accelerator.wait_on_host(arrived)", 1, {}),
     (
         f"{TIERS}.pinned:Sender.send",

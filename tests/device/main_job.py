@@ -93,7 +93,7 @@ def run(**settings: Any) -> list[dict[Wait, int]]:
         trainer = pl.Trainer(
             accelerator=OnPaper(),
             devices=1,
-            strategy=ZeroStrategy(stage=3, summary=False),
+            strategy=ZeroStrategy(stage=3),
             max_steps=STEPS,
             log_every_n_steps=EVERY,
             logger=CSVLogger(folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import sys
 import tempfile
 import warnings
@@ -59,6 +60,7 @@ class Case:
         row: of offload.
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
         nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
+        even_alone: one rank sends its messages all the same.
         settings: arguments of ``lightning_zero.shard``, beside those.
         fp32_modules: classes that keep fp32; None: as by default.
     """
@@ -72,12 +74,17 @@ class Case:
     worker: Pace = "lazy"
     blocks: int = 3
     nodes: int = 1
+    even_alone: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     fp32_modules: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
-        words += [self.worker] * (self.row != "none") + [f"{self.nodes}nodes"] * (self.nodes > 1)
+        words += (
+            [self.worker] * (self.row != "none")
+            + [f"{self.nodes}nodes"] * (self.nodes > 1)
+            + ["even_alone"] * self.even_alone
+        )
         return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
 
 
@@ -182,8 +189,8 @@ def train_step(
     def backwards() -> float:
         for micro_batch in range(step.micro_batches):
             last = micro_batch == step.micro_batches - 1
-            with contextlib.nullcontext() if last else engine.no_sync():
-                engine.backward(loss_of(model) / step.micro_batches)
+            with contextlib.nullcontext() if last else engine.passes.no_sync():
+                engine.passes.backward(loss_of(model) / step.micro_batches)
         if step.clips:
             lightning_zero.clip_grad_norm_(model, 1.0)
         if step.evaluates:
@@ -218,8 +225,9 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             stack.enter_context(world(case.ranks))
             stack.enter_context(fused_on_meta())
             # No tensor has values: each is taken for one that was written to.
-            stack.enter_context(mock.patch("lightning_zero.engine.whole.shown.same_bits", lambda *_: False))
+            stack.enter_context(mock.patch("lightning_zero.engine.whole.whole_params.same_bits", lambda *_: False))
             stack.enter_context(on_nodes(case))
+            stack.enter_context(mock.patch.dict(os.environ, LIGHTNING_ZERO_EVEN_ALONE=str(int(case.even_alone))))
             stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)
     finally:
@@ -235,8 +243,9 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
     offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
     precision: Any = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
     precision |= {"fp32_modules": list(case.fp32_modules)} if case.fp32_modules is not None else {}
+    settings = {k: v for k, v in case.settings.items() if case.stage == 3 or k != "prefetch_bytes"}
     engine = lightning_zero.shard(
-        model, stage=case.stage, precision=precision, offload=offload, device="meta", **case.settings
+        model, stage=case.stage, precision=precision, offload=offload, device="meta", **settings
     )
     for name, stream in engine.comm.streams._streams.items():
         machine.order.names[stream] = name
@@ -252,7 +261,7 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
             steps.append(counted())
         if then is not None:
             then(engine, model, optimizer)
-        engine.rest()
+        engine.passes.rest()
         races, at_rest = machine.races.copy(), machine.held
     finally:
         engine.release()

@@ -27,7 +27,7 @@ HOWS = {
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
 LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)
-TO_WRITE = Wait("engine/units/home.py: HostHome.open", "event", main=False)
+TO_WRITE = Wait("engine/units/master_storage.py: HostStorage.open", "event", main=False)
 SENT = Wait("tiers/pinned.py: Sender.send", "event", main=False)
 READ_INTO = Wait("tiers/pinned.py: ReadAhead.take", "event")
 
@@ -77,6 +77,11 @@ def test_the_main_thread_never_waits_for_the_device(
     assert not [wait for wait in found.steps[-1].waits if wait.main]
 
 
+def of_model(function: str) -> bool:
+    """Whether autograd asks for it: the engine calls ``loss.backward()`` there."""
+    return function.startswith("the model") or function == "engine/passes/passes.py: Passes.backward"
+
+
 def bytes_of(found: Found, *, to_host: bool) -> int:
     return sum(nbytes for copy, nbytes in found.steps[-1].copied.items() if copy.to_host is to_host)
 
@@ -110,7 +115,7 @@ def test_a_step_queues_no_more_than_it_does_now(
 ) -> None:
     """Kernels and copies of the engine, for ten parameters in four buckets."""
     step = trained(Case(stage, row)).steps[-1]
-    own = sum(n for function, n in step.kernels.items() if not function.startswith(("the model", "engine/engine.py")))
+    own = sum(n for function, n in step.kernels.items() if not of_model(function))
     assert own <= kernels
     assert step.collectives.total() <= messages
 
@@ -128,10 +133,9 @@ RANKS = 4
 def of_step(case: Case, trained: Trained) -> Counts:
     """What the engine asks for, without the optimizer's own kernels."""
     step = trained(case).steps[-1]
-    others = ("the model", "engine/engine.py", "engine/steps")
 
     def own(counter: Counter[str]) -> int:
-        return sum(n for function, n in counter.items() if not function.startswith(others))
+        return sum(n for what, n in counter.items() if not of_model(what) and not what.startswith("engine/steps"))
 
     return Counts(
         own(step.kernels),

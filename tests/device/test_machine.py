@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.units.flat_buffer import FlatBuffer
+from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.host import HostTier
 from tests.device.machine import Machine, Tally

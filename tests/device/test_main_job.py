@@ -11,11 +11,10 @@ from tests.device.machine import Wait
 from tests.device.main_job import EVERY, STEPS, run
 
 SHOWN = Wait("models/language_model.py: LanguageModel.on_train_batch_end", "a copy")
-LOGGED = Wait(
-    "trainer/interruptions.py: Interruptions._advance_from_boundary", "a value"
-)  # Lightning, called from there
+LOGGED = Wait("trainer/loops.py: ZeroTrainingEpochLoop.advance", "a value")  # Lightning, called from there
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.full), "bf16-true"])
 def test_the_host_waits_where_a_loss_is_read(precision: str, elsewhere: Callable[..., Any]) -> None:
     waits = elsewhere(run, precision=precision)

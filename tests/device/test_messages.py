@@ -15,7 +15,7 @@ Trained = Callable[..., Found]
 
 CASES = [
     *(Case(stage, precision=precision, steps=MIXED) for stage in range(4) for precision in ("fp32", "bf16")),
-    Case(1, ranks=1, settings={"comm": {"even_alone": True}}),
+    Case(1, ranks=1, even_alone=True),
     Case(3, "optimizer_cpu", "bf16", steps=MIXED),
     Case(3, "cpu", "bf16", "bf16"),
     Case(0, nodes=2, steps=MIXED),

@@ -27,6 +27,7 @@ ROWS = {
 Elsewhere = Callable[..., Predicted]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("row", "how"), [(row, how) for row, hows in ROWS.items() for how in hows])
 @pytest.mark.mainly(lambda row, how: (row, how) not in (("nvme", "clipped"), ("cpu", "plain")))
 def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: Elsewhere) -> None:
@@ -35,6 +36,7 @@ def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: El
     assert found.seconds >= max(found.busy.values()) * 0.99, found  # what is busy all the time sets the pace
 
 
+@pytest.mark.full
 def test_nor_does_it_on_several_ranks(elsewhere: Elsewhere) -> None:
     assert elsewhere(predict, "cpu", HIDING_TOKENS, ranks=4).phi >= LEAST
 
@@ -76,6 +78,7 @@ WORSE: dict[str, tuple[str, str, Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("what", WORSE)
 def test_what_is_done_in_turn_is_seen(what: str, elsewhere: Elsewhere) -> None:
     row, path, new = WORSE[what]

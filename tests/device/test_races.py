@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.engine.whole import state_dicts
+from lightning_zero.engine.whole.values import FakeTensors
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
 
@@ -80,7 +81,7 @@ NODE_BACKWARD: dict[str, Any] = {"comm": {"hybrid_shard": "node_backward"}}
             Case(settings={"dynamic_graph": True}),
             Case(settings={"activation_checkpointing": "blocks"}),
             Case(settings={"comm": {"transport": "direct"}}),
-            *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
+            *(Case(stage, ranks=1, steps=MIXED, even_alone=True) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
             *(
                 Case(
@@ -135,7 +136,7 @@ def gathers(engine: Any, model: nn.Module, optimizer: Any) -> None:
 
 
 def gathers_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    engine.backward(loss_of(model))
+    engine.passes.backward(loss_of(model))
     with lightning_zero.gather(model, grads=True):
         for param in model.parameters():
             assert param.grad is not None
@@ -145,9 +146,9 @@ def gathers_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
 
 
 def saves_and_loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    values, states = engine.state_dict(), engine.optimizer_state(optimizer)
+    values, states = engine.state_dict(), state_dicts.optimizer_state(engine, optimizer)
     engine.load_state_dict(values)
-    engine.load_optimizer_state(optimizer, states)
+    state_dicts.load_optimizer_state(engine, optimizer, states)
     train_step(Step(), engine, model, optimizer)
 
 
@@ -171,16 +172,16 @@ def evaluates(engine: Any, model: nn.Module, optimizer: Any) -> None:
 def reads_weights(engine: Any, model: Any, optimizer: Any) -> None:
     with engine.step_scope():
         (model.blocks[0].linear.weight + 1).sum()
-        engine.backward(loss_of(model))
+        engine.passes.backward(loss_of(model))
     optimizer.step()
     optimizer.zero_grad()
 
 
 def looks_at_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    engine.backward(loss_of(model))
+    engine.passes.backward(loss_of(model))
     lightning_zero.grad_norm(model)
-    engine.sharded_grads.clip_by_value(map(engine.place_of, model.parameters()), 1.0)
-    engine.sharded_grads.overflowed(map(engine.place_of, model.parameters()))
+    engine.passes.sharded_grads.clip_by_value(map(engine.units.place_of, model.parameters()), 1.0)
+    engine.passes.sharded_grads.overflowed(map(engine.units.place_of, model.parameters()))
     for param in model.parameters():
         param.grad.mul_(0.5)
         param.grad.clone()
@@ -209,14 +210,14 @@ def raises_in_backward(engine: Any, model: Any, optimizer: Any) -> None:
 
 def _raises(hook: Any, engine: Any, model: nn.Module) -> None:
     with contextlib.suppress(ZeroDivisionError), engine.step_scope():
-        engine.backward(loss_of(model))
+        engine.passes.backward(loss_of(model))
     hook.remove()
     for param in model.parameters():
         param.grad = None  # what a backward that raised has left is not stepped
 
 
 def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    engine.backward(loss_of(model))
+    engine.passes.backward(loss_of(model))
     optimizer.step()
     optimizer.step()
     optimizer.zero_grad()
@@ -232,10 +233,10 @@ def is_copied_before_a_step(engine: Any, model: nn.Module, optimizer: Any) -> No
 
 
 def _is_saved(engine: Any, model: nn.Module, optimizer: Any, order: list[str]) -> None:
-    hollow = Hollow()
-    engine.state_dict(hollow=hollow)
-    engine.optimizer_state(optimizer, hollow=hollow)
-    kept = KeptRanges(engine, {value for value, _ in hollow.made})
+    fakes = FakeTensors()
+    engine.state_dict(fakes=fakes)
+    state_dicts.optimizer_state(engine, optimizer, fakes=fakes)
+    kept = KeptRanges(engine, {value for value, _ in fakes.made})
 
     def read() -> None:
         for part in kept:

@@ -29,7 +29,7 @@ def walk(engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     path = first.offload.nvme_path
     for row in ROWS:
         stage, name = row.split()
-        if ("nvme" in name and path is None) or (stage == "zero0" and engine.world_size > 1):
+        if ("nvme" in name and path is None) or (stage == "zero0" and engine.comm.world_size > 1):
             continue  # ranks that are not there cannot tell what state they have, which would have to be gathered
         engine.restage(stage, {"name": name, "nvme_path": path} if "nvme" in name else name)
         assert not engine.comm.streams._held, "gradients that nobody would let go of"
@@ -43,7 +43,7 @@ def walk(engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 def at_rest(engine: Any, *_: Any) -> None:
     """Nothing is kept for what the device has not done yet."""
-    engine.rest()
+    engine.passes.rest()
     engine.comm.streams.accelerator.synchronize()
     engine.comm.streams.let_go()
     if engine.tiers.landing is not None:
@@ -59,6 +59,7 @@ CASES = [
 PLACEHOLDERS = 100  # bytes, where the first row needs none
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_has_no_race_and_gives_memory_back(case: Case, trained: Callable[..., Found]) -> None:
     found, plain = trained(case, then=walk), trained(case, then=at_rest)

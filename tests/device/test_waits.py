@@ -16,7 +16,7 @@ from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Arrived, Claimed, Landing, _wait
-from lightning_zero.engine.units.home import copy_cast
+from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Found, Step, loss_of
@@ -149,11 +149,11 @@ def read_into_what_is_in_use(self: ReadAhead, place: int, event: Any) -> None:
 def push_unseen(self: Bucket, target: Tensor) -> None:
     """Nobody knows when what it sends has arrived."""
     with self.comm.streams.on("push", after=self.awaited_step.event):
-        self.home.copy_to(target)
+        self.storage.copy_to(target)
 
 
 def read_unseen(self: Any, event: Any) -> None:
-    """A home does not know that its master is read."""
+    """A storage does not know that its master is read."""
 
 
 @contextlib.contextmanager
@@ -166,8 +166,11 @@ def transfers_at_once(self: Bucket, *, into_free_memory: bool) -> Iterator[None]
 def do_not_wait(self: Any) -> None: ...
 
 
-def fill_without_waiting(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
-    copy_cast(source, target)
+def fill_without_waiting(source: Tensor, target: Tensor) -> None:
+    if target.device.type == "cpu":
+        target.copy_(source, non_blocking=True)
+    else:
+        copy_cast(source, target)
 
 
 def loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
@@ -179,7 +182,7 @@ def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
     with engine.step_scope():
         with torch.no_grad():
             model.head.weight.mul_(2)
-        engine.backward(loss_of(model))
+        engine.passes.backward(loss_of(model))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -303,25 +306,25 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
     "a gather waits for what a step has sent": (BUCKET + "_transfers", transfers_at_once, HOST, None),
     "a push can be waited for": (BUCKET + "_send", push_unseen, HOST, None),
     "masters are not written while a push reads them": (
-        "lightning_zero.engine.units.home.HostHome.read_until",
+        "lightning_zero.engine.units.master_storage.HostStorage.read_until",
         read_unseen,
         Case(3, "optimizer_cpu"),
         steps_twice,
     ),
     "masters are not loaded while a push reads them": (
-        "lightning_zero.engine.units.home.HostHome.read_until",
+        "lightning_zero.engine.units.master_storage.HostStorage.read_until",
         read_unseen,
         Case(3, "optimizer_cpu"),
         saves_and_loads,
     ),
     "masters are not gathered back while a push reads them": (
-        "lightning_zero.engine.units.home.HostHome.read_until",
+        "lightning_zero.engine.units.master_storage.HostStorage.read_until",
         read_unseen,
         Case(3, "optimizer_cpu"),
         gathers,
     ),
     "masters are not stepped while a gather reads them": (
-        "lightning_zero.engine.units.home.HostHome.read_until",
+        "lightning_zero.engine.units.master_storage.HostStorage.read_until",
         read_unseen,
         Case(3, "cpu"),
         None,
@@ -333,7 +336,7 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "masters on the host are filled": (
-        "lightning_zero.engine.units.home.copy_cast",
+        "lightning_zero.engine.units.master_storage.copy_cast",
         fill_without_waiting,
         Case(3, "optimizer_cpu", steps=()),
         loads,

@@ -102,7 +102,7 @@ class Scaled:
         if what.startswith(PRODUCTS):
             flops = 2 * writes[0].numel() * reads[-2].shape[-1]
             return self.flop_scale * flops / self.rates.compute, "compute"
-        if where.function.startswith("engine/engine.py") or not where.line:
+        if where.function == "engine/passes/passes.py: Passes.backward" or not where.line:
             return 0.0, ""  # of the model: activations
         return self._traffic(what, reads, writes) / self.rates.device_memory, "device memory"
 
@@ -187,12 +187,12 @@ def predict(
             plans = plan_of(engine)
             step = Step(micro_batches, clips=clips)
             train_step(step, engine, model, optimizer, _loss_of)  # learns the order
-            engine.settle()
+            engine.passes.wait_for_all()
             trace = machine.order.trace = Trace()
             for _ in range(steps):
                 train_step(step, engine, model, optimizer, _loss_of)
                 marks.append(len(trace.tasks))
-            engine.settle()
+            engine.passes.wait_for_all()
             machine.order.trace = None
             engine.release()
     over = ends(trace.tasks)
@@ -224,7 +224,7 @@ def _smaller(scale: float) -> Iterator[None]:
     """Buffers of a fixed size hold as much of the small model as they would of the large one."""
     with contextlib.ExitStack() as stack:
         for module, name in (
-            ("engine.units.home", "CAST_CHUNK"),
+            ("engine.units.master_storage", "CAST_CHUNK"),
             ("engine.units.grad_store", "PAIR_NBYTES"),
             ("tiers.pinned", "PAIR_NBYTES"),
             ("optimizers.chunks", "MAX_CHUNK"),

@@ -608,7 +608,7 @@ class Turns:
             jobs = list(jobs)
             submit(worker, jobs, event)
             deadline = time.monotonic() + self.LIMIT_S
-            while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step._future) for job in jobs):
+            while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step.future) for job in jobs):
                 if time.monotonic() > deadline:
                     raise RuntimeError("the steps do not end")
                 time.sleep(0.0002)

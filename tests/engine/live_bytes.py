@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
@@ -28,13 +29,20 @@ def live_bytes(engine: Engine) -> Bytes:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
         if (kept := bucket.node_shard.values) is not None:
             held[Role.gathered, Tier.device] += kept.nbytes
-        grads = engine.reducer.grads[bucket]
-        if grads.local is not None and not grads.accumulates:
+        grads = engine.passes.reducer.grads[bucket]
+        if grads.local is not None and not bucket.accumulates:
             nbytes = grads.local.untyped_storage().nbytes()
             held[Role.grad, Tier.device] -= nbytes
             held[Role.reducing, Tier.device] += nbytes
         waiting = (*grads.waiting.values(), *grads.second_arrivals.values())
         held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in waiting)
-    held[Role.reducing, Tier.device] += engine.reducer.flying_nbytes + engine.reducer.spare.nbytes
-    held[Role.staging, Tier.host] += engine.tiers.staging_nbytes
+    reducer = engine.passes.reducer
+    second = sum(b.layout.numel * b.dtypes.reduce.itemsize for b, _ in reducer._second_half)  # of all-reduces
+    held[Role.reducing, Tier.device] += reducer._flying_nbytes + second + reducer.spare.nbytes
+    held[Role.staging, Tier.host] += staging_nbytes(engine.tiers)
     return held
+
+
+def staging_nbytes(tiers: Tiers) -> int:
+    """Host memory of transfer buffers, without the ring of the files."""
+    return sum(part.nbytes for part in (tiers.landing, tiers.sender, tiers.read_ahead) if part is not None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.engine.whole.values import Range, Value, own_parts
 
@@ -14,10 +13,10 @@ from lightning_zero.engine.whole.values import Range, Value, own_parts
 class KeptRanges:
     def __init__(self, engine: Any, wanted: Container[Value]) -> None:
         self._parts = [part for part in own_parts(engine) if part.value in wanted]
-        sources: dict[Home, list[Sliced]] = {}
+        sources: dict[MasterStorage, list[FlatSlice]] = {}
         for part in self._parts:
-            assert part.home is not None
-            sources.setdefault(part.home, []).append(part.source)
+            assert part.storage is not None
+            sources.setdefault(part.storage, []).append(part.source)
         self.snapshot = Snapshot(sources, engine.comm.streams, [])
 
     def __iter__(self) -> Iterator[Range]:

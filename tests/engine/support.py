@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.ranks import watchdog
-from tests.pairwise import pairwise_places
+from tests.selection import pairwise_places
 
 DEVICE = os.environ.get("LIGHTNING_ZERO_TEST_DEVICE", "cpu")
 VOCABULARY = 11
@@ -255,7 +255,9 @@ class Sharded:
         """
         self.module = module
         config |= {} if optimizer_settings is None else {"optimizer": optimizer_settings}
-        self.engine = lightning_zero.shard(module, device=DEVICE, **{"summary": False, **config})
+        if str(config.get("stage", 3)) in ("0", "1", "2", "zero0", "zero1", "zero2"):
+            config.pop("prefetch_bytes", None)  # of stage 3
+        self.engine = lightning_zero.shard(module, device=DEVICE, **config)
         self.optimizer = optimizer(module.parameters())
         self.engine.add_optimizer(self.optimizer)
         self._plain = plain
@@ -271,10 +273,10 @@ class Sharded:
         if self._plain:
             loss.backward(**kwargs)
         else:
-            self.engine.backward(loss, **kwargs)
+            self.engine.passes.backward(loss, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.no_sync()
+        return self.engine.passes.no_sync()
 
     def step(self) -> None:
         self.optimizer.step()

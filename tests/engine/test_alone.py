@@ -73,7 +73,7 @@ class Alone(Lit):
 
 def in_a_fit(stage: str, what: str, folder: str) -> str:
     with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
-        strategy = ZeroStrategy(stage, summary=False, stall_timeout_s=3600.0)
+        strategy = ZeroStrategy(stage, stall_timeout_s=3600.0)
         module = seeded(lambda: Alone(what, folder))
         if what == "call" and stage == "zero1":  # parameters are whole on all ranks: it works, as under DDP
             found, expected = fit(strategy, folder, module), fit("ddp", folder, seeded(Lit))
@@ -91,6 +91,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("what", list(NAMES))
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_in_a_fit(stage: str, what: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.master_storage import opened
 from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
 from tests.harness import on_ranks
 
@@ -49,10 +49,11 @@ def test_first_values_become_the_masters_and_are_not_copied() -> None:
     with mock.patch.object(Bucket, "fill", filled), Sharded(Model(), stage=3):
         assert given
         for bucket, address in given:
-            with opened(bucket.home) as master:
+            with opened(bucket.storage) as master:
                 assert master.data_ptr() == address, bucket.label
 
 
+@pytest.mark.sample
 @on_ranks(2, 3)
 @pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
 def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import socket
 import time
@@ -16,9 +17,12 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.config import ConfigError
+from lightning_zero.engine import Engine
 from lightning_zero.engine.units import capacity
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
+from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.trainer.memory.held_bytes import held_bytes
@@ -58,15 +62,21 @@ def test_a_budget_replaces_the_look_at_what_is_free() -> None:
         side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
 
 
+def drop_optimizers(engine: Engine) -> None:
+    for sharded in engine.optimizers:
+        sharded.release()
+    engine.optimizers.clear()
+
+
 @on_ranks(2)
 def test_the_state_of_the_optimizer_is_asked_for_before_its_first_step() -> None:
     with Sharded(Model(width=WIDTH), offload="cpu", optimizer=lambda p: torch.optim.SGD(list(p), lr=1.0)) as side:
-        side.engine.drop_optimizers()
+        drop_optimizers(side.engine)
         with available(7 * NUMEL), pytest.raises(ConfigError, match=r"the 2 rank\(s\) on host .* host memory"):
             side.engine.add_optimizer(torch.optim.AdamW(side.module.parameters()))
         with available(9 * NUMEL):  # two states of 4 bytes fit now; and SGD without momentum needs nothing
             side.engine.add_optimizer(torch.optim.AdamW(side.module.parameters()))
-        side.engine.drop_optimizers()
+        drop_optimizers(side.engine)
         with available(0):
             side.engine.add_optimizer(torch.optim.SGD(side.module.parameters(), lr=1.0))
 
@@ -103,10 +113,10 @@ def test_what_the_files_have_free_themselves_counts(tmp_path: Path) -> None:
             optimizer = torch.optim.AdamW([*module.parameters()])
             with mock.patch.object(NvmeTier, "free_nbytes", 1 << 40) if not fit else contextlib.nullcontext():
                 engine.add_optimizer(optimizer)
-            engine.backward(language_loss(module, tokens(fit)))
+            engine.passes.backward(language_loss(module, tokens(fit)))
             optimizer.step()
-            engine.settle()
-            engine.drop_optimizers()
+            engine.passes.wait_for_all()
+            drop_optimizers(engine)
         with pytest.raises(ConfigError, match="bytes of files"):
             engine.add_optimizer(torch.optim.Adam(module.parameters(), amsgrad=True))
     engine.release()
@@ -135,19 +145,19 @@ def test_files_are_asked_for_before_anything_is_moved(row: str, tmp_path: Path) 
 @on_ranks(2)
 @pytest.mark.parametrize("row", ["nvme", "optimizer_nvme"])
 def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: str, tmp_path: Path) -> None:
-    ensure, calls = NvmeTier._ensure, [0]
+    ensure, calls = DiskFile.ensure, [0]
 
-    def full(self: NvmeTier, nbytes: int) -> None:
+    def full(self: DiskFile, nbytes: int) -> None:
         calls[0] += 1
         if dist.get_rank() == 1 and calls[0] == 3:
-            raise ConfigError("zero.offload.nvme_path: expected room, got a full disk")
+            raise DiskError(errno.ENOSPC, "it is full")
         ensure(self, nbytes)
 
     offload = {"name": row, "nvme_path": str(tmp_path)}
     module = Model(width=WIDTH)
-    with mock.patch.object(NvmeTier, "_ensure", full):
+    with mock.patch.object(DiskFile, "ensure", full):
         started = time.monotonic()
-        with pytest.raises(ConfigError, match=r"zero.offload.nvme_path: expected room"):
+        with pytest.raises(ConfigError, match=r"zero.offload.nvme_path: expected .* space .*, where it is full"):
             lightning_zero.shard(module, device="cpu", offload=offload, stall_timeout_s=20.0)
         assert time.monotonic() - started < 10
     dist.barrier()  # each rank removes its own
@@ -168,7 +178,7 @@ def test_the_slabs_hold_all_that_rests_on_the_host(row: str) -> None:
                 accumulate(side, step, 1)
             side.step()
             side.zero_grad()
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         held = held_bytes(side.engine)
         resting = sum(held[role, Tier.host] for role in (Role.master_param, Role.optim_state, Role.compute_param))
         assert host.nbytes == resting + held[Role.grad, Tier.host]
@@ -188,7 +198,7 @@ def test_state_that_is_replaced_gives_its_place_back() -> None:
             accumulate(side, step, 1)
             side.step()
             side.zero_grad()
-            state = side.engine.optimizer_state(side.optimizer)
-            side.engine.load_optimizer_state(side.optimizer, state)
+            state = state_dicts.optimizer_state(side.engine, side.optimizer)
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
             sizes.append(host.nbytes)
         assert len(set(sizes)) == 1, sizes

@@ -173,6 +173,7 @@ def _check(case: Case) -> None:
         assert found[1:] == found[:1] * 2, found
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
     run(2, _check, case)
@@ -226,6 +227,7 @@ class OfTorch(nn.Module):
         return x
 
 
+@pytest.mark.sample
 @on_ranks(1)
 @pytest.mark.parametrize("form", ["blocks", "root", "setting"])
 def test_many_blocks_of_a_class_of_torch_share_a_graph(form: str) -> None:
@@ -259,6 +261,7 @@ def test_a_compiled_function_around_the_model() -> None:
     assert count.blocks() >= 1
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])

@@ -20,7 +20,7 @@ BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
 
 def step_counts(side: Sharded, step: int, micro_batches: int, precision: str) -> Counter[tuple[str, str]]:
     """Operations of one whole step, up to the gathers that the next forward waits for."""
-    side.engine.settle()
+    side.engine.passes.wait_for_all()
     side.engine.comm.counts.clear()
     with autocast(precision):
         accumulate(side, step, micro_batches)
@@ -100,7 +100,7 @@ def test_bytes_at_rest_by_role(stage: int) -> None:
     with Sharded(Model(), stage=stage, precision="bf16") as side:
         with autocast("bf16"):
             side.backward(language_loss(side.module, tokens(0)))
-        world = side.engine.world_size
+        world = side.engine.comm.world_size
         for bucket in side.engine.buckets:
             owned = bucket.layout.numel // (world if stage >= 1 else 1)
             assert bucket.master.numel() == owned
@@ -139,7 +139,7 @@ def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> 
     """Rank 1 does not use the last block, the first of the backward. From the second step on it comes last for both."""
     early: list[int] = []
     with Sharded(Model()) as side:
-        reducer = side.engine.reducer
+        reducer = side.engine.passes.reducer
         issued: list[str] = []
         side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
         flush = reducer.flush
@@ -154,7 +154,7 @@ def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> 
             module = side.module
             with side.engine.step_scope():
                 x = module.embed(tokens(step))  # type: ignore[operator]
-                for block in module.blocks[: 3 - side.engine.rank]:  # type: ignore[index]
+                for block in module.blocks[: 3 - side.engine.comm.rank]:  # type: ignore[index]
                     x = block(x)
             side.backward(x.square().mean())
             side.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.whole import state_dicts
 from tests.engine.support import (
     Block,
     Model,
@@ -51,7 +53,8 @@ def mean_square(side: Side, step: int, *, width: int = 19) -> Tensor:
 @on_ranks(1)
 def test_libraries_know_parameters_by_the_name_of_their_class() -> None:
     """As tensorboardX does, for histograms of weights: by the letters "torch"."""
-    module = lightning_zero.shard(Model(), stage=3, comm={"even_alone": True}).module
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
+    module = lightning_zero.shard(Model(), stage=3).module
     assert all("torch" in str(type(p)) and type(p) is not nn.Parameter for p in module.parameters() if p.numel() > 1)
 
 
@@ -87,7 +90,7 @@ def test_tied_across_units(stage: int) -> None:
 @on_ranks(2)
 def test_tied_across_units_is_stored_once_and_belongs_to_the_common_unit() -> None:
     with Sharded(TiedAcrossUnits()) as side:
-        owners = {info.fqns: unit.name for unit in side.engine.units for info in unit.infos()}
+        owners = {info.fqns: unit.name for unit in side.engine.units for info in unit.infos}
         assert owners["embed.weight", "head.weight"] == ""
         assert owners["blocks.0.up.weight", "blocks.2.up.weight"] == ""
         assert sum(len(fqns) for fqns in owners) == len(owners) + 2
@@ -135,7 +138,7 @@ def test_frozen_parameters_have_no_gradient_state_or_reduction() -> None:
         for bucket in side.engine.units[2].buckets:
             assert bucket.grad is None
             assert side.engine.comm.counts["reduce_scatter", bucket.label] == 0
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
         params = list(side.module.parameters())
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
 
@@ -262,7 +265,7 @@ def test_inputs_that_outlive_their_graph_keep_no_hooks(plain: bool) -> None:
             side.zero_grad()
             assert not hooks()
         module(leaf)
-        side.engine.rest()
+        side.engine.passes.rest()
         assert not hooks()
         with pytest.raises(ZeroDivisionError), side.engine.step_scope():
             module(leaf)
@@ -450,13 +453,13 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
     with Sharded(turned, stage=stage, optimizer=adamw) as side:
         step_of(side, 0)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-        states = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        states = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         expected = step_of(side, 1), step_of(side, 2)
     with Sharded(straight, stage=stage, optimizer=adamw) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
-        side.engine.load_optimizer_state(side.optimizer, states)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
         assert (step_of(side, 1), step_of(side, 2)) == expected
 
 
@@ -675,17 +678,17 @@ def test_the_state_of_empty_parameters_is_that_of_a_plain_optimizer(stage: int) 
             plain(floats(step, 4, 19)).mean().backward()
             for optimizer in (side.optimizer, plain_optimizer):
                 optimizer.step()
-        whole = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        whole = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         state = whole["state"]
         expected = plain_optimizer.state_dict()["state"]
         assert state.keys() == expected.keys()
         for number, values in expected.items():
             assert {n: v.shape for n, v in values.items()} == {n: v.shape for n, v in state[number].items()}
             assert state[number]["step"] == values["step"] == 2
-        side.engine.load_optimizer_state(side.optimizer, whole)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, whole)
         mean_square(side, 2)
         side.step()
-        again = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
         assert {n: int(values["step"]) for n, values in again.items()} == dict.fromkeys(expected, 3)
 
 
@@ -784,7 +787,7 @@ def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, pl
             language_work(side, step)
             side.zero_grad()
         with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\S*\.up\.weight.*param\.register_hook"):
-            with side.engine.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            with side.engine.passes.no_sync() if how == "no_sync" else contextlib.nullcontext():
                 language_work(side, 0)
             language_work(side, 1)
         side.zero_grad()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_zero.config import ConfigError
 from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
 from tests.harness import on_ranks
 
@@ -16,9 +16,10 @@ from tests.harness import on_ranks
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_messages_are_sent_and_the_numbers_are_the_same(stage: int, precision: str) -> None:
     torch.manual_seed(3)
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
     module = Model()
     twin = Twin(module, precision=precision, each=stage >= 2)
-    with Sharded(module, stage=stage, precision=precision, comm={"even_alone": True}) as side:
+    with Sharded(module, stage=stage, precision=precision) as side:
         side.engine.comm.counts.clear()
         for step in range(2):
             for both in (twin, side):
@@ -32,9 +33,3 @@ def test_messages_are_sent_and_the_numbers_are_the_same(stage: int, precision: s
         kinds = {kind for kind, _ in side.engine.comm.counts}
         assert ("all_gather" in kinds) == (stage > 0)
         assert ("reduce_scatter" if stage else "all_reduce") in kinds
-
-
-def test_without_a_process_group_it_is_refused() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(ConfigError, match=r"zero.comm.even_alone.*process group"):
-        Sharded(Model(), comm={"even_alone": True})

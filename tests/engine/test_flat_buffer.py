@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
+from lightning_zero.engine.units.param_store import FlatBuffer, placeholders
 
 CPU = torch.device("cpu")
 

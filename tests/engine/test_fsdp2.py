@@ -73,6 +73,7 @@ def our_history(module: Model, precision: str, stage: int) -> list[Tensor]:
             return found + [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.sample
 @on_ranks(2, 3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_and_parameters_equal_those_of_fsdp2(precision: str) -> None:

@@ -1,7 +1,7 @@
 """The engine on an NVIDIA GPU. Run with ``pytest -m gpu`` where there is one; everywhere else these are skipped.
 
-One GPU holds one NCCL rank. So a group of one rank gathers and reduces over NCCL by ``zero.comm.even_alone`` (without
-it, one rank sends nothing), and groups of two share the GPU over gloo (through host memory: correct, not fast).
+One GPU holds one NCCL rank. So a group of one rank gathers and reduces over NCCL by ``LIGHTNING_ZERO_EVEN_ALONE``
+(without it, one rank sends nothing), and groups of two share the GPU over gloo (through host memory, not fast).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
-from lightning_zero.engine.whole.values import Hollow, Range, Value, own_ranges
+from lightning_zero.engine.whole import state_dicts
+from lightning_zero.engine.whole.values import FakeTensors, Range, Value, own_ranges
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
@@ -92,9 +93,8 @@ def compare_with_twin(
     model = Model()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     twin = copy.deepcopy(model).to(DEVICE)
-    engine = lightning_zero.shard(
-        model, stage=stage, precision=precision, offload=offload, comm={"even_alone": alone}, device=DEVICE
-    )
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(alone))
+    engine = lightning_zero.shard(model, stage=stage, precision=precision, offload=offload, device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine.add_optimizer(optimizer)
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True)
@@ -103,7 +103,7 @@ def compare_with_twin(
         tokens = batch(step, ranks)
         with autocast:
             loss = loss_of(model, tokens[2 * rank : 2 * rank + 2])
-        engine.backward(loss)
+        engine.passes.backward(loss)
         norm = lightning_zero.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -136,7 +136,7 @@ def no_growth(rank: int, ranks: int, stage: str, offload: str) -> None:
     engine.add_optimizer(optimizer)
     reserved = []
     for step in range(520):
-        engine.backward(loss_of(model, batch(step, ranks)))
+        engine.passes.backward(loss_of(model, batch(step, ranks)))
         optimizer.step()
         optimizer.zero_grad()
         if step in (20, 519):
@@ -154,15 +154,15 @@ def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> N
     engine.add_optimizer(optimizer)
 
     def step(number: int) -> None:
-        engine.backward(loss_of(model, batch(number, ranks)))
+        engine.passes.backward(loss_of(model, batch(number, ranks)))
         optimizer.step()
         optimizer.zero_grad()
 
     def wanted() -> dict[Any, torch.dtype]:
-        hollow = Hollow()
-        engine.state_dict(hollow=hollow)
-        engine.optimizer_state(optimizer, hollow=hollow)
-        return {value: tensor.dtype for value, tensor in hollow.made}
+        fakes = FakeTensors()
+        engine.state_dict(fakes=fakes)
+        state_dicts.optimizer_state(engine, optimizer, fakes=fakes)
+        return {value: tensor.dtype for value, tensor in fakes.made}
 
     step(0)
     for first in ("copies", "step"):
@@ -207,9 +207,8 @@ def peak_is_planned(rank: int, ranks: int, precision: str, offload: str, alone: 
     model = Model(width=2048, blocks=6)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    engine = lightning_zero.shard(
-        model, stage="zero3", precision=precision, offload=offload, comm={"even_alone": alone}, device=DEVICE
-    )
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(alone))
+    engine = lightning_zero.shard(model, stage="zero3", precision=precision, offload=offload, device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.add_optimizer(optimizer)
     for step in range(3):
@@ -218,10 +217,10 @@ def peak_is_planned(rank: int, ranks: int, precision: str, offload: str, alone: 
             torch.cuda.reset_peak_memory_stats()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
             loss = loss_of(model, batch(step, 1))
-        engine.backward(loss)
+        engine.passes.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    engine.settle()
+    engine.passes.wait_for_all()
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
     peaks = memory.peak_bytes(plan_of(engine), limits_of(engine))
@@ -253,12 +252,12 @@ def transfers_are_hidden(rank: int, ranks: int, offload: str) -> None:
     def closure() -> Tensor:
         loss = loss_of(model, tokens)
         optimizer.zero_grad()
-        engine.backward(loss)
+        engine.passes.backward(loss)
         return loss
 
     def step() -> None:
         optimizer.step(closure)
-        engine.settle()
+        engine.passes.wait_for_all()
         torch.cuda.synchronize()
 
     for _ in range(2):

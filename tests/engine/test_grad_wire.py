@@ -27,7 +27,7 @@ from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.planning.memory import Limits
-from lightning_zero.planning.step_time import sent_by
+from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.ranks.waits import PeerError, StallError
 from lightning_zero.trainer.memory.held_bytes import plan_of
@@ -169,6 +169,7 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         return moved, sent_by(plan_of(side.engine), limits).reductions
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "part"),
@@ -285,7 +286,7 @@ def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
     """Also by what is no power of two."""
 
     def work(side: Sharded, step: int) -> Tensor:
-        side.engine.reducer.set_loss_scale(3.0)
+        side.engine.passes.reducer.set_loss_scale(3.0)
         loss = language_loss(side.module, tokens(step))
         side.backward(loss * 3.0)
         return loss.detach()
@@ -304,7 +305,7 @@ def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
                 side.backward(loss)
             handle.remove()
             assert not any(
-                g.second_arrivals or g.waiting or g.local is not None for g in side.engine.reducer.grads.values()
+                g.second_arrivals or g.waiting or g.local is not None for g in side.engine.passes.reducer.grads.values()
             )
             side.zero_grad()
         return again(side, step)

@@ -146,7 +146,7 @@ def test_gradients_of_all_kinds(stage: int) -> None:
 
 def scaled_work(side: Sharded, step: int) -> None:
     for micro, scale in enumerate((2.0**12, 2.0**13, 1.0)):
-        side.engine.reducer.set_loss_scale(scale)
+        side.engine.passes.reducer.set_loss_scale(scale)
         with side.no_sync() if micro < 2 else contextlib.nullcontext():
             side.backward(language_loss(side.module, tokens(step, micro)) * scale)
 
@@ -168,7 +168,7 @@ def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int
         with pytest.raises(ZeroDivisionError):
             side.backward(language_loss(module, tokens(0)))
         handle.remove()
-        assert not any(grads.waiting for grads in side.engine.reducer.grads.values())
+        assert not any(grads.waiting for grads in side.engine.passes.reducer.grads.values())
         side.zero_grad()
         side.backward(language_loss(module, tokens(1)))
         side.step()
@@ -181,16 +181,17 @@ def test_what_waits_is_what_would_be_written() -> None:
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
             for bucket in side.engine.buckets:
                 alone, at_once = (
-                    BucketGrads(bucket, scale, side.engine.reducer.spare, batched_copy=both) for both in (False, True)
+                    BucketGrads(bucket, scale, side.engine.passes.reducer.spare, batched_copy=both)
+                    for both in (False, True)
                 )
                 for step in range(2):
                     for slot, info in enumerate(bucket.params[step:]):
                         grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)
                         for grads in (alone, at_once):
                             grads.take(info.slot, grad)
-                assert alone.factor == 1.0
+                assert alone.scale_of_sum == 1.0
                 expected = alone.complete()
-                factor = at_once.factor
+                factor = at_once.scale_of_sum
                 assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)
 
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero.config import Offload, Precision, make_config
+from lightning_zero.config import Offload, Precision, allowed_rows, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.units.param_store import DeviceShard
 from lightning_zero.planning.buckets import Role, place
-from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Bytes, Moment, Phase, peak_bytes, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
-from tests.engine.live_bytes import live_bytes
+from tests.engine.live_bytes import live_bytes, staging_nbytes
 from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
 from tests.harness import on_ranks
 
@@ -50,9 +49,9 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
         engine = side.engine
 
         def check(moment: Moment) -> None:
-            engine.settle()
+            engine.passes.wait_for_all()
             held = held_bytes(engine)
-            assert held == planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=moment), moment
+            assert held == planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=states, moment=moment), moment
 
         states = 0
         check(Moment.cleared)
@@ -63,8 +62,8 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
             side.step()
             side.zero_grad()
             states = 2
-            engine.settle()
-            engine.settle_gradients()
+            engine.passes.wait_for_all()
+            engine.passes.sharded_grads.finish_pending()
             check(Moment.cleared)
         assert state_tensors(engine) == 2
         tiers = {tier for (_, tier), nbytes in held_bytes(engine).items() if nbytes}
@@ -89,8 +88,8 @@ def test_another_optimizer_has_other_states() -> None:
         side.step()
         assert state_tensors(side.engine) == 1
         side.zero_grad()
-        expected = planned_bytes(plan_of(side.engine), side.engine.rank, state_tensors=1)
-        side.engine.settle()
+        expected = planned_bytes(plan_of(side.engine), side.engine.comm.rank, state_tensors=1)
+        side.engine.passes.wait_for_all()
         assert held_bytes(side.engine)[Role.optim_state, Tier.device] == expected[Role.optim_state, Tier.device]
 
 
@@ -124,20 +123,20 @@ def test_what_comes_and_goes_is_in_the_bytes_of_an_instant(stage: int, offload: 
             gathered = [held[Role.gathered, Tier.device] for held in seen[:3]]
             sizes = [sum(b.full.nbytes for b in unit.buckets if b.reshards) for unit in engine.units]
             assert gathered == [sizes[0] + size for size in sizes[1:]]
-            peaks = peak_bytes(plan_of(engine), limits_of(engine), engine.rank, state_tensors=2)
+            peaks = peak_bytes(plan_of(engine), limits_of(engine), engine.comm.rank, state_tensors=2)
             for held in seen:
                 assert held[Role.gathered, Tier.device] <= peaks[Phase.backward][Role.gathered, Tier.device]
-                own = held[Role.reducing, Tier.device] - engine.reducer.spare.nbytes
+                own = held[Role.reducing, Tier.device] - engine.passes.reducer.spare.nbytes
                 assert own <= peaks[Phase.backward][Role.reducing, Tier.device]
                 assert held[Role.staging, Tier.host] <= max(peaks[p][Role.staging, Tier.host] for p in Phase)
             assert any(held[Role.reducing, Tier.device] for held in seen[3:])
             side.step()
             side.zero_grad()
-        engine.settle()
-        engine.settle_gradients()
+        engine.passes.wait_for_all()
+        engine.passes.sharded_grads.finish_pending()
         at_rest, now = held_bytes(engine), live_bytes(engine)
-        assert now[Role.reducing, Tier.device] == engine.reducer.spare.nbytes
-        assert now[Role.staging, Tier.host] - at_rest[Role.staging, Tier.host] == engine.tiers.staging_nbytes
+        assert now[Role.reducing, Tier.device] == engine.passes.reducer.spare.nbytes
+        assert now[Role.staging, Tier.host] - at_rest[Role.staging, Tier.host] == staging_nbytes(engine.tiers)
         passing = (Role.reducing, Role.staging, Role.gathered)
         rest = [{key: n for key, n in held.items() if n and key[0] not in passing} for held in (at_rest, now)]
         assert rest[0] == rest[1]

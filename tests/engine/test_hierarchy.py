@@ -187,7 +187,7 @@ def _bytes(stage: int, micro_batches: int) -> None:
                         side.backward(language_loss(side.module, tokens(5, micro)) / micro_batches)
                 side.step()
                 side.zero_grad()
-                side.engine.settle()
+                side.engine.passes.wait_for_all()
             reductions = micro_batches if stage >= 2 else 1
             full = sum(b.layout.numel * 4 for b in side.engine.buckets)
             across = dict(+found)

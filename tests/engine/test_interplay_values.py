@@ -22,6 +22,7 @@ from lightning_zero.comm import communicator
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.whole import state_dicts, whole_params
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -171,7 +172,7 @@ def test_a_norm_without_parameters_is_plain_inside_gather_too(stage: int, precis
         assert hooks and dict(norm._forward_hooks) == hooks
         file.seek(0)
         assert torch.equal(torch.load(file, weights_only=False)(floats(0, 2, 6)), expected)
-        assert not side.engine.shown
+        assert not whole_params.gathered_buckets(side.engine)
 
 
 @on_ranks(2)
@@ -272,7 +273,7 @@ def _train_with_hooks(
     module, engine = side.module, side.engine
     if kept_optimizers is None:
         side.optimizer.register_step_post_hook(lambda *_: module.train() and None)
-    module.register_forward_hook(lambda *_: engine.settle_gradients())
+    module.register_forward_hook(lambda *_: engine.passes.sharded_grads.finish_pending())
     module.losses = [language_work(side, 0)]
     side.step()
     dist.barrier()
@@ -286,7 +287,7 @@ def _train_with_hooks(
 def test_an_abort_waits_once_for_all_messages(kind: str) -> None:
     side = Sharded(_blocks(8), stage=3 if kind == "gathers" else 2, reduce_bucket_bytes=1000)
     engine = side.engine
-    engine.reducer._max_in_flight_nbytes = 1 << 30  # else it would wait for the rank that does not come
+    engine.passes.reducer._max_in_flight_nbytes = 1 << 30  # else it would wait for the rank that does not come
     out = None
     if kind == "reductions":
         out = side.module(floats(0, 4, WIDTH))
@@ -326,7 +327,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
     if not is_late:
         unit.unshard_begin()
         with _abandoning_after(0.2):
-            engine.abort()
+            engine.passes.abort()
         assert unit.state is State.SHARDED and not any(bucket.full.allocated for bucket in unit.buckets)
         assert all(buffer.untyped_storage().nbytes() for buffer in buffers)  # where a message may still write
     dist.barrier()
@@ -335,7 +336,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
         unit.unshard_wait()
         buffers = [bucket.full.data.clone() for bucket in unit.buckets]
     dist.barrier()
-    engine.abort()
+    engine.passes.abort()
     if comes:
         time.sleep(0.2)  # nobody waits for the messages any more
         for buffer in buffers:
@@ -358,7 +359,7 @@ def test_whole_values_after_ranks_have_gathered_different_units(what: str) -> No
     with _abandoning_after(0.2):
         for unit in engine.units[1 : 3 + 2 * dist.get_rank()]:
             unit.unshard_begin()
-        engine.abort()
+        engine.passes.abort()
     if what == "release":
         engine.release()
         found = side.module.state_dict()
@@ -375,7 +376,7 @@ def test_a_graph_of_before_a_gather_was_given_up_is_refused() -> None:
     with Sharded(Model(), stage=3) as side:
         train(side, range(2))
         loss = language_loss(side.module, tokens(2))
-        side.engine.abort()
+        side.engine.passes.abort()
         unit = side.engine.units[1]
         for bucket in unit.resharded:
             bucket.leave_memory()
@@ -396,7 +397,7 @@ def _raise_with_gathers(engine: lightning_zero.engine.Engine) -> None:
             unit.unshard_begin()
         raise ZeroDivisionError
     except ZeroDivisionError:
-        engine.abort()
+        engine.passes.abort()
         raise
 
 
@@ -495,19 +496,19 @@ def test_state_of_module_and_optimizer_goes_out_and_back(stage: int, optimizer: 
         for one in (side, twin):
             train(one, range(2))
         engine = side.engine
-        state, optimizer_state = engine.state_dict(), engine.optimizer_state(side.optimizer)
+        state, optimizer_state = engine.state_dict(), state_dicts.optimizer_state(engine, side.optimizer)
         assert bool(state) == bool(optimizer_state) == (dist.get_rank() == 0)
         state = engine.state_dict(only_rank_0=False)
-        optimizer_state = engine.optimizer_state(side.optimizer, only_rank_0=False)
+        optimizer_state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
         for value, master in zip(state.values(), twin.masters.values(), strict=True):
             assert torch.equal(value, master.value)
         kept = copy.deepcopy((state, optimizer_state))
         train(side, range(50, 53))  # to somewhere else
         _assert_equal_state((state, optimizer_state), kept)  # nothing taken out is shared with the engine
         engine.load_state_dict(state)
-        engine.load_optimizer_state(side.optimizer, optimizer_state)
+        state_dicts.load_optimizer_state(engine, side.optimizer, optimizer_state)
         _assert_equal_state(engine.state_dict(only_rank_0=False), state)
-        _assert_equal_state(engine.optimizer_state(side.optimizer, only_rank_0=False), optimizer_state)
+        _assert_equal_state(state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False), optimizer_state)
         for one in (side, twin):
             train(one, range(2, 5))
         assert_same(side, twin)
@@ -525,7 +526,7 @@ def test_a_plain_optimizer_goes_on_from_the_state(stage: int) -> None:
         plain = Model()
         plain.load_state_dict(side.engine.state_dict(only_rank_0=False))
         single = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, foreach=False, fused=False)
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         state["param_groups"][0].update(foreach=False, fused=False)
         single.load_state_dict(state)
         batch = tokens(2, rank=0)  # the same on all ranks

@@ -58,7 +58,7 @@ def test_sharding_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(long_work, "AFTER_S", -1.0):
         lightning_zero.shard(model, device="cpu").release()
         assert "sharding, in units: 1 of 4 after 0 s\nsharding, in units: 4 in 0 s\n" in capsys.readouterr().err
-        lightning_zero.shard(model, device="cpu", summary=False).release()
+        lightning_zero.shard(model, device="cpu", long_work=LongWork()).release()
         assert "sharding" not in capsys.readouterr().err
 
 

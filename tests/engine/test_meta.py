@@ -48,7 +48,7 @@ def test_whole_steps_without_values(stage: int, precision: str, built_on: str) -
         logits = model(tokens)
         assert logits.shape == (2, 7, VOCABULARY)
         logits.sum().backward()
-        engine.settle()
+        engine.passes.wait_for_all()
         lightning_zero.clip_grad_norm_(model, 1.0)
         optimizer.step()
         assert held_bytes(engine) == planned_bytes(plan_of(engine), moment=Moment.reduced)

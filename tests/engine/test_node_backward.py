@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, make_config
+from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
-from lightning_zero.planning.fit import Machine, allowed_rows, plan_row
+from lightning_zero.planning.fit import Machine, plan_row
 from lightning_zero.planning.fit import Model as PlannedModel
 from lightning_zero.planning.memory import Limits, Phase, kept_nbytes, peak_bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.step_time import sent_by
+from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
@@ -125,6 +125,7 @@ def _check(case: Case, folder: Path) -> None:
     assert_equal(*found)
 
 
+@pytest.mark.sample
 @in_pairs(CASES)
 def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
     run(4, _check, case, tmp_path)
@@ -154,6 +155,7 @@ def _bytes(micro_batches: int, recompute: str) -> None:
     assert sent.in_node == micro_batches * twice / 2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("micro_batches", "recompute"), [(1, "none"), (2, "blocks")])
 def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recompute: str) -> None:
     run(4, _bytes, micro_batches, recompute)
@@ -311,6 +313,7 @@ def _paths() -> None:
     on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "case", [_evaluates, _loads, _writes, _steps_in_a_scope, _restages, _raises, _paths], ids=lambda case: case.__name__
 )
@@ -409,7 +412,7 @@ def _fails() -> None:
     begin = Unit.unshard_begin
 
     def failing(self: Unit) -> None:
-        if self.comes_of_node and self.name == "blocks.1" and dist.get_rank() == 3:
+        if self.gathers_in_node and self.name == "blocks.1" and dist.get_rank() == 3:
             raise OSError("no buffer")
         begin(self)
 

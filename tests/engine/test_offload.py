@@ -27,6 +27,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import (
     MakeOptimizer,
@@ -79,7 +80,7 @@ def offload(row: str, folder: Path) -> dict[str, Any]:
 
 def whole(side: Sharded) -> list[Any]:
     """Parameters and optimizer state, on every rank."""
-    state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+    state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
     found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
     with lightning_zero.gather(side.module):
         return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
@@ -201,9 +202,10 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> No
     """Buckets that torch's kernels divide among threads."""
     found = []
     for threads in (None, 1, 3):
-        place: dict[str, Any] = {} if threads is None else {"offload": {"name": "cpu", "threads": threads}}
         torch.manual_seed(3)
-        side = Sharded(Model(width=301, depth=1), optimizer=OPTIMIZERS[optimizer], **place)
+        with mock.patch("lightning_zero.engine.engine.default_threads", lambda _, count=threads: count):
+            row = "none" if threads is None else "cpu"
+            side = Sharded(Model(width=301, depth=1), optimizer=OPTIMIZERS[optimizer], offload=row)
         with side:
             found.append([*train(side, 2), *whole(side)])
     assert_equal(found[1], found[0])
@@ -392,6 +394,7 @@ def test_several_optimizers_that_share_buckets(row: str, stage: int, set_to_none
         compare(row, stage, tmp_path, body, optimizer=first)
 
 
+@pytest.mark.smoke
 @on_ranks(1, 2)
 @SOMEWHERE
 def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: Path) -> None:
@@ -409,7 +412,7 @@ def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: 
                 with torch.no_grad():
                     found.append(side.module(tokens(8)).clone())
             elif step == 2:
-                state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+                state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
                 found += [v for entry in state.values() for v in entry.values()]
             else:
                 found += list(side.engine.state_dict(only_rank_0=False).values())
@@ -443,7 +446,7 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
         found = list(train(side, 2))
         with pytest.raises(Broken), contextlib.closing(_Handle(side.module.blocks[1].register_forward_hook(broken))):
             side.module(tokens(2))
-        side.engine.abort()
+        side.engine.passes.abort()
         found += train(side, 1, first=2)
         hook = side.module.blocks[1].register_forward_hook(lambda m, args, out: _BreakBackward.apply(out))
         with pytest.raises(Broken), contextlib.closing(_Handle(hook)):
@@ -499,12 +502,13 @@ def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) ->
                 for p in side.module.parameters():
                     p.data.zero_()
             side.engine.load_state_dict(loaded[0])
-            side.engine.load_optimizer_state(side.optimizer, loaded[1])
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, loaded[1])
         losses = train(side, steps, first=first)
-        optimizer = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        optimizer = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         return (side.engine.state_dict(only_rank_0=False), optimizer), [*losses, *whole(side)]
 
 
+@pytest.mark.full
 @on_ranks(2, full=(1,))
 def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
     places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in [*PLACES, *AUTO])]
@@ -700,6 +704,7 @@ def slow_disk(engine: Engine, seed: int) -> None:
         calls.preadv, calls.pwritev = slow(calls.preadv), slow(calls.pwritev)
 
 
+@pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @EVERYWHERE

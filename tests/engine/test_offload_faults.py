@@ -26,8 +26,9 @@ from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.units.bucket import AwaitedStep
-from lightning_zero.engine.units.home import FileHome, Home, Tiers, make_home, opened
+from lightning_zero.engine.units.master_storage import FileStorage, MasterStorage, Tiers, make_storage, opened
 from lightning_zero.engine.units.param_store import FileShard
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.placement import Tier
 from lightning_zero.ranks import watchdog
 from lightning_zero.tiers.aio import DiskError, Syscalls
@@ -35,7 +36,6 @@ from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
-from lightning_zero.tiers.write_behind import WriteBehind
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run
@@ -46,18 +46,18 @@ IN_FILES = pytest.mark.parametrize(("row", "stage"), [p for p in PLACES if "nvme
 STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])
 
 
-def file_homes(engine: Engine) -> list[FileHome]:
-    return [b.home for b in engine.buckets if isinstance(b.home, FileHome)]
+def file_storages(engine: Engine) -> list[FileStorage]:
+    return [b.storage for b in engine.buckets if isinstance(b.storage, FileStorage)]
 
 
-def nbytes_in_memory(home: FileHome) -> int:
-    return sum(t.untyped_storage().nbytes() for t in home._tensors)
+def nbytes_in_memory(storage: FileStorage) -> int:
+    return sum(t.untyped_storage().nbytes() for t in storage._tensors)
 
 
 def assert_at_rest(engine: Engine) -> None:
     """Nothing that rests in files, and no gathered parameter, has memory."""
-    homes = file_homes(engine)
-    assert sum(nbytes_in_memory(home) for home in homes) == 0
+    storages = file_storages(engine)
+    assert sum(nbytes_in_memory(storage) for storage in storages) == 0
     for bucket in engine.buckets:
         if isinstance(bucket.param_store, FileShard):
             assert bucket.param_store._staged is None
@@ -73,28 +73,28 @@ def assert_at_rest(engine: Engine) -> None:
 def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
     with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
         engine = side.engine
-        has_homes = row in ("optimizer_nvme", "nvme")
-        assert (len(file_homes(engine)) == len(engine.buckets)) == has_homes
+        has_storages = row in ("optimizer_nvme", "nvme")
+        assert (len(file_storages(engine)) == len(engine.buckets)) == has_storages
         assert_at_rest(engine)
         for step in range(2):
             train(side, 1, first=step, precision="bf16")
-            engine.settle()
+            engine.passes.wait_for_all()
             assert_at_rest(engine)
-        if has_homes:
+        if has_storages:
             # With two of Adam's; on two ranks there are shards of nothing but padding.
-            assert 3 in (counts := {len(home._tensors) for home in file_homes(engine)}) and counts <= {1, 3}
+            assert 3 in (counts := {len(storage._tensors) for storage in file_storages(engine)}) and counts <= {1, 3}
         with torch.no_grad():
             side.module(tokens(9))
         assert_at_rest(engine)
-        engine.optimizer_state(side.optimizer)
+        state_dicts.optimizer_state(engine, side.optimizer)
         assert_at_rest(engine)
         state = engine.state_dict(only_rank_0=False)
         engine.load_state_dict(state)
-        engine.settle()
+        engine.passes.wait_for_all()
         assert_at_rest(engine)
         with lightning_zero.gather(side.module):
-            if has_homes:
-                assert sum(nbytes_in_memory(home) for home in file_homes(engine)) == 0
+            if has_storages:
+                assert sum(nbytes_in_memory(storage) for storage in file_storages(engine)) == 0
         assert_at_rest(engine)
 
 
@@ -106,7 +106,7 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
     with Sharded(Model(width=64), stage=stage, precision=precision, **offload(row, tmp_path)) as side:
         train(side, 2, precision=precision)
         engine = side.engine
-        engine.settle()
+        engine.passes.wait_for_all()
         owned = sum(b.owned_numel for b in engine.buckets)
         compute = sum(b.owned_numel * b.dtypes.compute.itemsize for b in engine.buckets)
         pages = 4096 * sum(4 for _ in engine.buckets)
@@ -115,7 +115,7 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
                 compute if "optimizer_n" not in row else 0
             )
             assert wanted <= engine.tiers.nvme.nbytes <= wanted + pages
-            size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.rank}.bin"))
+            size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.comm.rank}.bin"))
             assert size == engine.tiers.nvme.nbytes  # no holes
         if engine.tiers.host is not None:
             wanted = sum(b.owned_numel * b.dtypes.grad.itemsize for b in engine.buckets)
@@ -132,12 +132,12 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
         self.most_in_memory = 0
-        self.homes: list[FileHome] = []
+        self.storages: list[FileStorage] = []
 
     def note(self, kind: str, label: str) -> None:
         if (kind, label) not in self.events[-1:]:  # a bucket has several tensors
             self.events.append((kind, label))
-        self.most_in_memory = max(self.most_in_memory, sum(nbytes_in_memory(home) > 0 for home in self.homes))
+        self.most_in_memory = max(self.most_in_memory, sum(nbytes_in_memory(storage) > 0 for storage in self.storages))
 
     def at(self, kind: str, label: str) -> int:
         return self.events.index((kind, label))
@@ -193,15 +193,15 @@ def recorded() -> Iterator[Recorder]:
 def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
     with recorded() as recorder:
         side = Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path))
-        recorder.homes = file_homes(side.engine)
+        recorder.storages = file_storages(side.engine)
         with side:
             train(side, 1)
-            side.engine.settle()
+            side.engine.passes.wait_for_all()
             assert recorder.most_in_memory <= 3, "in the first step"
             side.backward(side.module(tokens(1)).float().square().mean())
             recorder.events.clear()
             side.step()
-            side.engine.settle()
+            side.engine.passes.wait_for_all()
             found = recorder
             order = [label for kind, label in found.events if kind == "step"]
             assert order == [b.label for b in side.engine.buckets]  # as the next forward needs them
@@ -238,7 +238,7 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
 
     with Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path)) as side:
         train(side, 2)
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         side.module.blocks[0].register_forward_hook(lambda *_: ran.append("blocks.0"))
         side.backward(side.module(tokens(3)).square().mean())
         ran.clear()
@@ -253,7 +253,7 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
 @contextlib.contextmanager
 def shard_in_file(
     folder: Path, rests: Tier, pwritev: Callable[[FileShard, int], None] = lambda *_: None
-) -> Iterator[tuple[FileShard, Home]]:
+) -> Iterator[tuple[FileShard, MasterStorage]]:
     """A shard of 2000 zeros in a file, whose masters rest elsewhere; ``pwritev`` is called before it is written to."""
     shards: list[FileShard] = []
 
@@ -265,12 +265,12 @@ def shard_in_file(
     tier, host = NvmeTier(folder, rank=0, syscalls=Syscalls(pwritev=write)), HostTier()
     read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
     try:
-        home = make_home(rests, Tiers(host, tier), "unit", torch.zeros(2000), torch.float32)
-        shards.append(FileShard(tier, home, read_ahead, WriteBehind(tier), streams, "unit", torch.zeros(2000)))
-        yield shards[0], home
+        storage = make_storage(rests, Tiers(host, tier), "unit", torch.zeros(2000), torch.float32)
+        shards.append(FileShard(tier, storage, read_ahead, streams, "unit", torch.zeros(2000)))
+        yield shards[0], storage
         assert len(read_ahead._free) == READ_AHEAD
         shards[0].free()
-        home.free()
+        storage.free()
     finally:
         tier.close()
         host.close()
@@ -294,19 +294,19 @@ def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rest
     may_write, changes, changed = threading.Event(), threading.Event(), threading.Event()
 
     def step(value: float) -> None:
-        home.open(to_write=True)
+        storage.open(to_write=True)
         changes.set()
-        home.master.fill_(value)
-        file.update(home.master)
-        home.close(changed=True)
-        home.settle()
+        storage.master.fill_(value)
+        file.update(storage.master)
+        storage.close(changed=True)
+        storage.wait_for_rest()
         changed.set()
 
-    with shard_in_file(tmp_path, rests, lambda *_: assert_set(may_write)) as (file, home):
-        home.open(to_write=True)
-        home.master.fill_(1)
-        file.update(home.master)
-        home.close(changed=True)  # nothing has been written yet
+    with shard_in_file(tmp_path, rests, lambda *_: assert_set(may_write)) as (file, storage):
+        storage.open(to_write=True)
+        storage.master.fill_(1)
+        file.update(storage.master)
+        storage.close(changed=True)  # nothing has been written yet
         thread = threading.Thread(target=step, args=(2,))
         thread.start()
         assert not changes.wait(0.3), "what is being written was changed"
@@ -320,7 +320,8 @@ def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rest
 
 @on_ranks(1)
 def test_masters_in_files_stay_in_memory_until_they_are_written_as_parameters(tmp_path: Path) -> None:
-    """They have not changed, so the home has nothing to write itself: averages are transferred so, and whole copies."""
+    """They have not changed, so the storage has nothing to write itself: averages are transferred so, and whole
+    copies."""
     may_copy, rests, start = threading.Event(), threading.Event(), NvmeTier._start
 
     def late(tier: NvmeTier, job: Any, piece: range) -> None:
@@ -328,15 +329,15 @@ def test_masters_in_files_stay_in_memory_until_they_are_written_as_parameters(tm
         start(tier, job, piece)
 
     def close() -> None:
-        home.close(changed=False)
+        storage.close(changed=False)
         rests.set()
 
-    with shard_in_file(tmp_path, Tier.nvme) as (file, home):
-        with opened(home, changed=True) as master:
+    with shard_in_file(tmp_path, Tier.nvme) as (file, storage):
+        with opened(storage, changed=True) as master:
             master.fill_(1)
-        home.open()
+        storage.open()
         with mock.patch.object(NvmeTier, "_start", late):
-            file.update(home.master)
+            file.update(storage.master)
             thread = threading.Thread(target=close)
             thread.start()
             assert not rests.wait(0.3), "what is being written has no memory"
@@ -357,11 +358,11 @@ def test_a_write_behind_that_fails_is_told_by_the_next_read(tmp_path: Path) -> N
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with shard_in_file(tmp_path, Tier.nvme, broken) as (file, home):
+    with shard_in_file(tmp_path, Tier.nvme, broken) as (file, storage):
         for _ in range(2):  # the write after it says nothing of it either
-            with opened(home, changed=True):
-                file.update(home.master)
-        for hears in (lambda: file.read(torch.empty(2000)), file.settle):
+            with opened(storage, changed=True):
+                file.update(storage.master)
+        for hears in (lambda: file.read(torch.empty(2000)), file.wait_for_rest):
             with pytest.raises(DiskError, match=r"writing .* failed for 'unit \(parameters\)'"):
                 hears()
         file._drop()
@@ -374,10 +375,10 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
     side = Sharded(Model(), stage=3, **offload("nvme", tmp_path))
     train(side, 1)
     side.backward(side.module(tokens(3)).square().mean())
-    with mock.patch.object(WriteBehind, "put", return_value=failed):
+    with mock.patch.object(NvmeTier, "write_behind", return_value=failed):
         side.step()
         with pytest.raises(DiskError, match="writing failed"):
-            side.engine.settle()
+            side.engine.passes.wait_for_all()
     let_go(side.engine)
 
 
@@ -386,7 +387,7 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
 
 def let_go(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
-    engine.after_step.close()
+    engine.passes.after_step.close()
     engine.tiers.close()
     engine.comm.waits.close()
 
@@ -403,7 +404,7 @@ def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
 def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
     side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
     train(side, 2)
-    side.engine.settle()
+    side.engine.passes.wait_for_all()
     accumulate(side, 2, 1)
     os.truncate(next(tmp_path.rglob("*.bin")), 4096)
     for attempt in range(10):  # more often than there are units
@@ -413,8 +414,12 @@ def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
             with torch.no_grad():
                 side.module(tokens(3))  # and it stays so
         assert_names_it(caught.value, tmp_path, "the file ends here")
-        side.engine.abort()
-    for look in (side.engine.state_dict, side.engine.settle, lambda: side.engine.optimizer_state(side.optimizer)):
+        side.engine.passes.abort()
+    for look in (
+        side.engine.state_dict,
+        side.engine.passes.wait_for_all,
+        lambda: state_dicts.optimizer_state(side.engine, side.optimizer),
+    ):
         with pytest.raises(DiskError):
             look()
     let_go(side.engine)
@@ -442,7 +447,7 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
     else:
         calls.pwritev = failing(calls.pwritev, errno.ENOSPC, lambda: broken)
     train(side, 2)
-    side.engine.settle()
+    side.engine.passes.wait_for_all()
     if not (row == "optimizer_cpu_param_nvme" and kind == "read"):
         accumulate(side, 2, 1)
     broken = True
@@ -450,7 +455,7 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
         side.step()  # the worker finds it, perhaps before this has returned
         accumulate(side, 3, 1)
     assert_names_it(caught.value, tmp_path, "reading" if kind == "read" else "writing")
-    side.engine.abort()
+    side.engine.passes.abort()
     broken = False
     if kind == "write" or "optimizer_nvme" in row:  # what was lost stays lost
         with pytest.raises(DiskError):
@@ -463,8 +468,8 @@ class _OfBucket:
 
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
         self.awaited_step = AwaitedStep()
-        self.home = mock.Mock(settle=settle)
-        self.push = lambda **_: None
+        self.storage = mock.Mock(wait_for_rest=settle)
+        self.copy_master_to_params = lambda **_: None
 
     def job(self, run: Callable[[], None] = lambda: None) -> StepJob:
         return StepJob(self, run)  # type: ignore[arg-type]
@@ -489,13 +494,13 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
         worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
     worker.submit([stepped.job(_broken if where == "step" else lambda: None)], None)
     if where == "last write":
-        stepped.awaited_step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
+        stepped.awaited_step.future.result(5)  # type: ignore[union-attr]  # the step itself went well
         with pytest.raises(OSError, match="the disk"):
             worker._last.result(5)  # type: ignore[union-attr]
     for _ in range(2):
         worker.submit([later.job()], None)
         with pytest.raises(OSError, match="the disk"):
-            later.awaited_step._future.result(5)  # type: ignore[union-attr]
+            later.awaited_step.future.result(5)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="the disk"):
             worker.wait()
     worker.close()
@@ -506,7 +511,7 @@ def test_a_worker_without_jobs_takes_the_next_ones() -> None:
     worker.submit([], None)
     bucket = _OfBucket()
     worker.submit([bucket.job()], None)
-    bucket.awaited_step._future.result(5)  # type: ignore[union-attr]
+    bucket.awaited_step.future.result(5)  # type: ignore[union-attr]
     worker.wait()
     worker.close()
 
@@ -532,7 +537,7 @@ def _fail_on_one_rank(folder: Path) -> tuple[str, float]:
     watchdog.EVERY_S = 0.05
     side = Sharded(Model(), stall_timeout_s=STALL_S, **offload("nvme", folder))
     train(side, 2)
-    side.engine.settle()
+    side.engine.passes.wait_for_all()
     accumulate(side, 2, 1)
     if dist.get_rank() == 0:
         os.truncate(next(folder.rglob("rank00000.bin")), 4096)
@@ -590,13 +595,13 @@ def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) ->
                 hook = block.register_forward_hook(lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     module(tokens(9))
-                side.engine.abort()
+                side.engine.passes.abort()
                 hook.remove()
             issued = comm.all_gather_objects(
                 [label for kind, label in comm.counts.elements() if kind == "all_gather"], "a test"
             )
             assert issued[0] == issued[1], f"block {fails_in}"
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         train(side, 1)
 
 

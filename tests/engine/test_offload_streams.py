@@ -77,7 +77,9 @@ def _history(side: Sharded, case: Case) -> list[Any]:
     for step in range(4):  # from the second on, norms are taken on the way
         with autocast(case.precision):
             found.append(accumulate(side, step, case.micro_batches))
-        found.append(side.engine.sharded_grads.overflowed(map(side.engine.place_of, side.module.parameters())))
+        found.append(
+            side.engine.passes.sharded_grads.overflowed(map(side.engine.units.place_of, side.module.parameters()))
+        )
         if case.clips == "twice":
             found += [side.clip(0.4), side.clip(0.2)]
         elif case.clips:

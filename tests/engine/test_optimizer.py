@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
+from lightning_zero.engine.whole import state_dicts, whole_params
 from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, WarmsUp
 from tests.engine.support import (
     MakeOptimizer,
@@ -162,7 +163,7 @@ def test_a_backward_of_before_a_step_is_refused_as_by_torch(stage: int, row: str
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 side.backward(stale)
             if isinstance(side, Sharded):
-                side.engine.abort()
+                side.engine.passes.abort()
             for param in side.module.parameters():
                 param.grad = None
             side.zero_grad()
@@ -193,8 +194,8 @@ def test_a_step_of_other_parameters_leaves_a_graph_as_it_was(stage: int, row: st
     for param in (*module.parameters(), *plain.parameters()):
         dist.broadcast(param.data, 0)
     x = torch.randn(4, 19, generator=torch.Generator().manual_seed(1))  # the same on all ranks: the mean is each
-    engine = lightning_zero.shard(module, device="cpu", summary=False, stage=stage, offload=row)
-    for model, act in ((module, engine.backward), (plain, torch.Tensor.backward)):
+    engine = lightning_zero.shard(module, device="cpu", stage=stage, offload=row)
+    for model, act in ((module, engine.passes.backward), (plain, torch.Tensor.backward)):
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
         if model is module:
             for optimizer in optimizers:
@@ -298,7 +299,7 @@ def test_several_optimizers(stage: int) -> None:
     masters = dict(zip(names, twin.masters.values(), strict=True))
     theirs = [adamw([masters[n].flat for n in part]) for part in (blocks, others)]
     for step in range(4):
-        engine.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(language_loss(module, tokens(step)))
         twin.backward(language_loss(twin.module, tokens(step)))
         twin.show_grads()
         which = step % 2
@@ -354,7 +355,7 @@ def test_an_optimizer_built_before_sharding() -> None:
     engine = lightning_zero.shard(module, device="cpu")
     engine.add_optimizer(optimizer)
     for step in range(2):
-        engine.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(language_loss(module, tokens(step)))
         optimizer.step()
         optimizer.zero_grad()
         language_work(twin, step)
@@ -393,15 +394,16 @@ class Named(torch.optim.AdamW):
     pass
 
 module = nn.Linear(4, 4)
-engine = lightning_zero.shard(module, device="cpu", summary=False)
+engine = lightning_zero.shard(module, device="cpu")
 optimizer = Named(module.parameters())
 engine.add_optimizer(optimizer)
-engine.backward(module(torch.ones(2, 4)).sum())
+engine.passes.backward(module(torch.ones(2, 4)).sum())
 optimizer.step()
 assert type(optimizer) is Named
 """
 
 
+@pytest.mark.full
 def test_a_class_without_a_step_of_its_own_is_its_base_also_where_that_was_never_used() -> None:
     """torch puts its hooks around the step of the first class that is used: in a process without others."""
     subprocess.run([sys.executable, "-c", FIRST_OF_ITS_BASE], check=True, timeout=100)
@@ -466,13 +468,15 @@ def test_parameters_in_two_optimizers(stage: int, row: str, tmp_path: Path) -> N
             assert_same(sharded, twin)
             for side in (sharded, twin):
                 side.zero_grad()
-        states = [sharded.engine.optimizer_state(o, only_rank_0=False) for o in (sharded.optimizer, second)]
+        states = [
+            state_dicts.optimizer_state(sharded.engine, o, only_rank_0=False) for o in (sharded.optimizer, second)
+        ]
         assert all("exp_avg" in s for s in states[0]["state"].values())
         assert all("momentum_buffer" in s for s in states[1]["state"].values())
         for optimizer, state in zip((sharded.optimizer, second), states, strict=True):
-            sharded.engine.load_optimizer_state(optimizer, state)
+            state_dicts.load_optimizer_state(sharded.engine, optimizer, state)
         for optimizer, state in zip((sharded.optimizer, second), states, strict=True):
-            again = sharded.engine.optimizer_state(optimizer, only_rank_0=False)["state"]
+            again = state_dicts.optimizer_state(sharded.engine, optimizer, only_rank_0=False)["state"]
             for number, values in state["state"].items():
                 assert all(
                     torch.equal(torch.as_tensor(v), torch.as_tensor(again[number][n])) for n, v in values.items()
@@ -490,7 +494,7 @@ def test_an_unknown_optimizer_that_is_declared_element_wise(stage: int) -> None:
     optimizer = SignDescent(module.parameters())
     engine.add_optimizer(optimizer)
     for step in range(3):
-        engine.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(language_loss(module, tokens(step)))
         optimizer.step()
         optimizer.zero_grad()
         language_work(twin, step)
@@ -514,7 +518,7 @@ def test_what_is_declared_element_wise_and_is_not_is_refused() -> None:
         (Langevin, ""),
     ):
         module = Model()
-        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer={"sharding": "slices"})
+        engine = lightning_zero.shard(module, device="cpu", optimizer={"sharding": "slices"})
         if why:
             with pytest.raises(ValueError, match=rf"zero\.optimizer\.sharding: .*{kind.__name__}.*{why}"):
                 engine.add_optimizer(kind(module.parameters()))
@@ -601,7 +605,7 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as sharded:
         for side in (sharded, twin):
             train(side, range(3), precision)
-        own = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
+        own = state_dicts.optimizer_state(sharded.engine, sharded.optimizer, only_rank_0=False)
         expected = twin.optimizer.state_dict()
         settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
@@ -614,9 +618,9 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
                     value = value[: param.numel()].view(param.shape)
                 assert torch.equal(found, value), (number, key)
         if dist.get_rank():
-            assert sharded.engine.optimizer_state(sharded.optimizer) == {}
+            assert state_dicts.optimizer_state(sharded.engine, sharded.optimizer) == {}
         else:
-            sharded.engine.optimizer_state(sharded.optimizer)
+            state_dicts.optimizer_state(sharded.engine, sharded.optimizer)
 
 
 def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
@@ -625,14 +629,14 @@ def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOpt
     with Sharded(module, stage=source, precision=precision, optimizer=optimizer) as first:
         train(first, range(3), precision)
         weights = through_a_file(first.engine.state_dict(only_rank_0=False))
-        state = through_a_file(first.engine.optimizer_state(first.optimizer, only_rank_0=False))
+        state = through_a_file(state_dicts.optimizer_state(first.engine, first.optimizer, only_rank_0=False))
         train(first, range(3, 6), precision)
         expected = first.engine.state_dict(only_rank_0=False)
     with Sharded(Model(), stage=target, precision=precision, optimizer=optimizer) as second:
         train(second, range(1), precision)  # what was there is replaced
         second.engine.load_state_dict(weights)
-        second.engine.masters_changed()
-        second.engine.load_optimizer_state(second.optimizer, state)
+        whole_params.masters_changed(second.engine)
+        state_dicts.load_optimizer_state(second.engine, second.optimizer, state)
         train(second, range(3, 6), precision)
         for name, value in second.engine.state_dict(only_rank_0=False).items():
             assert torch.equal(value, expected[name]), name
@@ -656,9 +660,9 @@ def test_state_goes_into_a_plain_optimizer_and_back(stage: int) -> None:
         plain = copy.deepcopy(Model())
         plain.load_state_dict(side.engine.state_dict(only_rank_0=False))
         optimizer = adamw(plain.parameters())
-        optimizer.load_state_dict(side.engine.optimizer_state(side.optimizer, only_rank_0=False))
-        side.engine.load_optimizer_state(side.optimizer, optimizer.state_dict())
-        again = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        optimizer.load_state_dict(state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False))
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, optimizer.state_dict())
+        again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
                 assert torch.equal(again["state"][number][key], value)
@@ -671,18 +675,18 @@ def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Pat
     torch.manual_seed(3)
     with Sharded(Model(), **offload(row, tmp_path)) as side:
         train(side, range(3), "fp32")
-        saved = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        saved = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         weights = side.engine.state_dict(only_rank_0=False)
         train(side, range(3, 5), "fp32")
-        later = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        later = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         before = [state["exp_avg"] for state in side.optimizer.state.values()]
-        side.engine.load_optimizer_state(side.optimizer, saved)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, saved)
         side.engine.load_state_dict(weights)
         after = [state["exp_avg"] for state in side.optimizer.state.values()]
         assert {id(tensor) for tensor in after} == {id(tensor) for tensor in before}
-        assert_states_equal(side.engine.optimizer_state(side.optimizer, only_rank_0=False), saved)
+        assert_states_equal(state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False), saved)
         train(side, range(3, 5), "fp32")
-        assert_states_equal(side.engine.optimizer_state(side.optimizer, only_rank_0=False), later)
+        assert_states_equal(state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False), later)
 
 
 def assert_states_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -700,18 +704,18 @@ def test_state_of_another_model_is_refused() -> None:
             param.grad = torch.ones_like(param)
         other.step()
         with pytest.raises(ValueError, match=r"embed\.weight has shape"):
-            side.engine.load_optimizer_state(side.optimizer, other.state_dict())
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, other.state_dict())
         fewer = adamw(list(Model().parameters())[:-1])
         with pytest.raises(ValueError, match="param groups"):
-            side.engine.load_optimizer_state(side.optimizer, fewer.state_dict())
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, fewer.state_dict())
 
 
 @on_ranks(2)
 def test_settings_of_param_groups_are_loaded() -> None:
     with Sharded(Model()) as side:
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         state["param_groups"][0]["lr"] = 0.123
-        side.engine.load_optimizer_state(side.optimizer, state)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         assert side.optimizer.param_groups[0]["lr"] == 0.123
 
 
@@ -731,11 +735,11 @@ def test_an_optimizer_that_has_stepped_before_goes_on(kind: Any, stage: int) -> 
         language_loss(m, tokens(0, rank=0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine = lightning_zero.shard(module, stage=stage, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=stage, device="cpu")
     engine.add_optimizer(optimizers[0])
     assert not any(isinstance(key, nn.Parameter) for key in optimizers[0].state)
     for step in (1, 2):
-        engine.backward(language_loss(module, tokens(step, rank=0)))
+        engine.passes.backward(language_loss(module, tokens(step, rank=0)))
         language_loss(plain, tokens(step, rank=0)).backward()
         for optimizer in optimizers:
             optimizer.step()

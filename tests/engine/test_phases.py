@@ -1,4 +1,4 @@
-"""Units, passes and file homes refuse transitions that they do not have, and name where they came from."""
+"""Units, passes and file storages refuse transitions that they do not have, and name where they came from."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.engine.passes.open_pass import Phase
-from lightning_zero.engine.units import home
+from lightning_zero.engine.passes.passes import Phase
+from lightning_zero.engine.units import master_storage
 from lightning_zero.engine.units.unit import State
 from tests.engine.support import Model, Sharded, language_work
 from tests.engine.test_offload import offload
@@ -25,9 +25,9 @@ def test_illegal_transitions_name_where_they_came_from(tmp_path: Path) -> None:
             engine.passes._enter(Phase.TOLD)
         with pytest.raises(RuntimeError, match=r"blocks\.0: illegal transition SHARDED -> GATHERED"):
             engine.units[1]._enter(State.GATHERED)
-        files = next(b.home for b in engine.buckets if isinstance(b.home, home.FileHome))
+        files = next(b.storage for b in engine.buckets if isinstance(b.storage, master_storage.FileStorage))
         with pytest.raises(RuntimeError, match="rests in files: illegal transition to WRITING"):
-            files._enter(home.Phase.WRITING)
+            files._enter(master_storage.Phase.WRITING)
 
 
 @on_ranks(1)
@@ -45,6 +45,6 @@ def test_a_pass_goes_through_its_phases() -> None:
         with side.engine.step_scope():
             language_work(side, 0)
         assert seen == [Phase.FORWARD, Phase.TOLD, Phase.BETWEEN, Phase.FORWARD]  # what may follow in the step
-        side.engine.rest()
+        side.engine.passes.rest()
         assert seen[-1] is Phase.BETWEEN
         del passes._enter

@@ -216,7 +216,7 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
         mock.patch.object(DirectTransport, "reduce", sending),
         Sharded(module, stage=stage, precision={"name": "bf16", "reduce_dtype": "bf16"}) as side,
     ):
-        for grads in side.engine.reducer.grads.values():
+        for grads in side.engine.passes.reducer.grads.values():
             grads.batched_copy = together  # as on a device
         for step in range(3):
             for one in (side, twin):
@@ -267,7 +267,7 @@ def test_a_module_that_needs_fp32_is_named_with_the_setting(stage: int) -> None:
             module(floats(0, WIDTH, WIDTH))
         notes = "\n".join(getattr(caught.value, "__notes__", []))
         assert "zero.precision.fp32_modules" in notes and "Refuses" in notes
-        side.engine.abort()
+        side.engine.passes.abort()
     settings = {"name": "bf16", "fp32_modules": ["Refuses"]}
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
     with Sharded(module, stage=stage, precision=settings) as side, autocast("bf16"):

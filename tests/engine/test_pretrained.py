@@ -86,7 +86,7 @@ def test_a_model_on_meta_has_the_values_of_the_folder(kind: str, stage: int, tmp
     with torch.no_grad():
         logits = expected(TOKENS)
     module = Wrapped(make(kind, "meta"))
-    engine = lightning_zero.shard(module, stage=stage, init_from=str(tmp_path), device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=stage, init_from=str(tmp_path), device="cpu")
     with torch.no_grad(), engine.step_scope(evaluation=True):
         found = module(TOKENS)
     assert torch.equal(found, logits)
@@ -106,7 +106,7 @@ def test_into_offloaded_shards(row: str, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(exist_ok=True)
     offload = {"name": row} | ({"nvme_path": str(tmp_path / "disk")} if row == "nvme" else {})
     settings: dict[str, Any] = {"init_from": str(tmp_path / "files"), "offload": offload, "precision": "bf16"}
-    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False, **settings)
+    engine = lightning_zero.shard(module, stage=3, device="cpu", **settings)
     state = engine.state_dict(only_rank_0=False)
     for name, value in expected.state_dict().items():
         assert torch.equal(state[name], value), name
@@ -126,7 +126,7 @@ def test_ranks_read_no_byte_beyond_their_shards(tmp_path: Path) -> None:
     SafetensorsFolder._read = counted  # type: ignore[method-assign]
     try:
         module = Wrapped(make("llama", "meta"))
-        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     finally:
         SafetensorsFolder._read = original  # type: ignore[method-assign]
     own = sum(f.numel for bucket in engine.buckets for f in bucket.owned_fragments())
@@ -141,7 +141,7 @@ def test_ranks_read_no_byte_beyond_their_shards(tmp_path: Path) -> None:
 def test_a_model_off_meta_takes_the_values_too(tmp_path: Path) -> None:
     expected = saved("gpt2", tmp_path).state_dict()
     module = make("gpt2", seed=5)
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     state = engine.state_dict(only_rank_0=False)
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     engine.release()
@@ -158,7 +158,7 @@ def test_forms_of_folders(what: str, tmp_path: Path) -> None:
         if what == "no index":
             (tmp_path / "model.safetensors.index.json").unlink()
     module = Wrapped(make("gpt2", "meta"))
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     state = engine.state_dict()
     assert all(torch.equal(state[f"model.{name}"], value) for name, value in model.state_dict().items())
     engine.release()
@@ -173,7 +173,7 @@ def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
     save_file({key: value.contiguous() for key, value in net.state_dict().items()}, tmp_path / "a.safetensors")
     with torch.device("meta"):
         module = Wrapped(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     state = engine.state_dict()
     assert all(torch.equal(state[f"model.{name}"], value) for name, value in net.state_dict().items())
     engine.release()
@@ -193,12 +193,12 @@ def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = nn.Sequential(NoReset(), nn.Linear(3, 2))
     with pytest.raises(ConfigError, match=r"\(bias\).*nor has 0\.bias a source in zero\.init_from"):
-        lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+        lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     save_file({"0.gain": torch.full((3,), 2.0), "0.bias": torch.full((3,), 3.0)}, tmp_path / "a.safetensors")
     with torch.device("meta"):
         module = nn.Sequential(NoReset(), nn.Linear(3, 2))
     with pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these start anew"):
-        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     state = engine.state_dict()
     assert (state["0.gain"] == 2).all() and (state["0.bias"] == 3).all() and state["1.weight"].isfinite().all()
     engine.release()
@@ -212,7 +212,7 @@ def test_what_is_left_without_a_value_is_named() -> None:
     with torch.device("meta"):
         module = nn.Sequential(Forgets())
     with pytest.raises(ConfigError, match=r"0\.bias was on the meta device, and Forgets has not initialised it"):
-        lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+        lightning_zero.shard(module, stage=3, device="cpu")
 
 
 def test_what_was_built_off_meta_may_be_nan() -> None:
@@ -220,14 +220,14 @@ def test_what_was_built_off_meta_may_be_nan() -> None:
     module[0].register_buffer("best", torch.tensor(torch.nan))
     with torch.device("meta"):
         module.append(nn.Linear(3, 2))
-    lightning_zero.shard(module, stage=3, device="cpu", summary=False).release()
+    lightning_zero.shard(module, stage=3, device="cpu").release()
     assert module[0].best.isnan() and module[1].weight.isfinite().all()
 
 
 def test_a_model_of_transformers_needs_no_folder() -> None:
     """It makes its first values as it does off meta: norms of ones, small weights, rotary frequencies."""
     module, expected = make("llama", "meta"), make("llama")
-    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, device="cpu")
     state = engine.state_dict()
     assert (state["model.norm.weight"] == 1).all()
     assert 0.01 < state["lm_head.weight"].std() < 0.03
@@ -314,7 +314,7 @@ def test_a_bad_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -> No
     dist.barrier()
     module = Wrapped(make("llama", "meta"))
     with pytest.raises(ConfigError, match=says):
-        lightning_zero.shard(module, stage=3, init_from=str(tmp_path / "files"), device="cpu", summary=False)
+        lightning_zero.shard(module, stage=3, init_from=str(tmp_path / "files"), device="cpu")
 
 
 @on_ranks(2)
@@ -331,7 +331,7 @@ def test_folders_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     module = Wrapped(make("llama", "meta"))
     says = r"got model\.model\.norm\.weight on rank 0 and none on rank 1\. Give a folder"
     with pytest.raises(ConfigError, match=says):
-        lightning_zero.shard(module, stage=3, init_from=str(folder), device="cpu", summary=False, stall_timeout_s=20)
+        lightning_zero.shard(module, stage=3, init_from=str(folder), device="cpu", stall_timeout_s=20)
 
 
 @on_ranks(2)
@@ -346,7 +346,7 @@ def test_adapters_of_peft(way: str, tmp_path: Path) -> None:
     module = Wrapped(peft.get_peft_model(make("llama", "meta"), config).eval())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     with torch.no_grad(), engine.step_scope(evaluation=True):
         torch.testing.assert_close(module(TOKENS), logits)  # the second factor is zero
     state = engine.state_dict(only_rank_0=False)
@@ -364,7 +364,7 @@ def test_adapters_that_follow_from_the_values_are_refused(tmp_path: Path) -> Non
     for config in model.peft_config.values():
         config.init_lora_weights = "pissa"
     with pytest.raises(ConfigError, match="is on the meta device, where init_lora_weights='pissa' cannot be done"):
-        lightning_zero.shard(model, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+        lightning_zero.shard(model, stage=3, init_from=str(tmp_path), device="cpu")
 
 
 def test_sources_of_a_converted_tensor_are_read_whole_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def ranges(side: Sharded) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         language_work(side, 0)
         side.step()
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
     return {event.name for event in profile.events() if event.name.startswith("zero: ")}
 
 

@@ -96,7 +96,7 @@ def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row
             with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
                 assert side.module(floats(step, 4, WIDTH), path(step, dist.get_rank())).isfinite().all()
             side.module.seen += 1
-            side.engine.sync_buffers()
+            side.engine.passes.buffers.sync()
 
 
 @on_ranks(2, full=(3,))
@@ -164,10 +164,10 @@ def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() ->
         loss = side.module(torch.ones(2, 3, requires_grad=True)).sum()
         if dist.get_rank() == 1:
             side.module.scale.add_(1.0)
-        side.engine.sync_buffers()
+        side.engine.passes.buffers.sync()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             side.backward(loss)
-        side.engine.abort()
+        side.engine.passes.abort()
 
 
 class Inside(nn.Module):

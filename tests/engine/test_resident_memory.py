@@ -37,11 +37,11 @@ engine.add_optimizer(optimizer)
 for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
         loss = model(torch.ones(1, 2048)).float().square().mean()
-    engine.backward(loss)
+    engine.passes.backward(loss)
     optimizer.step()
-    engine.settle()
+    engine.passes.wait_for_all()
     optimizer.zero_grad()
-    engine.settle_gradients()
+    engine.passes.sharded_grads.finish_pending()
 gc.collect()
 rest = memory.planned_bytes(plan_of(engine), moment=memory.Moment.cleared)
 planned = sum(n for (role, tier), n in rest.items() if tier is not memory.Tier.nvme)
@@ -51,7 +51,7 @@ engine.release()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", ["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"])
 def test_resident_memory_is_what_was_planned(row: str, precision: str, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError, Offload
+from lightning_zero.config import ConfigError, Offload, allowed_rows
 from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.after_step import StepWorker
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.restage import Move
-from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
@@ -73,7 +73,7 @@ def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] 
 
 def values(side: Sharded) -> dict[str, Any]:
     engine = side.engine
-    state = engine.optimizer_state(side.optimizer, only_rank_0=False)
+    state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
     return {"weights": engine.state_dict(only_rank_0=False), "state": state}
 
 
@@ -129,12 +129,12 @@ PARTS = len(SELECTED)
 
 def check_held(side: Sharded, what: str) -> None:
     engine = side.engine
-    engine.settle()
-    engine.settle_gradients()
+    engine.passes.wait_for_all()
+    engine.passes.sharded_grads.finish_pending()
     states = state_tensors(engine)
     gone = not any(bucket.grad_store.is_there for bucket in engine.buckets)
     moment = Moment.cleared if gone else Moment.reduced
-    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=moment)
+    planned = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=states, moment=moment)
     assert held_bytes(engine) == planned, what
 
 
@@ -169,6 +169,7 @@ def test_the_walk_has_every_way_once() -> None:
     assert sorted(ways) == sorted(itertools.permutations(ROWS, 2))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_every_way_from_row_to_row(case: Case, tmp_path: Path) -> None:
     run(case.world, _check, case, tmp_path)
@@ -227,7 +228,7 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
             assert hooks_of(side.module) == hooks, row
             files = list(tmp_path.rglob(f"rank{dist.get_rank():05d}*"))
             assert bool(files) == ("nvme" in row), row
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         # Nothing but the thread of offloaded steps is left, which waits for more.
         assert threading.active_count() <= threads + 1
 
@@ -236,7 +237,7 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
 def test_files_are_used_again_and_cut(tmp_path: Path) -> None:
     with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
         train(side, 0, "fp32")
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         tier = side.engine.tiers.nvme
         assert tier is not None
         size = path_of(tmp_path).stat().st_size
@@ -270,11 +271,11 @@ def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path:
             owned = [bool(bucket.owned_fragments()) for bucket in side.engine.buckets]
             assert all(owned) == (dist.get_rank() == 0)
             assert [bucket.awaited_step.is_done for bucket in side.engine.buckets] == [not own for own in owned]
-            worker = side.engine.after_step._worker
+            worker = side.engine.passes.after_step._worker
             assert (worker is not None and worker._running) == any(owned)
             may_run.set()
             train(side, 2, "fp32")
-            side.engine.settle()
+            side.engine.passes.wait_for_all()
 
 
 @on_ranks(2)
@@ -283,7 +284,7 @@ def test_budgets_are_of_what_rests(tmp_path: Path) -> None:
     row = offload_of("zero3 optimizer_cpu_param_nvme", tmp_path)
     with Sharded(Model(), stage=3, offload=row) as side:
         train(side, 0, "fp32")
-        side.engine.settle()
+        side.engine.passes.wait_for_all()
         assert side.engine.tiers.nvme is not None and side.engine.tiers.host is not None
         held = torch.tensor([side.engine.tiers.nvme.nbytes, side.engine.tiers.host.nbytes])
         budgets = dict(zip(("nvme_budget", "host_budget"), side.engine.comm.max_(held).tolist(), strict=True))

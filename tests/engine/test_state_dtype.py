@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.optimizers import low_bits
 from lightning_zero.optimizers.low_bits import Format, NarrowStep, PieceMemory, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
@@ -61,7 +62,7 @@ class Side(Sharded):
 
     def __init__(self, module: nn.Module, dtype: str, *, make: Callable[[Any], Optimizer] = adamw, **config: Any):
         self.module = module
-        self.engine = lightning_zero.shard(module, device="cpu", **{"summary": False, **narrow(dtype), **config})
+        self.engine = lightning_zero.shard(module, device="cpu", **{**narrow(dtype), **config})
         self.optimizer = make(module.parameters())
         self.engine.add_optimizer(self.optimizer)
         self._plain = False
@@ -109,7 +110,7 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
                 each.step()
                 each.zero_grad()
             assert_same(side, twin, what=f"step {step}: ")
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
         for number, master in enumerate(twin.optimizer.param_groups[0]["params"]):
             for name in MOMENTS:
                 assert state[number][name].dtype is torch.bfloat16
@@ -117,6 +118,7 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
                 assert torch.equal(found, twin.optimizer.state[master][name][: len(found)]), (names[number], name)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
 def test_training_equals_the_twin(case: Case, tmp_path: Path) -> None:
     run(case.world, _equals_the_twin, case, tmp_path)
@@ -139,6 +141,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, bool]]] = {
 }
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("int8", "bf16")[i % 2]) for i, n in enumerate(OPTIMIZERS)])
 def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
@@ -155,6 +158,7 @@ def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
             assert_same(side, twin, what=f"step {step}: ")
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("rmsprop", "bf16"), ("sgd", "int8")])
 def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
@@ -247,13 +251,13 @@ def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_th
                 lent.clear()
                 for optimizer in (side.optimizer, other):
                     optimizer.step()
-                    side.engine.settle()
+                    side.engine.passes.wait_for_all()
                     used[optimizer] = {tensor.data_ptr() for tensor in lent}
-        (memory,) = side.engine.around_step.pieces._held
+        (memory,) = side.engine._around_step.pieces._held
         held = {tensor.data_ptr() for tensor in memory._buffers.values()}
         assert len(held) == 2 and used[side.optimizer] == held and used[other] <= held
         side.engine.restage(offload="none")
-        assert not side.engine.around_step.pieces._held
+        assert not side.engine._around_step.pieces._held
 
 
 # -- layouts, files, rows -----------------------------------------------------------------------------------------
@@ -286,7 +290,7 @@ def seldom(side: Side, steps: range) -> list[Tensor]:
 
 def everything(side: Side) -> dict[str, Tensor]:
     """Weights and state, whole, by name; on every rank."""
-    state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+    state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
     names = [name for name, _ in side.module.named_parameters()]
     found = {f"{names[n]}.{k}": v for n, entry in state.items() for k, v in entry.items()}
     with lightning_zero.gather(side.module):
@@ -309,7 +313,7 @@ def _train_to_file(file: Path, dtype: str, stage: int, steps: int) -> None:
     """All ranks have the same data: with 1, 2 and 4 of them the gradients are the same bits."""
     with Side(seeded(), dtype, stage=stage) as side:
         seldom(side, range(steps))
-        weights, state = everything(side), side.engine.optimizer_state(side.optimizer)
+        weights, state = everything(side), state_dicts.optimizer_state(side.engine, side.optimizer)
     if torch.distributed.get_rank() == 0:
         torch.save((weights, state), file)
 
@@ -321,13 +325,14 @@ def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder
         for name, param in module.named_parameters():
             param.copy_(values[name])
     with Side(module, dtype, stage=stage, offload=settings(row, folder)) as side:
-        side.engine.load_optimizer_state(side.optimizer, state)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         before = everything(side)
         assert_all_equal(before, values)
         seldom(side, range(2, 4))
         assert_all_equal(everything(side), torch.load(expected, weights_only=True)[0])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("dtype", "ranks", "stage", "row"), [("int8", 4, 3, "none"), ("int8", 2, 3, "nvme"), ("bf16", 4, 1, "none")]
 )
@@ -340,6 +345,7 @@ def test_resumed_on_other_ranks_it_is_stage_0_in_one_process(
     run(6 - ranks, _go_on, tmp_path / "saved", tmp_path / "whole", dtype, stage, row, tmp_path)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> None:
@@ -365,13 +371,13 @@ def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Pa
             side.backward(language_loss(side.module, tokens(step)))
             side.step()
             side.zero_grad()
-        engine.settle()
-        engine.settle_gradients()
+        engine.passes.wait_for_all()
+        engine.passes.sharded_grads.finish_pending()
         held = held_bytes(engine)
         assert state_tensors(engine) == 2
-        assert held == planned_bytes(plan_of(engine), engine.rank, state_tensors=2, moment=Moment.cleared)
+        assert held == planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=2, moment=Moment.cleared)
         if row == "none":
-            numel = sum(b.plan.state_numel(engine.rank) for b in engine.buckets if b.trainable)
+            numel = sum(b.plan.state_numel(engine.comm.rank) for b in engine.buckets if b.trainable)
             each = numel * 2 if dtype == "bf16" else numel // 256 * 257
             assert held[Role.optim_state, Tier.device] == 2 * each
 
@@ -415,7 +421,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
     log.setLevel(logging.INFO)
     with Side(seeded(), dtype) as side:
         seldom(side, range(2))
-        state, values = side.engine.optimizer_state(side.optimizer, only_rank_0=False), everything(side)
+        state, values = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False), everything(side)
     plain = seeded()
     optimizer = adamw(plain.parameters())
     optimizer.load_state_dict(copy.deepcopy(state))
@@ -425,7 +431,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
             assert optimizer.state[param][kind].dtype is torch.float32
             assert torch.equal(optimizer.state[param][kind], values[f"{name}.{kind}"].float())
     with Side(seeded(), "fp32") as side:  # wider: the same values
-        side.engine.load_optimizer_state(side.optimizer, state)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         found = everything(side)
         assert all(
             torch.equal(found[f"{n}.exp_avg"], values[f"{n}.exp_avg"].float())
@@ -433,11 +439,11 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
             if f"{n}.exp_avg" in values
         )
         seldom(side, range(2, 3))
-        wide = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        wide = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
     with Side(seeded(), dtype) as side:
-        side.engine.load_optimizer_state(side.optimizer, state)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         assert not words
-        side.engine.load_optimizer_state(side.optimizer, wide)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, wide)
         assert f"zero.optimizer.state_dtype={dtype}: the optimizer state that was loaded is wider" in words[0]
         seldom(side, range(2, 3))
 
@@ -535,6 +541,7 @@ def test_what_is_not_finite_stays_so() -> None:
             assert found[:256].isfinite().all()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: str) -> None:
     form = Format(StateDtype[dtype], signed=False)
@@ -553,6 +560,7 @@ def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: st
     assert abs(average(noisy=True) / exact - 1) < 0.1
 
 
+@pytest.mark.full
 @on_ranks(1)
 def test_losses_follow_those_of_fp32() -> None:
     def losses(dtype: str) -> Tensor:

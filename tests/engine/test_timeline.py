@@ -1,4 +1,4 @@
-"""zero.debug.timeline: what is recorded is what was done, on one clock, and recording changes nothing."""
+"""zero.timeline: what is recorded is what was done, on one clock, and recording changes nothing."""
 
 from __future__ import annotations
 
@@ -57,10 +57,16 @@ def by_lane(events: list[Event]) -> dict[tuple[int, str], list[Event]]:
     return found
 
 
+def at(after: int, steps: int) -> Any:
+    """Record ``steps`` steps after ``after``."""
+    return mock.patch.multiple("lightning_zero.timeline.record", AFTER=after, STEPS=steps)
+
+
 def end_of(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage, tiers", [(1, "none"), (3, "none"), (3, "nvme"), (2, "optimizer_cpu")])
 def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -> None:
@@ -69,15 +75,14 @@ def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -
     with Sharded(Model(), stage=stage, **more) as side:
         steps(side, 5)
         expected = {name: value.clone() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-    debug = {"timeline": str(tmp_path / "made" / "here"), "timeline_steps": [2, 2]}
     torch.manual_seed(0)
-    with Sharded(Model(), stage=stage, debug=debug, **more) as side:
+    with at(2, 2), Sharded(Model(), stage=stage, timeline=str(tmp_path / "made" / "here"), **more) as side:
         steps(side, 5)
         for name, value in side.engine.state_dict(only_rank_0=False).items():
             assert torch.equal(value, expected[name]), name
         units = [unit.title for unit in side.engine.units]
         labels = {bucket.label for bucket in side.engine.buckets if bucket.plan.shards_master}
-    assert recording._recorder is None
+    assert recording.recorder is None
     events = recorded(tmp_path / "made" / "here")
     lanes = by_lane(events)
     for rank in range(dist.get_world_size()):
@@ -112,8 +117,8 @@ def assert_rows(events: list[Event]) -> None:
 def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     """Clocks that differ by hours: no message ends on one rank before it has begun on the other."""
     real, ahead = time.perf_counter, 7200.0 * dist.get_rank()
-    debug = {"timeline": str(tmp_path), "timeline_steps": [2, 2]}
-    with mock.patch("time.perf_counter", lambda: real() + ahead), Sharded(Model(), debug=debug) as side:
+    clock = mock.patch("time.perf_counter", lambda: real() + ahead)
+    with at(2, 2), clock, Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 5)
     lanes = by_lane(recorded(tmp_path))
     for lane in ("gather", "reduce"):
@@ -128,7 +133,7 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [2, 2]}) as side:
+    with at(2, 2), Sharded(Model(), timeline=str(tmp_path)) as side:
         for number in range(5):
             if dist.get_rank() == 1:
                 time.sleep(0.1)
@@ -141,7 +146,7 @@ def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 1]}) as side:
+    with at(1, 1), Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 3)
     dist.barrier()
     page = (tmp_path / "timeline.html").read_text()
@@ -168,52 +173,42 @@ def warned() -> Iterator[list[str]]:
 @on_ranks(2)
 def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
     is_first = dist.get_rank() == 0
-    with Sharded(Model(), debug={"timeline": str(tmp_path)}) as side:
+    with Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 3)
         with warned() as found:
-            side.engine.rest()
+            side.engine.passes.rest()
     assert ["ended after 3 steps" in text for text in found] == [True] * is_first
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
+    with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 3)
-        side.engine.rest()
+        side.engine.passes.rest()
     ends = [event for event in recorded(tmp_path) if event["ph"] == "i"]
     assert len(ends) == 3 * 2  # two steps
-    assert recording._recorder is None
+    assert recording.recorder is None
 
 
 @on_ranks(2)
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 2]}) as side, warned() as found:
+    with at(1, 2), Sharded(Model(), timeline=str(tmp_path)) as side, warned() as found:
         with mock.patch("pathlib.Path.write_text", side_effect=OSError(28, "No space left on device")):
             steps(side, 5)
-        assert side.engine.rank or not (tmp_path / "timeline.html").exists()
+        assert side.engine.comm.rank or not (tmp_path / "timeline.html").exists()
     assert ["No space left" in text for text in found] == [True] * (dist.get_rank() == 0)
 
 
 @on_ranks(2)
-def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 2]}) as side, warned() as found:
-        draws = {"draw": mock.Mock(side_effect=ImportError("built for another numpy")), "can_draw": lambda: True}
-        with mock.patch.multiple("lightning_zero.timeline.record", **draws):
-            steps(side, 5)
-        assert side.engine.rank or (tmp_path / "timeline.html").exists()
-    assert ["ImportError: built for another numpy" in text for text in found] == [True] * (dist.get_rank() == 0)
-
-
-@on_ranks(2)
 def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
+    with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 2)
-        side.engine.abort()
+        side.engine.passes.abort()
         # A device may wait for a message of a rank that is gone: nobody may wait for the device.
         accelerator = side.engine.comm.streams.accelerator
         with mock.patch.object(type(accelerator), "synchronize", side_effect=AssertionError("waits")):
-            side.engine.rest()
-        assert recording._recorder is None
-    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_steps": [1, 9]}) as side:
+            side.engine.passes.rest()
+        assert recording.recorder is None
+    with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 2)
         side.engine.release()  # without the end of a run, as without Lightning
-        assert recording._recorder is None
+        assert recording.recorder is None
     dist.barrier()
     assert not (tmp_path / "trace.json").exists()
 
@@ -225,15 +220,14 @@ def test_where_nobody_records_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    for given in ([3, 0], [3], 3):
-        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_steps: expected (two numbers|a list)"):
-            make_config(debug={"timeline": "x", "timeline_steps": given})
+    with pytest.raises(ConfigError, match=r"^zero\.debug: no such setting.* Did you mean timeline\?$"):
+        make_config(debug={"timeline": "x"})
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline: expected a folder"):
-            ZeroStrategy(debug={"timeline": str(path)})
-        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline: expected a folder"):
-            lightning_zero.shard(torch.nn.Linear(2, 2), debug={"timeline": str(path)}, device="cpu")
+        with pytest.raises(ConfigError, match=r"zero\.timeline: expected a folder"):
+            ZeroStrategy(timeline=str(path))
+        with pytest.raises(ConfigError, match=r"zero\.timeline: expected a folder"):
+            lightning_zero.shard(torch.nn.Linear(2, 2), timeline=str(path), device="cpu")
 
 
 def bar(begin: float, end: float, what: str = "", why: str = "") -> Span:
@@ -291,10 +285,10 @@ def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
 
 @on_ranks(3)
 def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path) -> None:
-    debug = {"timeline": str(tmp_path), "timeline_steps": [1, 1]}
     with (
+        at(1, 1),
         mock.patch("lightning_zero.timeline.lanes.chosen.__defaults__", (1,)),
-        Sharded(Model(), debug=debug) as s,
+        Sharded(Model(), timeline=str(tmp_path)) as s,
     ):
         steps(s, 3)
         collected = s.engine.comm.collect(dist.get_rank(), "ranks")

@@ -155,7 +155,7 @@ def test_norms_that_are_not_finite(stage: int) -> None:
 def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
     """As under DDP, until they are unscaled."""
     with Sharded(Model(), stage=3) as side:
-        side.engine.reducer.set_loss_scale(1024.0)
+        side.engine.passes.reducer.set_loss_scale(1024.0)
         side.backward(1024.0 * language_loss(side.module, tokens(0)))
         params = list(side.module.parameters())
         true = lightning_zero.grad_norm(side.module)
@@ -164,10 +164,10 @@ def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
         torch.testing.assert_close(lightning_zero.grad_norm(side.module), true / 2)
         clip_grad_value_(params, 1.024)
         torch.testing.assert_close(lightning_zero.grad_norm(side.module, math.inf), torch.tensor(1e-3))
-        side.engine.reducer.unscale(params[:1])  # by one of two optimizers
+        side.engine.passes.reducer.unscale(params[:1])  # by one of two optimizers
         found = get_total_norm([p.grad for p in params])
         torch.testing.assert_close(found, torch.stack([p.grad.norm() for p in params]).norm())
-        side.engine.reducer.unscale(params)
+        side.engine.passes.reducer.unscale(params)
         clip_grad_value_(params, 1e-4)
         torch.testing.assert_close(lightning_zero.grad_norm(side.module, math.inf), torch.tensor(1e-4))
 

@@ -26,7 +26,7 @@ from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
 from tests.harness import assert_gone, on_ranks
-from tests.pairwise import pairwise_places
+from tests.selection import pairwise_places
 
 K = 4
 ROWS = 8
@@ -41,13 +41,11 @@ CASES = [
 
 
 def vertical(module: nn.Module, *, k: int = K, how: str = "blocks", **settings: Any) -> Engine:
-    return lightning_zero.shard(
-        module, vertical_chunks=k, activation_checkpointing=how, device="cpu", summary=False, **settings
-    )
+    return lightning_zero.shard(module, vertical_chunks=k, activation_checkpointing=how, device="cpu", **settings)
 
 
 def ordinary(module: nn.Module, *, how: str = "blocks", **settings: Any) -> Engine:
-    return lightning_zero.shard(module, activation_checkpointing=how, device="cpu", summary=False, **settings)
+    return lightning_zero.shard(module, activation_checkpointing=how, device="cpu", **settings)
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -154,7 +152,7 @@ def test_no_sync_adds_up(stage: int) -> None:
     module, plain = Model(), Model()
     plain.load_state_dict(module.state_dict())
     engine = vertical(module, stage=stage)
-    with engine.no_sync():
+    with engine.passes.no_sync():
         language_loss(module, tokens(0, rows=ROWS)).backward()
     language_loss(module, tokens(1, rows=ROWS)).backward()
     for rank in range(2):
@@ -333,11 +331,11 @@ def test_inputs_wait_on_the_host() -> None:
 def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
     module = Layers(Dropping(), Dropping())
     engine = vertical(module, stage=3)
-    with engine.step_scope(), engine.vertical.step(torch.randn(ROWS, 8), evaluation=False):
+    with engine.step_scope(), engine.forwards.vertical.step(torch.randn(ROWS, 8), evaluation=False):
         with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
             module(torch.randn(2 * ROWS, 8))
         loss = module(torch.randn(ROWS, 8))
-    engine.backward(loss)
+    engine.passes.backward(loss)
     module(torch.randn(2 * ROWS, 8)).backward()
     engine.release()
 
@@ -457,6 +455,7 @@ def test_parameters_toggled_before_the_backward_are_refused() -> None:
     engine.release()
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_compiled_blocks() -> None:
     compiled = {"name": "blocks", "arguments": {"backend": "aot_eager"}}
@@ -485,7 +484,7 @@ def test_a_block_keeps_its_inputs_only() -> None:
     for k in (1, K):
         torch.manual_seed(0)
         module = Model(width=19, depth=6)
-        engine = vertical(module, k=k, stage=3) if k > 1 else lightning_zero.shard(module, stage=3, summary=False)
+        engine = vertical(module, k=k, stage=3) if k > 1 else lightning_zero.shard(module, stage=3)
         kept[k] = _saved_nbytes(language_loss(module, tokens(0, rank=0, rows=ROWS)))
         engine.release()
     inputs = 6 * ROWS * 7 * 19 * 4

@@ -134,9 +134,7 @@ def prepared(*case: Any, k: int, length: int = LENGTH) -> tuple[nn.Module, nn.Mo
     torch.manual_seed(0)
     module, plain = Network(*case), Network(*case)
     plain.load_state_dict(module.state_dict())
-    engine = lightning_zero.shard(
-        module, vertical_chunks=k, stage=3, activation_checkpointing="blocks", device="cpu", summary=False
-    )
+    engine = lightning_zero.shard(module, vertical_chunks=k, stage=3, activation_checkpointing="blocks", device="cpu")
     return module, plain, engine, torch.randn(ROWS, length, WIDTH)
 
 
@@ -212,7 +210,6 @@ def test_a_table_is_found_in_bf16_too() -> None:
     plain.load_state_dict(module.state_dict())
     engine = lightning_zero.shard(
         module, vertical_chunks=4, stage=3, precision="bf16", activation_checkpointing="blocks", device="cpu",
-        summary=False,
     )  # fmt: skip
     batch = torch.randn(ROWS, LENGTH, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):

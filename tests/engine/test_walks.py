@@ -30,8 +30,7 @@ ROOT = Path(lightning_zero.__file__).parent
 MOST = 9  # files
 WALK_OF_A_PARAMETER = {
     "engine/units/param_store.py",
-    "engine/units/home.py",
-    "engine/units/bucket.py",
+    "engine/units/master_storage.py",
     "comm/communicator.py",
     "comm/transports.py",
     "comm/reduction.py",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.engine.whole import shown
+from lightning_zero.engine.whole import whole_params
 from tests.engine.support import Model, Sharded, language_work
 from tests.harness import on_ranks
 
@@ -22,9 +22,9 @@ HOSTS: dict[str, Sequence[int]] = {"one each": (0, 1, 2), "two and one": (0, 0, 
 def on_hosts(hosts: Sequence[int], available: Sequence[int] | None = None) -> Iterator[None]:
     """Inside, this rank takes itself for one on a host of these, by rank."""
     rank = dist.get_rank()
-    machine = mock.patch.object(shown, "machine", lambda: f"host {hosts[rank]}")
+    machine = mock.patch.object(whole_params, "machine", lambda: f"host {hosts[rank]}")
     free = available[rank] if available is not None else 1 << 40
-    with machine, mock.patch.object(shown, "available_host_memory", lambda: free):
+    with machine, mock.patch.object(whole_params, "available_host_memory", lambda: free):
         yield
 
 
@@ -44,7 +44,7 @@ def test_each_host_has_all_values(stage: int, hosts: str) -> None:
             side.step()
             side.zero_grad()
             expected = whole(side)
-            assert shown.show_whole(side.engine)
+            assert whole_params.show_whole(side.engine)
             assert all(map(torch.equal, side.module.parameters(), expected))
             with torch.no_grad():
                 side.module.head.bias.add_(float(dist.get_rank()))  # of this rank alone
@@ -52,12 +52,12 @@ def test_each_host_has_all_values(stage: int, hosts: str) -> None:
             assert torch.equal(side.module.head.bias, expected[-1] + dist.get_rank())
             with torch.no_grad():
                 side.module.head.bias.fill_(7.0 + step)  # of all
-            assert shown.hide_whole(side.engine, keep=bool(step))
+            assert whole_params.shard_again(side.engine, keep=bool(step))
             assert whole(side)[-1].eq(7.0 + step).all()
             assert all(map(torch.equal, whole(side)[:-1], expected[:-1]))
-        assert shown.show_whole(side.engine)  # the copy that was kept, with what was written
+        assert whole_params.show_whole(side.engine)  # the copy that was kept, with what was written
         assert side.module.head.bias.eq(8.0).all()
-        shown.hide_whole(side.engine)
+        whole_params.shard_again(side.engine)
 
 
 @on_ranks(3)
@@ -65,9 +65,9 @@ def test_one_host_without_room_is_named_by_all() -> None:
     with on_hosts((0, 0, 1), (1 << 40, 1 << 40, 1000)), Sharded(Model(), stage=3) as side:
         if dist.get_rank() == 0:
             with pytest.warns(UserWarning, match=r"stays sharded.*on the host of ranks 2, got 1,000 bytes"):
-                assert not shown.show_whole(side.engine)
+                assert not whole_params.show_whole(side.engine)
         else:
-            assert not shown.show_whole(side.engine)
+            assert not whole_params.show_whole(side.engine)
         language_work(side, 0)
 
 
@@ -75,12 +75,12 @@ def test_one_host_without_room_is_named_by_all() -> None:
 def test_other_writes_on_another_host_are_refused() -> None:
     with on_hosts((0, 0, 1)), Sharded(Model(), stage=3) as side:
         before = whole(side)
-        assert shown.show_whole(side.engine)
+        assert whole_params.show_whole(side.engine)
         with torch.no_grad():
             side.module.head.bias.fill_(float(dist.get_rank() == 2))
         with pytest.raises(RuntimeError, match=r"head\.bias: written to between runs, with other values"):
-            shown.hide_whole(side.engine)
+            whole_params.shard_again(side.engine)
         with torch.no_grad():
             side.module.head.bias.copy_(before[-1])
-        shown.hide_whole(side.engine)
+        whole_params.shard_again(side.engine)
         assert all(map(torch.equal, whole(side), before))

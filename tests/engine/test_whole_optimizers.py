@@ -18,6 +18,7 @@ import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, make_config
 from lightning_zero.engine.units.describe import describe_units
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.layerwise import whole_optimizer
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.optimizers import trial
@@ -178,6 +179,7 @@ def train(case: Case, folder: str, steps: int = 3) -> None:
             assert_same(sharded, twin, what=f"step {step}: ")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_a_step_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
     run(case.world, train, case, str(tmp_path))
@@ -225,6 +227,7 @@ def assert_equal(found: Any, expected: Any, what: str = "") -> None:
         assert found == expected, what
 
 
+@pytest.mark.sample
 @on_ranks(3, full=(1,))
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
 @pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
@@ -236,18 +239,19 @@ def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: 
     torch.default_generator.manual_seed(3)
     with Sharded(Model(), stage=stage, offload=settings, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
         steps_of(side, 0, 2)
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         assert_equal(state, expected)
         weights = side.engine.state_dict(only_rank_0=False)
         steps_of(side, 2, 1)  # something else, which is to be forgotten
         vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
         side.engine.load_state_dict(weights)
-        side.engine.load_optimizer_state(side.optimizer, copy.deepcopy(state))
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, copy.deepcopy(state))
         steps_of(side, 2, 2)
         found = side.engine.state_dict(only_rank_0=False)
         assert_equal(list(found.values()), later)
 
 
+@pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
 def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> None:
@@ -262,11 +266,11 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> 
             if step:
                 side.engine.restage(f"zero{stage}", settings)
             steps_of(side, step, 1)
-            side.engine.settle()
-            side.engine.settle_gradients()
+            side.engine.passes.wait_for_all()
+            side.engine.passes.sharded_grads.finish_pending()
             engine = side.engine
             states = state_tensors(engine)
-            plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
+            plan = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=states, moment=Moment.cleared)
             assert held_bytes(engine) == plan, row
         assert_equal(list(side.engine.state_dict(only_rank_0=False).values()), expected)
 
@@ -326,22 +330,24 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
         torch.optim.Muon([m.flat for m in shaped.values()], lr=0.05),
         torch.optim.AdamW(flat, lr=0.01, fused=True),
     ]
-    engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu")
     optimizers = muon_and_adamw(module.parameters())
     made = [engine.add_optimizer(optimizer) for optimizer in optimizers]
     assert [isinstance(sharded, WholeOptimizer) for sharded in made] == [True, False]
     for step in range(3):
         language(twin, step)
         twin.show_grads()
-        engine.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(language_loss(module, tokens(step)))
         for optimizer in (*plain, *optimizers):
             optimizer.step()
         twin.step()
         twin.zero_grad()
         module.zero_grad()
-    engine.settle()
-    engine.settle_gradients()
-    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=Moment.cleared)
+    engine.passes.wait_for_all()
+    engine.passes.sharded_grads.finish_pending()
+    planned = planned_bytes(
+        plan_of(engine), engine.comm.rank, state_tensors=state_tensors(engine), moment=Moment.cleared
+    )
     assert held_bytes(engine) == planned
     expected = [master.value for master in twin.masters.values()]
     assert_equal(list(engine.state_dict(only_rank_0=False).values()), expected)
@@ -361,6 +367,7 @@ class Optional(nn.Module):
         return self.second(out) if full else out
 
 
+@pytest.mark.sample
 @on_ranks(4, full=(2,))
 @pytest.mark.parametrize("make", [Lamb, Decaying, muon_and_adam], ids=["lamb", "decaying", "muon_and_adam"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -373,6 +380,7 @@ def in_part(side: Any, step: int) -> None:
     side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("make", [Counting, Prepared, Slow, FirstOfGroup, Fading], ids=lambda make: make.__name__)
 def test_classes_as_people_write_them(make: Any) -> None:
@@ -387,6 +395,7 @@ def test_classes_as_people_write_them(make: Any) -> None:
             assert [group["count"] for group in side.optimizer.param_groups] == [3, 3]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_schedules_new_groups_and_what_is_thawed() -> None:
     def build() -> nn.Module:
@@ -417,6 +426,7 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
     side_by_side(make, language, build=build, steps=4, between=between, stage=3)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "stage", "settings"),
@@ -437,6 +447,7 @@ def test_what_is_asked_to_and_classes_of_torch_s_with_a_step_of_their_own_step_w
     side_by_side(make, language, stage=stage, optimizer_settings=settings)
 
 
+@pytest.mark.full
 @on_ranks(3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_an_optimizer_notes_when_it_is_built_goes_to_the_owners(stage: int) -> None:
@@ -448,7 +459,7 @@ def test_what_an_optimizer_notes_when_it_is_built_goes_to_the_owners(stage: int)
 
     side_by_side(make, language, stage=stage)
     with Sharded(Model(), stage=stage, optimizer=Flagged) as side:
-        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
         assert [entry["sign"] for entry in state.values()] == [n % 2 == 0 for n in range(len(state))]
 
 
@@ -459,7 +470,7 @@ def test_state_that_finds_no_room_is_an_error_on_all() -> None:
     side = Sharded(Model(), stage=2, optimizer=Shampoo, **settings)
     language(side, 0)
     tiers = side.engine.tiers
-    if side.engine.rank:
+    if side.engine.comm.rank:
         tiers.set_budgets(tiers.host.nbytes + 3000, None)  # type: ignore[union-attr]
     with pytest.raises((ConfigError, FailedElsewhereError), match="budget"):
         side.step()
@@ -514,6 +525,7 @@ def test_the_next_window_is_on_its_way_while_one_is_stepped() -> None:
     assert windows > 3 and sent and set(sent) <= {*range(2, 2 * windows, 2), 2 * windows - 1}
 
 
+@pytest.mark.sample
 @on_ranks(2, 3)
 @pytest.mark.parametrize("window", [1 << 14, 1 << 28])
 def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
@@ -552,14 +564,14 @@ def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
     assert isinstance(planned, TensorStates) and not fresh[0].state
 
     engine = lightning_zero.shard(
-        module, stage=int(stage), offload=offload, device="cpu", summary=False, reduce_bucket_bytes=SMALL_WINDOWS
+        module, stage=int(stage), offload=offload, device="cpu", reduce_bucket_bytes=SMALL_WINDOWS
     )
     for optimizer in fresh:
         engine.add_optimizer(optimizer)
-    engine.backward(language_loss(module, tokens(0)))
+    engine.passes.backward(language_loss(module, tokens(0)))
     for optimizer in fresh:
         optimizer.step()
-    engine.settle()
+    engine.passes.wait_for_all()
     found, expected = state_tensors(engine), planned.of_fullest_rank(plan_of(engine))
     told = engine.comm.all_gather_objects(found, "states")
     whole = [sum(sum(sizes) for sizes in states.tensors) for states in told]
@@ -586,6 +598,7 @@ def peak_of(act: Any) -> int:
     return most
 
 
+@pytest.mark.full
 @on_ranks(4)
 @pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
 def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, beside: str) -> None:
@@ -597,7 +610,7 @@ def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, besid
         settings: dict[str, Any] = {"comm": {"hybrid_shard": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
         with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
             steps_of(side, 0, 3)
-            state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+            state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
             found.append((side.engine.state_dict(only_rank_0=False), state))
     assert_equal(found[1], found[0])
 
@@ -654,7 +667,7 @@ def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
     declared: list[dict[str, Any]] = [{}, {"sharding": "tensors"}, {"sharding": "slices"}]
     for stage, settings in itertools.product((0, 2), declared):
         module = Model()
-        engine = lightning_zero.shard(module, device="cpu", stage=stage, summary=False, optimizer=settings)
+        engine = lightning_zero.shard(module, device="cpu", stage=stage, optimizer=settings)
         for make in (torch.optim.LBFGS, NeedsClosure, Sharpness):
             match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
             with pytest.raises(ConfigError, match=match):
@@ -688,6 +701,7 @@ class Picky(SignDescent):
         super().update()
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
@@ -702,7 +716,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
     }
     for make, match in refusals.items():
         module = Model()
-        engine = lightning_zero.shard(module, device="cpu", stage=1, summary=False)
+        engine = lightning_zero.shard(module, device="cpu", stage=1)
         with pytest.raises(ConfigError, match=match):
             engine.add_optimizer(make(module.parameters()))
         engine.release()
@@ -724,12 +738,13 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 70), nn.Linear(70, 72), nn.Linear(72, 66))
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("own", [{}, {"sharding": "slices"}])
 def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
     for groups in (1, 2):
         module = large()
-        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
         params = list(module.parameters())
         listed = [{"params": params[n::groups]} for n in range(groups)]
         with pytest.raises(ConfigError, match="came out otherwise"):
@@ -737,7 +752,7 @@ def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> Non
         engine.release()
     for build in (large, Model):  # what couples nothing here is not refused
         module = build()
-        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
         engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
         engine.release()
 
@@ -745,7 +760,7 @@ def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> Non
 @on_ranks(1)
 def test_of_tensors_that_are_too_many_to_try_the_largest_are_left_out_and_named() -> None:
     module = large()
-    engine = lightning_zero.shard(module, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, device="cpu")
     room = sum(p.numel() for p in module.parameters()) - 1
     with mock.patch.object(trial, "MOST_TRUE", room), mock.patch.object(whole_optimizer, "_log") as log:
         engine.add_optimizer(NormOverLarge(module.parameters()))

@@ -237,8 +237,7 @@ def test_writes_after_a_step_inside_of_a_step(stage: int, row: str, how: str, un
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, each=stage >= 2)
-    classes = {"classes": [unit]} if unit == "Block" else {"min_bytes": 10**6}
-    with Sharded(module, stage=stage, unit=classes, **offload(row, tmp_path)) as sharded:
+    with Sharded(module, stage=stage, unit={"classes": [unit]}, **offload(row, tmp_path)) as sharded:
         for step in range(4):
             for side in (sharded, twin):
                 with scope(side):
@@ -364,7 +363,7 @@ def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str
                     weight.data.fill_(float(dist.get_rank()))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             side.backward(loss)
-        side.engine.abort()
+        side.engine.passes.abort()
         language_work(side, 0)
 
 

@@ -35,12 +35,13 @@ def strategies() -> dict[str, Any]:
         "zero1": "zero1",
         "zero3": "zero3",
         "offload": "zero3_offload",
-        "folder": ZeroFabricStrategy("zero3", checkpoint="sharded", summary=False),
-        "folder1": ZeroFabricStrategy("zero1", checkpoint="sharded", summary=False),
+        "folder": ZeroFabricStrategy("zero3", checkpoint="sharded"),
+        "folder1": ZeroFabricStrategy("zero1", checkpoint="sharded"),
         "ddp": "ddp",
     }
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("strategy", "name"), [("zero3", "model"), ("zero3", "state_dict"), ("folder", "model")])
 def test_the_trainer_refuses_what_fabric_has_written(strategy: str, name: str, tmp_path: Path) -> None:
@@ -52,6 +53,7 @@ def test_the_trainer_refuses_what_fabric_has_written(strategy: str, name: str, t
         of.fit(Lit(), loader(), ckpt_path=tmp_path / "a.ckpt")
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_offload"])
 def test_the_file_is_that_of_ddp(preset: str, tmp_path: Path) -> None:
@@ -70,6 +72,7 @@ def test_the_file_is_that_of_ddp(preset: str, tmp_path: Path) -> None:
     assert (ours["epoch"], ours["lr"], ours["part"].tolist()) == (3, [0.1], [1, 1])
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -177,7 +180,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     def run_of() -> Run:
         model = make()
         model.first.requires_grad_(False)
-        strategy = ZeroFabricStrategy("zero3", checkpoint={"exclude_frozen": True}, summary=False)
+        strategy = ZeroFabricStrategy("zero3", checkpoint={"exclude_frozen": True})
         of = fabric(strategy)
         return Run(of, *of.setup(model, adamw([p for p in model.parameters() if p.requires_grad])))
 
@@ -215,7 +218,7 @@ def test_states_of_the_users_own_objects(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_state_of_whole_tensors_comes_back_with_its_lists(tmp_path: Path) -> None:
     """In a folder and in a file, from stage to stage and to DDP."""
-    first = train(ZeroFabricStrategy("zero3", checkpoint="sharded", summary=False), optimizer=Shampoo)
+    first = train(ZeroFabricStrategy("zero3", checkpoint="sharded"), optimizer=Shampoo)
     first.fabric.save(tmp_path / "folder", state_of(first))
     found = []
     for strategy in ("zero1", "ddp"):

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["alone", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_the_example_of_the_documentation(by: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "fabric.md").read_text(), re.S)

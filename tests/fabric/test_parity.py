@@ -205,6 +205,7 @@ def test_modules_made_inside_of_init_module(empty: bool | None) -> None:
     assert losses[2] < losses[0]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_compiled_models() -> None:
     plain = make()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ SMALL = 1 << 10
 # Fields that change no number, by group: values, and what can be seen of them in the engine.
 EQUAL: dict[str, dict[str, Any]] = {
     "offload.host": {"offload": "cpu"},
-    "offload.files": {"offload": {"name": "nvme", "nvme_path": "", "threads": 2}},
+    "offload.files": {"offload": {"name": "nvme", "nvme_path": ""}},
     "offload.auto": {
         "offload": {
             "name": "auto",
@@ -31,7 +33,7 @@ EQUAL: dict[str, dict[str, Any]] = {
         }
     },
     "unit.classes": {"unit": {"classes": ["Linear"]}},
-    "unit.sizes": {"unit": {"min_bytes": SMALL, "max_bytes": 1 << 20}},
+    "unit.sizes": {"unit": {"max_bytes": 1 << 20}},
     "comm": {"comm": {"transport": "direct", "hybrid_shard": "flat"}},
     "optimizer": {"optimizer": {"sharding": "slices"}},
     "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
@@ -41,12 +43,11 @@ EQUAL: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"activation_checkpointing": "blocks"},
     "dynamic_graph": {"dynamic_graph": True},
     "stall_timeout_s": {"stall_timeout_s": 50.0},
-    "summary": {"summary": False},
     "gather_after_fit": {"gather_after_fit": False},
 }
 OFTEN = {"offload.files", "unit.classes", "comm", "compile", "activation_checkpointing"}
 # Those with tests of their own, here or beside.
-ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from", "vertical_chunks", "sequence_parallel"}
+ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "vertical_chunks", "sequence_parallel"}
 
 
 def test_no_field_is_left_out() -> None:
@@ -58,9 +59,10 @@ def strategy(tmp_path: Path, stage: int = 3, **settings: Any) -> ZeroFabricStrat
     for group in settings.values():
         if isinstance(group, dict) and "nvme_path" in group:
             group["nvme_path"] = str(tmp_path)
-    return ZeroFabricStrategy(stage, **{"summary": False, **settings})
+    return ZeroFabricStrategy(stage, **settings)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in EQUAL])
@@ -82,9 +84,10 @@ def test_batches_in_parts(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_compiled_blocks(tmp_path: Path) -> None:
     run = train(strategy(tmp_path, compile={"name": "blocks", "arguments": {"backend": "eager"}}))
-    assert run.model._forward_module.engine.compiled.are_there
+    assert run.model._forward_module.engine.forwards.compiled.are_there
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("dtypes", [{"reduce_dtype": "bf16"}, {"grad_dtype": "bf16"}, {"fp32_modules": ["Linear"]}])
 def test_precision(dtypes: dict[str, Any], tmp_path: Path) -> None:
@@ -103,8 +106,8 @@ def test_stochastic_rounding(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_timeline(tmp_path: Path) -> None:
-    debug = {"timeline": str(tmp_path), "timeline_steps": [1, 1]}
-    train(strategy(tmp_path, debug=debug))
+    with mock.patch.multiple("lightning_zero.timeline.record", AFTER=1, STEPS=1):
+        train(strategy(tmp_path, timeline=str(tmp_path)))
     dist.barrier()
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} >= {".html", ".json"}
 
@@ -128,6 +131,7 @@ def test_first_values_from_a_folder(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_even_alone(tmp_path: Path) -> None:
-    run = train(strategy(tmp_path, comm={"even_alone": True}))
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
+    run = train(strategy(tmp_path))
     counts = run.model._forward_module.engine.comm.counts
     assert any(kind == "all_gather" for kind, _ in counts)

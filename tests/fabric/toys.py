@@ -55,7 +55,7 @@ def fabric(strategy: Any, **settings: Any) -> Fabric:
     warnings.simplefilter("ignore")
     if isinstance(strategy, str) and strategy.startswith("zero"):
         row = PRESETS[strategy]
-        strategy = ZeroFabricStrategy(row.stage, offload=row.offload, summary=False)
+        strategy = ZeroFabricStrategy(row.stage, offload=row.offload)
     found = Fabric(strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **settings)
     found.launch()
     return found

@@ -294,7 +294,9 @@ class Clamped(Part):
         elif self.n % 3 == 1:
             weight.data.clamp_(-0.3, 0.3)
         else:
-            weight.data = weight.detach().clamp(-0.3, 0.3)
+            # Not an inference tensor: torch refuses to thaw a parameter that holds one, and the engine copies it.
+            with torch.inference_mode(False):
+                weight.data = weight.detach().clamp(-0.3, 0.3)
         return self.linear(x)
 
 

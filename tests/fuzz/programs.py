@@ -65,7 +65,6 @@ class Settings:
     vertical_chunks: int = 1
     classes: tuple[str, ...] = ()
     max_bytes: int = 0
-    min_bytes: int = 0
     prefetch_bytes: int = 10**6
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 10**6

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Program
+from tests.fuzz.sides import AUTOCAST
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,13 @@ REFUSALS = (
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",
         "no rank's values are right for all",
         lambda program: program.ranks_differ,
+    ),
+    Refusal(
+        r"RuntimeError: could not create a primitive descriptor for the LSTM forward propagation primitive",
+        "plain torch's LSTM on a CPU fails so under autocast if its input is fp32 (oneDNN in torch 2.13)",
+        lambda program: (
+            program.settings.precision in AUTOCAST and any(node.kind == "Recurrent" for node in program.nodes())
+        ),
     ),
 )
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.engine import Engine, engines
+from lightning_zero.engine.whole import state_dicts
 from tests.fuzz.models import Tree, build
 from tests.fuzz.programs import Program, Settings
 
@@ -282,12 +283,10 @@ class Ours(Side):
         wanted: dict[str, Any] = {"stage": 0, "precision": settings.precision}
         if not self._reference:
             wanted = arguments(self.program, settings, self._folder)
-        engine = lightning_zero.shard(
-            self.module, device="cpu", summary=False, stall_timeout_s=self._stall_timeout_s, **wanted
-        )
+        engine = lightning_zero.shard(self.module, device="cpu", stall_timeout_s=self._stall_timeout_s, **wanted)
         if settings.precision == "fp16":
-            engine.reducer.set_loss_scale(LOSS_SCALE)
-        if settings.lag and not self._reference and engine.world_size > 1:
+            engine.passes.reducer.set_loss_scale(LOSS_SCALE)
+        if settings.lag and not self._reference and engine.comm.world_size > 1:
             _make_late(engine, settings.lag / 1000)
         return engine
 
@@ -303,9 +302,9 @@ class Ours(Side):
         if self.program.settings.precision == "fp16":
             loss = loss * LOSS_SCALE
         holds_back = no_sync and not (self._reference and self.reduces)
-        with self.engine.no_sync() if holds_back else contextlib.nullcontext():
+        with self.engine.passes.no_sync() if holds_back else contextlib.nullcontext():
             if not self.program.settings.plain:
-                with self.engine.backward_scope():  # also where the loss of this rank leads nowhere
+                with self.engine.passes.backward_scope():  # also where the loss of this rank leads nowhere
                     if loss.requires_grad:
                         loss.backward(**kwargs)
             elif loss.requires_grad:
@@ -318,7 +317,7 @@ class Ours(Side):
             self.optimizer.step()
 
     def clip(self, max_norm: float) -> Tensor:
-        if self.engine.reducer.unreduced:  # torch's is refused then, where gradients are shards too
+        if self.engine.passes.reducer.unreduced:  # torch's is refused then, where gradients are shards too
             return lightning_zero.clip_grad_norm_(self.module, max_norm)
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
@@ -327,18 +326,18 @@ class Ours(Side):
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         state = self.engine.state_dict(only_rank_0=False)
-        return state, self.engine.optimizer_state(self.optimizer, only_rank_0=False)
+        return state, state_dicts.optimizer_state(self.engine, self.optimizer, only_rank_0=False)
 
     def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
         module, optimizer = copy.deepcopy(saved)
         self.engine.load_state_dict(module)
-        self.engine.load_optimizer_state(self.optimizer, optimizer)
+        state_dicts.load_optimizer_state(self.engine, self.optimizer, optimizer)
 
     def sync_buffers(self) -> None:
-        self.engine.sync_buffers()
+        self.engine.passes.buffers.sync()
 
     def reshard(self, settings: Settings, *, keep: bool) -> None:
-        state = self.engine.optimizer_state(self.optimizer, only_rank_0=False)
+        state = state_dicts.optimizer_state(self.engine, self.optimizer, only_rank_0=False)
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.engine.release()
         for module in self.module.modules():
@@ -349,7 +348,7 @@ class Ours(Side):
         self.optimizer = _like(self.optimizer, groups, self.optimizer.param_groups)
         self.engine.add_optimizer(self.optimizer)
         if keep:
-            self.engine.load_optimizer_state(self.optimizer, state)
+            state_dicts.load_optimizer_state(self.engine, self.optimizer, state)
 
     def close(self) -> None:
         self.engine.release()
@@ -359,9 +358,9 @@ class Ours(Side):
 
 def arguments(program: Program, settings: Settings, folder: str) -> dict[str, Any]:
     """Of ``shard``."""
-    unit: dict[str, Any] = {"classes": list(settings.classes), "min_bytes": settings.min_bytes}
+    unit: dict[str, Any] = {"classes": list(settings.classes)}
     if settings.max_bytes:
-        unit["max_bytes"] = max(settings.max_bytes, settings.min_bytes)
+        unit["max_bytes"] = settings.max_bytes
     found: dict[str, Any] = {
         "stage": settings.stage,
         "precision": settings.precision,
@@ -369,7 +368,6 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "unit": unit,
         "activation_checkpointing": settings.recompute,
         "vertical_chunks": settings.vertical_chunks,
-        "prefetch_bytes": settings.prefetch_bytes,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
         "comm": {"transport": settings.transport, "grad_comm_dtype": settings.grad_comm_dtype},
     }
@@ -381,6 +379,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
     if settings.stage == 3:
         dynamic_graph = settings.dynamic_graph or program.ranks_differ
         found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic_graph": dynamic_graph}
+        found["prefetch_bytes"] = settings.prefetch_bytes
     if settings.ranks_per_node:
         found["comm"]["hybrid_shard"] = "node"
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"

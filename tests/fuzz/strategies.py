@@ -136,7 +136,6 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         recompute=draw(_mostly("none", "none", "blocks", "offload")),
         classes=tuple(draw(st.lists(st.sampled_from(names), max_size=4, unique=True))) if by_class else (),
         max_bytes=0 if by_class else draw(st.sampled_from([0, 1, 300, 1000])),
-        min_bytes=draw(st.sampled_from([0, 0, 0, 100, 600])),
         prefetch_bytes=draw(st.sampled_from([10**6, 0, 1, 500])),
         keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
         reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),

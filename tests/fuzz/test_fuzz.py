@@ -77,7 +77,7 @@ def cleared_gradients_stay() -> None:
 
 
 def forwards_do_not_wait_for_steps() -> None:
-    AfterStep.refresh = lambda self, unit: None  # type: ignore[method-assign]
+    AfterStep.sync_params = lambda self, unit: None  # type: ignore[method-assign]
 
 
 def clipping_raises_in_lower_precision() -> None:
@@ -106,6 +106,7 @@ class Enough(Exception):
     """A program has failed, as it should."""
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_engine_is_found_out(broken: Callable[[], Any]) -> None:
     with Runner(before=broken) as runner:

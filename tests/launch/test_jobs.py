@@ -30,7 +30,7 @@ SMALL = (
     "trainer.accelerator=cpu",
     "trainer.enable_progress_bar=false",
     f"trainer.max_steps={STEPS}",
-    "zero.summary=false",
+    "trainer.enable_model_summary=false",
     "+callbacks.checkpoint.every_n_train_steps=4",
     "model._target_=killed.Lit",
     "hydra.run.dir=run",
@@ -116,7 +116,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- jobs that start again --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
     launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
@@ -130,7 +130,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: P
         assert torch.equal(tensor, weights(tmp_path)[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost: all ranks save at the end of the one in which the signal came."""
     launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
@@ -147,7 +147,7 @@ def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, 
         assert torch.equal(tensor, weights(tmp_path)[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
     """As docker stop sends it, to the process that has started the others; a user goes on from what was saved."""
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 0, "KILL_SIGNAL": "SIGTERM"}
@@ -164,7 +164,7 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
         assert torch.equal(tensor, weights(tmp_path)[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
     first = run(
         tmp_path,
@@ -197,7 +197,7 @@ def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbe
     assert float(found[STEPS - 1]) < float(whole[7])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     """Two nodes of one process; one is killed with its torchrun, and the other goes on alone."""
     port = free_port()
@@ -230,7 +230,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 # -- ranks that die ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path: Path) -> None:
     started = time.monotonic()
@@ -243,7 +243,7 @@ def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path
     assert time.monotonic() - started < 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_dies_under_torchrun_ends_all(tmp_path: Path) -> None:
     launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
     done = run(tmp_path, *launch, *TRAIN, *SMALL, KILL_ONCE=tmp_path / "once", KILL_RANK=1)
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_under_torchrun_ends_all(tmp_path: Path) -> None:
 # -- other launchers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
     """Two nodes of one process, told by MASTER_ADDR; one that is killed is named by the other, and ends it."""
     port = free_port()
@@ -279,7 +279,7 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
         assert "seed: expected 0, as rank 0 has it, got 3 on rank 1." in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
@@ -299,7 +299,7 @@ def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("launch", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpiexec.hydra"])
 def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
     """Open MPI's and MPICH's; a rank that is killed ends the job."""
@@ -316,7 +316,7 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "again" / "checkpoints" / f"step-{STEPS}.ckpt").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     """Processes with the variables of Open MPI's mpirun."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -330,7 +330,7 @@ def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
     launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
     done = run(tmp_path, *launch, *TRAIN, *SMALL, "trainer.num_nodes=2")

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
-from lightning_zero.ranks.environments import own_environment
+from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
 
 TORCHRUN = {
@@ -87,7 +87,7 @@ def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> Non
 
 def test_uneven_nodes_are_seen() -> None:
     found = launched(SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
-    assert found is not None and found.nodes == 2 and found.local_world_size == 1 and not found.even
+    assert found is not None and found.nodes == 2 and found.local_world_size == 1 and found.world_size == 3
 
 
 # -- allocations ------------------------------------------------------------------------------------------------------

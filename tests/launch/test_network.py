@@ -45,7 +45,7 @@ def start(machine: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     settings = (
         *("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2"),
         *("trainer.max_steps=1000000", "trainer.enable_progress_bar=false"),
-        *(f"hydra.run.dir=run{rank}", f"zero.stall_timeout_s={STALL_S}", f"data.cache_dir=tokens{rank}"),
+        *(f"hydra.run.dir=run{rank}", f"zero.stall_timeout_s={STALL_S}"),
     )
     return subprocess.Popen(
         ["ip", "netns", "exec", machine, sys.executable, "-m", "lightning_zero.train", *settings],
@@ -56,7 +56,7 @@ def start(machine: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_both_sides_of_a_cut_network_end_in_time_and_name_the_other(machines: list[str], tmp_path: Path) -> None:
     """Nobody hears that a connection is broken, and the store does not answer the far side. In the engine this is an
     error; in a barrier of others (a metric's, at the end of a validation) the process is ended.

@@ -41,7 +41,7 @@ class Bench:
         if self.row == "auto":
             return "auto"
         row = PRESETS[self.row]
-        return ZeroStrategy(row.stage, offload=row.offload, summary=False)
+        return ZeroStrategy(row.stage, offload=row.offload)
 
     def trainer(self, ddp: dict[str, Any] | None = None, **settings: Any) -> pl.Trainer:
         """A quiet one over all ranks, two epochs long."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning
 
 DOCS = Path(__file__).parents[2] / "docs"
 FEATURES = all_features()
-EVERY = 5  # of so many features one is run by each run of the tests, under one row
+EVERY = 13  # of so many features one is run by each run of the tests, under one row
 
 
 def _cases() -> list[Any]:

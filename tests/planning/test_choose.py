@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, plan_rows, with_room
-from lightning_zero.planning.fit import Machine, Model, allowed_rows, plan_row
+from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits, Phase, on_tier, peak_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
-from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES, expected, sent_by
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, expected, sent_by
 
 CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
 UNITS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.planning.clocks import offsets
+from lightning_zero.timeline.record import offsets
 
 seconds = st.floats(0, 0.01)
 

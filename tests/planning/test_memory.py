@@ -25,6 +25,8 @@ from lightning_zero.planning.memory import (
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
+pytestmark = pytest.mark.smoke
+
 NUMELS = st.lists(st.integers(1, 5000), min_size=1, max_size=6)
 
 

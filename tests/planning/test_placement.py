@@ -7,6 +7,8 @@ import pytest
 from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, logical_collectives
 
+pytestmark = pytest.mark.smoke
+
 ROLES = ("compute_param", "grad", "master")
 
 

@@ -33,7 +33,7 @@ def test_a_stall_names_the_operation_the_ranks_and_their_places() -> None:
 def _stall() -> None:
     comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.0)
     last = comm.world_size - 1
-    comm.place = f"at work on {comm.rank}"
+    comm.waits.place = f"at work on {comm.rank}"
     time.sleep(0.3)
     started = time.monotonic()
     if comm.rank == last:

@@ -37,7 +37,7 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 comm = Comm()
 comm.rank = rank
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
-dog = module.Watchdog(comm, store, number=1, hears_ends=False)
+dog = module.Watchdog(comm, store, number=1, notices_broken_connections=False)
 time.sleep(0.5)
 print("here", flush=True)
 time.sleep(60)  # as in a kernel that never ends
@@ -58,7 +58,7 @@ class Side:
         self._made.wait()
 
     def _train(self, store: Any, hears: bool) -> None:
-        self.dog = Watchdog(self, store, number=NUMBER, hears_ends=hears, end=self._end)
+        self.dog = Watchdog(self, store, number=NUMBER, notices_broken_connections=hears, end=self._end)
         self._made.set()
         self._go.wait(FOREVER_S)
 
@@ -284,6 +284,7 @@ def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[.
     store.network.set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 2])
 def test_real_processes(killed: int, tmp_path: Path) -> None:
     """Rank 0 holds the store, so that its end is seen in another way."""

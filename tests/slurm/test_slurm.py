@@ -26,7 +26,7 @@ LAB = Path(__file__).parent / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 STEPS = 20
 RUN = (
-    *("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens", "logger=csv"),
+    *("experiment=tiny", "data.path=words.txt", "logger=csv"),
     *("trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "+callbacks.checkpoint.every_n_train_steps=5"),
 )
 CLUSTER = (

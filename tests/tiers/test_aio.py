@@ -265,7 +265,7 @@ def refusing(call: str) -> Syscalls:
 def test_without_o_direct_it_warns_once_and_works(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(aio, "_WARNED", set())
+    aio._warn_once.cache_clear()
     before = descriptors()
     with pytest.warns(RuntimeWarning, match=f"{tmp_path} has no O_DIRECT.*nvme_path") as caught:
         for _ in range(2):

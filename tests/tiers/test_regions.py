@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.tiers.regions import Regions
+from lightning_zero.tiers.nvme import Regions
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -20,8 +20,10 @@ from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.choose import choose_row, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
-from lightning_zero.planning.step_time import CPU_RATES
+from lightning_zero.planning.speed import CPU_RATES
 from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
+
+pytestmark = pytest.mark.full
 
 
 class Level(nn.Module):
@@ -142,6 +144,7 @@ def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
     assert found.flops > 0
 
 
+@pytest.mark.sample
 @pytest.mark.mainly(lambda name: name == "unet")
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
 def test_other_sizes_follow_from_two(name: str) -> None:
@@ -250,6 +253,7 @@ class Manual(UNet):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
+@pytest.mark.sample
 def test_a_step_that_goes_by_values_is_refused_with_its_name() -> None:
     _, batch = case("unet")
     with pytest.raises(NotMeasured, match="training_step of Reads fails on tensors that have no values"):

@@ -23,9 +23,9 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
-from lightning_zero.engine.whole import shown
+from lightning_zero.engine.whole import whole_params
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes
+from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
 from tests.trainer.toys import (
@@ -41,6 +41,8 @@ from tests.trainer.toys import (
     seeded,
     trainer,
 )
+
+pytestmark = pytest.mark.full
 
 ROWS = [
     ("zero1", "none", "32-true"),
@@ -58,7 +60,7 @@ def strategy_of(stage: str, offload: str, folder: Path, **settings: Any) -> Zero
         settings["offload"] = {"name": "nvme", "nvme_path": str(folder / "nvme")}
     elif offload != "none":
         settings["offload"] = offload
-    return ZeroStrategy(stage, summary=False, **settings)
+    return ZeroStrategy(stage, **settings)
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
@@ -69,13 +71,13 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 def counted_copies() -> Iterator[list[int]]:
     """Counts the copies that are made, inside."""
     made: list[int] = []
-    fill = shown._fill
+    fill = whole_params._fill
 
     def counting(engine: Any, *args: Any) -> None:
         made.append(1)
         fill(engine, *args)
 
-    with mock.patch.object(shown, "_fill", counting):
+    with mock.patch.object(whole_params, "_fill", counting):
         yield made
 
 
@@ -117,6 +119,7 @@ class WithBuffers(Lit):
         self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "offload"), [("zero0", "none"), ("zero1", "none"), ("zero2", "optimizer_cpu"), ("zero3", "nvme")]
@@ -176,6 +179,7 @@ def test_gradients_of_ones_own_are_gone_at_the_next_fit(stage: str, tmp_path: Pa
     assert_same(body(stage), body("ddp"), tolerance=0)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_other_values_on_some_ranks_are_refused_on_all(tmp_path: Path) -> None:
     run = fit("zero3", tmp_path, seeded(Lit), max_epochs=1)
@@ -320,12 +324,13 @@ def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
     assert len(mapped()) == 2  # those of before are gone
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_without_room_it_stays_sharded(asked: bool | None, tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", summary=False, gather_after_fit=asked)
+    strategy = ZeroStrategy("zero3", gather_after_fit=asked)
     module = seeded(Lit)
-    with mock.patch.object(shown, "available_host_memory", lambda: 1000):
+    with mock.patch.object(whole_params, "available_host_memory", lambda: 1000):
         if asked:
             with pytest.raises(
                 ConfigError, match=r"zero\.gather_after_fit=true: expected room .* Set zero\.gather_after_fit=null"
@@ -347,13 +352,13 @@ def test_without_room_it_stays_sharded(asked: bool | None, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("call", ["fit", "test"])
 def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", summary=False, gather_after_fit=True)
+    strategy = ZeroStrategy("zero3", gather_after_fit=True)
     of = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
     launcher = of.strategy.launcher
     assert launcher is not None
     with (
         mock.patch.object(launcher, "launch", side_effect=AssertionError("processes start")),
-        mock.patch.object(shown, "available_host_memory", lambda: 1000),
+        mock.patch.object(whole_params, "available_host_memory", lambda: 1000),
         pytest.raises(
             ConfigError,
             match=r"zero\.gather_after_fit=true: expected room for a whole copy of the module, [\d,]+ bytes, on this "
@@ -368,12 +373,12 @@ def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_copy_is_as_large_as_the_plan_says(precision: str, tmp_path: Path) -> None:
     module = seeded(Lit)
-    of = trainer(ZeroStrategy("zero3", summary=False), tmp_path, max_epochs=1, precision=precision)
+    of = trainer(ZeroStrategy("zero3"), tmp_path, max_epochs=1, precision=precision)
     units = describe_units(module, ZeroConfig(), Precision(precision))
     planned = copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
     of.fit(module, loader())
     engine = engine_of(module)
-    assert engine is not None and engine.is_whole and engine.host_copy is not None
+    assert engine is not None and whole_params.is_whole(engine) and engine.host_copy is not None
     assert engine.host_copy.nbytes == planned
 
 
@@ -384,13 +389,13 @@ def test_memory_that_cannot_be_had_leaves_it_sharded(tmp_path: Path) -> None:
     with mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=error)):
         of.fit(module, loader())
     engine = engine_of(module)
-    assert engine is not None and not engine.is_whole
+    assert engine is not None and not whole_params.is_whole(engine)
     of.test(module, loader(), verbose=False)
-    assert engine.is_whole
+    assert whole_params.is_whole(engine)
     of.fit_loop.max_epochs = 2
-    with mock.patch.object(shown, "_open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
+    with mock.patch.object(whole_params, "_open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
         of.fit(module, loader())
-    assert not engine.is_whole
+    assert not whole_params.is_whole(engine)
 
 
 class Fails(Lit):
@@ -405,6 +410,7 @@ class Fails(Lit):
         raise ValueError("a bad batch")
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_after_an_exception(tmp_path: Path) -> None:
     run = fit("zero3", tmp_path, seeded(Fails), max_epochs=1)
@@ -430,9 +436,9 @@ def test_after_an_exception_when_training_is_over(tmp_path: Path) -> None:
             comm.meet = lambda value, what, **_: messages.append(what) or [value]
             raise OSError("no space left")
 
-    strategy = ZeroStrategy("zero3", summary=True)
+    strategy = ZeroStrategy("zero3")
     with mock.patch.object(Interruptions, "at_boundary", save), pytest.raises(OSError, match="no space left"):
-        fit(strategy, tmp_path, max_steps=2)
+        fit(strategy, tmp_path, max_steps=2, enable_model_summary=True)
     assert not messages
 
 

@@ -21,10 +21,12 @@ from lightning_zero.trainer.memory.fake_module import states_of
 from tests.harness import on_ranks
 from tests.trainer import toys
 
+pytestmark = pytest.mark.full
+
 
 def fit(root: Path, **settings: Any) -> Any:
     zero = settings.pop("zero", {})
-    strategy = ZeroStrategy("auto", offload=settings.pop("offload", "auto"), summary=False, **zero)
+    strategy = ZeroStrategy("auto", offload=settings.pop("offload", "auto"), **zero)
     return strategy, toys.fit(strategy, root, **settings)
 
 
@@ -32,6 +34,7 @@ def memory(nbytes: int) -> Any:
     return mock.patch.object(auto_row, "available_host_memory", lambda: nbytes)
 
 
+@pytest.mark.sample
 @on_ranks(1, 2)
 def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
     """Although each rank finds other memory."""
@@ -44,9 +47,7 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
     if rank == 0:  # where it was decided
         assert pickle.loads(pickle.dumps(strategy.run_plan.activations))() == strategy.run_plan.activations()
     assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
-    plain = toys.fit(
-        ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain", count=12
-    )
+    plain = toys.fit(ZeroStrategy(decision.stage, offload=decision.offload), tmp_path / "plain", count=12)
     toys.assert_same(run, plain, tolerance=0.0)
 
 
@@ -77,6 +78,7 @@ def test_a_run_that_cannot_keep_its_row_says_why(tmp_path: Path) -> None:
     assert "which is not among the rows that are asked for" in second._auto.decision.reason
 
 
+@pytest.mark.sample
 @on_ranks(1, 2)
 def test_nothing_fits_on_all_ranks(tmp_path: Path) -> None:
     with memory(1000), pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more"):
@@ -108,6 +110,7 @@ def test_an_exception_on_rank_0_reaches_all(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, KeyError) or dist.get_rank()
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_the_host_with_the_least_memory_counts(tmp_path: Path) -> None:
     """As if the ranks were on two hosts."""
@@ -169,7 +172,7 @@ def test_taking_a_batch_changes_no_order(tmp_path: Path) -> None:
         generator = torch.Generator().manual_seed(3)
         data = toys.loader(2, 12).dataset
         loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=generator)
-        strategy = ZeroStrategy(stage, offload="auto" if stage == "auto" else "none", summary=False)
+        strategy = ZeroStrategy(stage, offload="auto" if stage == "auto" else "none")
         module = toys.seeded(toys.Lit)
         toys.trainer(strategy, tmp_path).fit(module, loader)
         losses.append(module.losses)
@@ -186,6 +189,15 @@ def test_rows_in_files_need_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [offload.name.name for _, offload in candidate_rows(make_config(stage="auto", offload="none"))] == [
         "none"
     ] * 4
+
+
+def test_no_setting_takes_a_row_out_in_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
+    assert len(candidate_rows(make_config(stage="auto", offload="auto", prefetch_bytes=1))) == 16
+    in_node = make_config(stage="zero3", offload="auto", comm={"hybrid_shard": "node_backward"})
+    assert {row.name.name for _, row in candidate_rows(in_node)} == {"none", "optimizer_cpu", "optimizer_nvme", "auto"}
+    with pytest.raises(ConfigError, match=r"zero\.compile\.arguments.*at stage 3"):
+        candidate_rows(make_config(stage="auto", compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}}))
 
 
 def test_only_the_strategy_decides() -> None:

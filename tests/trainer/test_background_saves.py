@@ -31,9 +31,11 @@ from lightning_zero.ranks.progress import Count
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
-from tests.pairwise import pairwise_places
+from tests.selection import pairwise_places
 from tests.trainer.test_range_saves import Model, same
 from tests.trainer.toys import Lit, fit, loader, seeded, trainer
+
+pytestmark = pytest.mark.full
 
 CASES = [
     {"stage": stage, "offload": offload, "precision": precision, "first": first}
@@ -53,7 +55,7 @@ def behind(root: Path, stage: str = "zero3", offload: Any = "none") -> ZeroStrat
         (root / "nvme").mkdir(exist_ok=True)
         offload = {"name": "nvme", "nvme_path": str(root / "nvme")}
     saves = {"name": "sharded", "background": True}
-    return ZeroStrategy(stage, offload=offload, checkpoint=saves, summary=False, stall_timeout_s=30)
+    return ZeroStrategy(stage, offload=offload, checkpoint=saves, stall_timeout_s=30)
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:
@@ -127,6 +129,7 @@ class Writes(Model):
             self.first.weight.data.add_(1.0)
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(1, 3))
 @pytest.mark.mainly(lambda case: CASES.index(case) % 2 == 0)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
@@ -262,6 +265,7 @@ class SavesOnce(Callback):
             of.save_checkpoint(self.path)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", [2, 6])

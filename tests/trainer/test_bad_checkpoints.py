@@ -24,6 +24,8 @@ from lightning_zero.engine import engine_of
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
 
+pytestmark = pytest.mark.full
+
 
 def same_on_all_ranks(text: str) -> None:
     said: list[Any] = [None] * dist.get_world_size()
@@ -132,6 +134,7 @@ LOADS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("case", LOADS)
 def test_what_cannot_be_loaded(case: str, tmp_path: Path) -> None:
@@ -157,11 +160,12 @@ def test_what_cannot_be_loaded(case: str, tmp_path: Path) -> None:
     assert fit("zero3", tmp_path, seeded(Adam), max_epochs=2, ckpt_path=path).losses
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("make", "checkpoint"), [(Sgd, "full"), (TwoGroups, "sharded"), (Renamed, "full")])
 def test_what_was_trained_stays_when_a_checkpoint_is_refused(make: Any, checkpoint: str, tmp_path: Path) -> None:
     """A module that is sharded already, by a run before; its optimizers are new in each run."""
-    strategy = partial(ZeroStrategy, "zero1", checkpoint=checkpoint, summary=False)
+    strategy = partial(ZeroStrategy, "zero1", checkpoint=checkpoint)
     fit(strategy(), tmp_path, seeded(Adam), max_epochs=1).trainer.save_checkpoint(tmp_path / "a.ckpt")
     module = seeded(make, seed=9)
     before = fit(strategy(), tmp_path, module, max_epochs=1).weights
@@ -250,7 +254,7 @@ def test_where_nothing_can_be_saved(case: str, hooks: bool, tmp_path: Path) -> N
 @on_ranks(2)
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_a_folder_with_other_things_in_it_is_kept(checkpoint: str, tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=False)
+    strategy = ZeroStrategy("zero3", checkpoint=checkpoint)
     of = fit(strategy, tmp_path, seeded(Adam), max_epochs=1).trainer
     results = tmp_path / "results"
     for name in ("a.ckpt", "a.ckpt", "folder/b.ckpt"):  # one in the place of another; and of an empty folder
@@ -263,10 +267,11 @@ def test_a_folder_with_other_things_in_it_is_kept(checkpoint: str, tmp_path: Pat
     assert sorted(p.name for p in results.iterdir()) == ["a.ckpt", "folder"] and (results / "folder/b.ckpt").exists()
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_cannot_be_read_on_one_rank(rank: int, tmp_path: Path) -> None:
-    strategy = partial(ZeroStrategy, "zero1", checkpoint="sharded", summary=False)
+    strategy = partial(ZeroStrategy, "zero1", checkpoint="sharded")
     path = tmp_path / "a.ckpt"
     fit(strategy(), tmp_path, seeded(Adam), max_epochs=1).trainer.save_checkpoint(path)
 

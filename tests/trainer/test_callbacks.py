@@ -44,6 +44,8 @@ from tests.trainer.toys import (
     whole_loader,
 )
 
+pytestmark = pytest.mark.full
+
 # -- fine-tuning ------------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +85,7 @@ def finetuning(name: str) -> Callback:
     return UnfreezeBlock()
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["backbone", "in steps"])
 def test_finetuning(name: str, tmp_path: Path) -> None:
@@ -157,6 +160,7 @@ class Tuned(Lit):
         return DataLoader(Samples(8), batch_size=self.batch_size)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_learning_rate_finder(tmp_path: Path) -> None:
     def by_tuner(strategy: str) -> tuple[Any, Run]:
@@ -215,6 +219,7 @@ def test_batch_size_finder_on_one_rank(tmp_path: Path) -> None:
 # -- what is looked at ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_model_summary_counts_whole_parameters(tmp_path: Path) -> None:
     seen: list[Any] = []
@@ -294,6 +299,7 @@ class Metrics(Lit):
         self.val_metrics.reset()
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_metrics(tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(Metrics))

@@ -27,11 +27,13 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.app.train import refusals
 from lightning_zero.checkpoint.archive import records_of
 from lightning_zero.config import ConfigError
-from lightning_zero.ranks.verdict import VERDICT_VARIABLE
+from lightning_zero.ranks.resume import VERDICT_VARIABLE
 from lightning_zero.trainer.saves.checkpoint_files import check_sums
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
+
+pytestmark = pytest.mark.full
 
 
 @on_ranks(1)
@@ -104,6 +106,7 @@ class Wrapper(_WrappingCheckpointIO):
     """Adds nothing."""
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) -> None:
@@ -249,6 +252,7 @@ def test_a_write_behind_training_that_failed_is_said_once(tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["c.ckpt"]
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_a_write_that_fails_fails_on_all_ranks(tmp_path: Path) -> None:
     of = fit("zero3", tmp_path).trainer
@@ -312,6 +316,7 @@ NONE: dict[str, bytes] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("weights_only", [None, False])
 @pytest.mark.parametrize("case", [*NONE, "half of one", "a folder"])
@@ -348,17 +353,18 @@ def flip(path: Path, name: str = "data/", depth: int = 3) -> None:
         file.write(bytes([byte ^ 16]))
 
 
+@pytest.mark.sample
 @on_ranks(2, 3)
 def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     fit("zero3", tmp_path, seeded(lambda: Lit(width=40))).trainer.save_checkpoint(tmp_path / "a.ckpt")
-    checked = ZeroStrategy("zero3", summary=False, checkpoint={"verify": True})
+    checked = ZeroStrategy("zero3", checkpoint={"verify": True})
     assert fit(checked, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt").losses
     dist.barrier()
     if dist.get_rank() == 0:
         flip(tmp_path / "a.ckpt")
     dist.barrier()
     for resumes, verify in ((False, True), (True, None)):
-        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy = ZeroStrategy("zero3", checkpoint={"verify": verify})
         strategy.run_plan.resumes_job = resumes
         module = seeded(lambda: Lit(width=40), seed=9)
         before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -367,7 +373,7 @@ def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> N
             of.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
         assert_weights(module.state_dict(), before, tolerance=0)
     for resumes, verify in ((False, None), (True, False)):  # as torch loads it
-        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy = ZeroStrategy("zero3", checkpoint={"verify": verify})
         strategy.run_plan.resumes_job = resumes
         fit(strategy, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
 
@@ -378,18 +384,18 @@ def test_what_can_be_checked(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     fit("ddp", tmp_path).trainer.save_checkpoint(path)
     settings: dict[str, Any] = {"max_epochs": 3, "ckpt_path": path}
-    fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+    fit(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, **settings)
     dist.barrier()
     if dist.get_rank() == 0:
         torch.save(torch.load(path), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
         flip(path)
     dist.barrier()
     with pytest.raises(ConfigError, match="as it was written"):
-        fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+        fit(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, **settings)
     warned = pytest.warns(UserWarning, match="no checksums") if dist.get_rank() == 0 else contextlib.nullcontext()
-    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    of = trainer(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, max_epochs=3)
     with warned:
         of.fit(seeded(Lit), loader(), ckpt_path=tmp_path / "old.ckpt")
-    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    of = trainer(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, max_epochs=3)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.verify: expected false for .*no local file"):
         of.fit(seeded(Lit), loader(), ckpt_path="memory://a.ckpt")

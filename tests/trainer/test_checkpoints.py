@@ -44,6 +44,8 @@ from tests.trainer.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.full
+
 
 def adamw() -> Lit:
     module: Lit = seeded(lambda: Lit(optimizer="adamw", scheduler="step"))
@@ -59,6 +61,7 @@ def other_weights() -> Lit:
 # -- what the file holds ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_the_file_is_what_ddp_writes(tmp_path: Path) -> None:
     fit("ddp", tmp_path, adamw()).trainer.save_checkpoint(tmp_path / "ddp.ckpt")
@@ -152,6 +155,8 @@ def test_training_goes_on_everywhere(saved_by: str, loaded_by: str, ranks: tuple
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit(stage: str, tmp_path: Path) -> None:
@@ -345,6 +350,7 @@ def test_a_checkpoint_with_other_param_groups_is_refused(tmp_path: Path) -> None
 # -- load_from_checkpoint, weights only, after teardown ---------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_load_from_checkpoint(tmp_path: Path) -> None:
     saved = fit("zero3", tmp_path, seeded(lambda: Lit(width=6)))
@@ -397,6 +403,7 @@ def save_with(hyperparameter: Any, root: Path) -> Path:
     return root / "odd.ckpt"
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     """As under DDP, where nothing is said, and if ``weights_only=True`` is; in whatever is done with it."""
@@ -564,6 +571,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("case", some_of(CHECKPOINTS, "every second step", "train-time metric"))
 def test_model_checkpoint(case: str, tmp_path: Path) -> None:
@@ -647,7 +655,7 @@ def _fail_alone(stage: str, root: Path) -> str:
     from lightning_zero.trainer import interruptions
 
     interruptions.MEET_S, passes.ABANDON_S = 1.0, 0.5
-    strategy = ZeroStrategy(stage, summary=False, stall_timeout_s=3.0)
+    strategy = ZeroStrategy(stage, stall_timeout_s=3.0)
     of = trainer(strategy, root, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(root)])
     try:
         of.fit(seeded(lambda: Failing((1,))), loader())
@@ -656,6 +664,7 @@ def _fail_alone(stage: str, root: Path) -> str:
     return "no error"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("stage", some_of(("zero1", "zero3"), "zero3"))
 def test_no_checkpoint_and_no_hang_on_an_exception_of_one_rank(stage: str, tmp_path: Path) -> None:
     """The rank that failed says why nothing is saved; the other one finds out by itself."""

@@ -20,6 +20,8 @@ from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_same, fit, loader, record, seeded, some_of, trainer
 
+pytestmark = pytest.mark.full
+
 
 class InConfigureModel(Lit):
     def configure_model(self) -> None:
@@ -69,7 +71,7 @@ def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path, stage: int, o
         offload = "none"
 
     def strategy() -> ZeroStrategy:
-        return ZeroStrategy(stage, offload=offload, summary=False)
+        return ZeroStrategy(stage, offload=offload)
 
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
     plain = fit(strategy(), tmp_path / "plain", seeded(Lit if "block" in form else Quiet), **settings)
@@ -88,7 +90,7 @@ def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path, stage: int, o
 def test_one_graph_around_units_is_refused(tmp_path: Path) -> None:
     module: Any = torch.compile(seeded(Quiet), backend="counting", fullgraph=True)
     with pytest.raises(ConfigError, match=r"compiled with fullgraph=True, and holds units"):
-        trainer(ZeroStrategy(3, summary=False), tmp_path).fit(module, loader())
+        trainer(ZeroStrategy(3), tmp_path).fit(module, loader())
 
 
 @on_ranks(2)
@@ -96,7 +98,7 @@ def test_the_setting(tmp_path: Path) -> None:
     torch._dynamo.reset()
     COUNT.graphs.clear()
     plain = fit("zero3", tmp_path / "plain", max_epochs=1)
-    strategy = ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "counting"}}, summary=False)
+    strategy = ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "counting"}})
     assert_same(fit(strategy, tmp_path, max_epochs=1), plain, tolerance=0.0)
     assert len(COUNT.graphs) == COUNT.blocks() == 2
 
@@ -113,7 +115,7 @@ def test_without_a_compiler_nothing_starts() -> None:
     assert "zero/compile=blocks: expected a C++ compiler" in found.stderr
 
 
-@pytest.mark.full
+@pytest.mark.sample
 @on_ranks(1)
 def test_without_a_compiler_it_is_refused() -> None:
     def missing() -> str:
@@ -157,8 +159,8 @@ class Manual(Quiet):
 def test_manual_optimization_in_a_compiled_step(tmp_path: Path, stage: int) -> None:
     torch._dynamo.reset()
     COUNT.graphs.clear()
-    plain = fit(ZeroStrategy(stage, summary=False), tmp_path / "plain", seeded(Manual), max_epochs=1)
-    of = trainer(ZeroStrategy(stage, summary=False), tmp_path, max_epochs=1)
+    plain = fit(ZeroStrategy(stage), tmp_path / "plain", seeded(Manual), max_epochs=1)
+    of = trainer(ZeroStrategy(stage), tmp_path, max_epochs=1)
     of.fit(torch.compile(seeded(Manual), backend="counting"), loader(), loader())
     assert_same(record(of, of.lightning_module), plain, tolerance=0.0)
     assert COUNT.blocks() == 2

@@ -17,7 +17,7 @@ from lightning_zero import ZeroPrecision, ZeroStrategy, presets
 from tests.harness import on_ranks
 from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -84,6 +84,7 @@ def assert_seen(
             )
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_norms_are_ddps(micro_batches: int, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_norms_of_offloaded_gradients(preset: str, tmp_path: Path) -> None:
     os.environ["LIGHTNING_ZERO_NVME_PATH"] = str(tmp_path / "disk")
     row = presets.PRESETS[preset]
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    run = fit(ZeroStrategy(row.stage, offload=row.offload, summary=False), tmp_path, seeded(Watches), **settings)
+    run = fit(ZeroStrategy(row.stage, offload=row.offload), tmp_path, seeded(Watches), **settings)
     expected = fit(DDP, tmp_path, seeded(Watches), **settings)
     assert_seen(run.module.seen, expected.module.seen, all_of_them=preset == "zero1_offload", what=preset)
 
@@ -132,7 +133,7 @@ def test_under_loss_scaling_as_ddp_shows_them(stage: str, micro_batches: int, tm
     ddp = MixedPrecision("16-mixed", "cpu", scaler)
     ours = ZeroPrecision.from_plugin(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0)))
     expected = fit(DDP, tmp_path, seeded(Scaled), plugins=ddp, **settings)
-    run = fit(ZeroStrategy(stage, summary=False), tmp_path, seeded(Scaled), plugins=ours, **settings)
+    run = fit(ZeroStrategy(stage), tmp_path, seeded(Scaled), plugins=ours, **settings)
     assert_seen(run.module.seen, expected.module.seen, tolerance=3e-2, all_of_them=stage == "zero1", what=stage)
     before, after = (next(s.norms for s in run.module.seen if s.hook == h and s.synced) for h in ORDER)
     for name, norm in after.items():

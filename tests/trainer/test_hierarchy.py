@@ -14,6 +14,8 @@ from lightning_zero import ZeroStrategy
 from tests.harness import run
 from tests.trainer.toys import Lit, assert_weights, fit, seeded
 
+pytestmark = pytest.mark.full
+
 
 class TwoNodes(LightningEnvironment):
     """Ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
@@ -33,9 +35,7 @@ def _fit(stage: int, folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
     for hybrid_shard in ("node", "flat"):
-        strategy = ZeroStrategy(
-            stage, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes(), summary=False
-        )
+        strategy = ZeroStrategy(stage, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes())
         module = seeded(lambda: Lit(optimizer="adamw"))
         result = fit(strategy, folder, module, max_epochs=2, devices=2, num_nodes=2, gradient_clip_val=0.1)
         engine = strategy.engine
@@ -55,7 +55,7 @@ def _keeps(folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
     for hybrid_shard in ("node_backward", "flat"):
-        strategy = ZeroStrategy(3, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes(), summary=False)
+        strategy = ZeroStrategy(3, comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes())
         module = seeded(lambda: Lit(optimizer="adamw"))
         settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
         result = fit(strategy, folder, module, max_epochs=2, devices=2, num_nodes=2, **settings)

@@ -23,7 +23,7 @@ from tests.engine.test_pretrained import CONFIGS, TOKENS, make, saved, transform
 from tests.harness import on_ranks
 from tests.trainer.toys import assert_weights, trainer, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 
 
 class Lit(pl.LightningModule):
@@ -63,7 +63,7 @@ def batches() -> DataLoader[Any]:
 
 
 def fit(module: Lit, root: Path, epochs: int = 1, ckpt_path: Path | None = None, **settings: Any) -> pl.Trainer:
-    of = trainer(ZeroStrategy(**{"stage": "zero3", "summary": False, **settings}), root, max_epochs=epochs)
+    of = trainer(ZeroStrategy(**{"stage": "zero3", **settings}), root, max_epochs=epochs)
     of.fit(module, batches(), ckpt_path=ckpt_path)
     return of
 
@@ -92,7 +92,7 @@ def test_a_model_on_meta_goes_on_from_a_checkpoint(checkpoint: str, tmp_path: Pa
     of = fit(rest, tmp_path, 2, ckpt_path=tmp_path / "one.ckpt", checkpoint=checkpoint)
     assert rest.losses == whole.losses[-len(rest.losses) :]
     test = Lit("llama")
-    check = trainer(ZeroStrategy("zero1", summary=False), tmp_path)
+    check = trainer(ZeroStrategy("zero1"), tmp_path)
     check.test(test, batches(), ckpt_path=tmp_path / "one.ckpt", verbose=False)
     of.save_checkpoint(tmp_path / "two.ckpt")
 
@@ -107,6 +107,7 @@ def logits_of(model: Any) -> Tensor:
     return out
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "stage"), [*((kind, "zero3") for kind in CONFIGS), ("gemma2", "zero1"), ("mixtral", "zero0")]
@@ -207,7 +208,7 @@ def test_a_second_run_keeps_what_the_first_has_trained(tmp_path: Path) -> None:
     module = Lit("llama")
     trained = weights(fit(module, tmp_path, init_from=str(tmp_path / "in")))
     for stage in ("zero1", "zero3"):
-        of = trainer(ZeroStrategy(stage, summary=False, init_from=str(tmp_path / "in")), tmp_path)
+        of = trainer(ZeroStrategy(stage, init_from=str(tmp_path / "in")), tmp_path)
         of.test(module, batches(), verbose=False)
         assert_weights(weights(of), trained, tolerance=0)
 
@@ -229,7 +230,7 @@ def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
     torch.default_generator.manual_seed(0)
     module = Turned()
     expected = {key: value.clone() for key, value in module.state_dict().items()}
-    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, device="cpu")
     export(engine, tmp_path / "out", None, 2**30)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -241,7 +242,7 @@ def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_export_that_fails_leaves_nothing(rank: int, tmp_path: Path) -> None:
     module = Turned()
-    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    engine = lightning_zero.shard(module, stage=3, device="cpu")
     write = Writer.write
 
     def fails(*args: Any) -> None:

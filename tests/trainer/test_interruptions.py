@@ -22,12 +22,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
-from lightning_zero.ranks.verdict import VERDICT_VARIABLE
+from lightning_zero.ranks.resume import VERDICT_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
 from tests.trainer.test_processes import Signalled, requeued, slurm
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
+
+pytestmark = pytest.mark.full
 
 EPOCH = SAMPLES // 4  # batches
 
@@ -66,6 +68,7 @@ def test_where_slurm_refuses_training_goes_on(tmp_path: Path) -> None:
     assert module.saved_at == [2]
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
     """Without a collective in the handler: the other rank knows of nothing."""
@@ -168,7 +171,6 @@ def test_a_signal_while_ranks_agree_is_not_lost(tmp_path: Path) -> None:
     side.at_boundary()
     with pytest.raises(SystemExit):
         side.at_boundary()
-    side.let_go()
 
 
 # -- elsewhere than on SLURM ------------------------------------------------------------------------------------------
@@ -188,6 +190,7 @@ def no_broadcasts_of_lightnings() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sample
 @on_ranks(1, 2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @no_broadcasts_of_lightnings()
@@ -238,6 +241,7 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
     assert stop.value.code == 143
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
 def test_saving_every_so_often(tmp_path: Path) -> None:
@@ -365,5 +369,4 @@ def test_saving_takes_a_bounded_share_of_the_time(tmp_path: Path) -> None:
         for _ in range(400):
             now[0] += 10
             side.at_boundary()
-        side.let_go()
-    assert saved == [110 + i * (60 + 60 / 0.05 + 10) for i in range(4)]
+        assert saved == [110 + i * (60 + 60 / 0.05 + 10) for i in range(4)]

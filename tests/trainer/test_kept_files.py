@@ -22,6 +22,8 @@ from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import on_ranks
 from tests.trainer.toys import fit
 
+pytestmark = pytest.mark.full
+
 TOP: dict[str, dict[str, Any]] = {
     "1": {"save_top_k": 1},
     "2 by metric": {"save_top_k": 2, "monitor": "step", "mode": "max"},
@@ -52,6 +54,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("top", TOP)
 def test_checkpoints_that_nobody_knows_go(top: str, tmp_path: Path) -> None:

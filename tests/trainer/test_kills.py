@@ -39,6 +39,8 @@ from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import Pool
 from tests.trainer.toys import Lit, Samples, seeded, trainer
 
+pytestmark = pytest.mark.full
+
 CALLS = (
     "pwrite",
     "fsync",
@@ -145,7 +147,7 @@ def start(root: Path, job: Job, kill: Kill | None) -> None:
             offload = {"name": "nvme", "nvme_path": str(root.parent / "nvme")}
         saves = {"name": job.checkpoint, "background": job.writer == "behind"}
         settings: dict[str, Any] = {"offload": offload, "checkpoint": saves}
-        strategy = ZeroStrategy(job.stage, summary=False, stall_timeout_s=20.0, **settings)
+        strategy = ZeroStrategy(job.stage, stall_timeout_s=20.0, **settings)
         strategy.run_plan.resumes_job, strategy.save_every_s = newest is not None, job.every_s
         of = trainer(
             strategy,

@@ -16,7 +16,7 @@ from lightning_zero.engine import engine_of, engines
 from tests.harness import assert_gone, on_ranks
 from tests.trainer.toys import Lit, fit, loader
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 ROWS = pytest.mark.parametrize(
     ("stage", "row"), [("zero0", "none"), ("zero3", "none"), ("zero1", "optimizer_nvme"), ("zero3", "nvme")]
@@ -25,7 +25,7 @@ ROWS = pytest.mark.parametrize(
 
 def strategy(stage: str, row: str, folder: Path) -> ZeroStrategy:
     offload = {"name": row, "nvme_path": str(folder)} if "nvme" in row else row
-    return ZeroStrategy(stage, offload=offload, summary=False)
+    return ZeroStrategy(stage, offload=offload)
 
 
 def train_and_test(stage: str, row: str, averages: bool, folder: Path) -> list[weakref.ref[Any]]:
@@ -39,6 +39,7 @@ def train_and_test(stage: str, row: str, averages: bool, folder: Path) -> list[w
     return [weakref.ref(o) for o in (of, run.module, of.strategy, *of.optimizers, engine, *engine.buckets, *callbacks)]
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(1,))
 @ROWS
 @pytest.mark.parametrize("averages", [False, True])

@@ -24,6 +24,8 @@ from lightning_zero.trainer.memory.activations import LiveBytes, measure
 from tests.harness import on_ranks
 from tests.trainer.toys import seeded, some_of, trainer
 
+pytestmark = pytest.mark.full
+
 VOCABULARY, LENGTH, STEPS = 13, 8, 2
 LR = 0.3
 
@@ -161,7 +163,7 @@ def loader(data: Dataset[Any], of: pl.Trainer) -> DataLoader[Any]:
 
 def fit(module: pl.LightningModule, data: Texts, root: Path, size: int, stage: int = 3, **settings: Any) -> Record:
     record = Record()
-    strategy = ZeroStrategy(stage, sequence_parallel=size, summary=False, **settings.pop("zero", {}))
+    strategy = ZeroStrategy(stage, sequence_parallel=size, **settings.pop("zero", {}))
     path, callbacks = settings.pop("ckpt_path", None), [record, *settings.pop("callbacks", ())]
     of = trainer(strategy, root, **{"max_epochs": 1, "callbacks": callbacks, **settings})
     of.fit(module, loader(data, of), ckpt_path=path)
@@ -230,6 +232,7 @@ def loss_of_llama(module: Any, batch: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.sample
 @on_ranks(2, 4)
 @pytest.mark.parametrize("stage", some_of(["0", "1", "2", "3"], "0", "3"))
 def test_own_attention_equals_one_process(stage: str, tmp_path: Path) -> None:
@@ -364,7 +367,7 @@ def test_messages_are_counted(tmp_path: Path) -> None:
     data = Texts("pair", 1)
     for recompute, calls in (("none", 4), ("blocks", 6)):
         counts = Counts()
-        strategy = ZeroStrategy(3, sequence_parallel=2, summary=False, activation_checkpointing=recompute)
+        strategy = ZeroStrategy(3, sequence_parallel=2, activation_checkpointing=recompute)
         of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[counts])
         of.fit(seeded(Own), loader(data, of))
         steps = STEPS + 1  # one was tried, and compared
@@ -393,9 +396,7 @@ def test_activations_are_divided(tmp_path: Path) -> None:
     for size in (1, 2):
         make = lambda: gpt(block_size=256, n_layer=3, position="rotary")  # noqa: E731
         callback = Most()
-        of = trainer(
-            ZeroStrategy(0, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[callback]
-        )
+        of = trainer(ZeroStrategy(0, sequence_parallel=size), tmp_path, max_epochs=1, callbacks=[callback])
         of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))  # type: ignore[arg-type]
         most[size] = callback.most
         found = measure(make(), tokens, make_config(sequence_parallel=size), Precision.fp32)
@@ -477,7 +478,7 @@ def test_evaluations_and_predictions_equal_one_process(kind: Any, tmp_path: Path
     plain = seeded(kind).eval()
     with torch.no_grad():
         expected = F.cross_entropy(plain(data.tokens).transpose(1, 2), data.labels, reduction="none")
-    of = trainer(ZeroStrategy(3, sequence_parallel=size, summary=False), tmp_path)
+    of = trainer(ZeroStrategy(3, sequence_parallel=size), tmp_path)
     module = seeded(kind)
     (found,) = of.validate(module, loader(data, of), verbose=False)
     assert found["val"] == pytest.approx(expected.mean().item(), rel=1e-6)
@@ -491,9 +492,7 @@ def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
     seen: dict[int, Any] = {}
     for size in (1, 2):
         monitor = ZeroMonitor(1)
-        of = trainer(
-            ZeroStrategy(1, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[monitor]
-        )
+        of = trainer(ZeroStrategy(1, sequence_parallel=size), tmp_path, max_epochs=1, callbacks=[monitor])
         of.fit(seeded(lambda: gpt(position="rotary")), loader(Texts("next", 1), of))
         sums = monitor._sums
         seen[size] = (

@@ -23,6 +23,8 @@ from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
 from tests.trainer.toys import seeded, some_of
 
+pytestmark = pytest.mark.full
+
 IGNORED = 4  # a token
 
 
@@ -83,6 +85,7 @@ class Loss(Own):
 FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked", "texts"))
 def test_each_token_counts_once(form: str, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.trainer import test_long_sequences as long_sequences
 from tests.trainer.test_long_sequences import LENGTH, VOCABULARY, Llama, Texts, assert_parity, loss_of_llama
 from tests.trainer.toys import some_of
 
+pytestmark = pytest.mark.full
+
 transformers = pytest.importorskip("transformers")
 
 COMMON: dict[str, Any] = {

@@ -28,6 +28,8 @@ from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import LENGTH, STEPS, Llama, Own, Texts, fit, loader
 from tests.trainer.toys import seeded, trainer
 
+pytestmark = pytest.mark.full
+
 
 class Changed(Own):
     """A model with one thing in its step that looks along the positions, or might."""
@@ -214,7 +216,7 @@ def test_batches_of_another_kind_are_tried_too(tmp_path: Path) -> None:
     batches = [(data.tokens[:2], data.labels[:2])] * 3
     batches += [(*batches[0], data.tokens[:2]) if dist.get_rank() < 2 else batches[0]]
     module = seeded(lambda: Third(HONEST["each"]))
-    strategy = ZeroStrategy(3, sequence_parallel=2, summary=False)
+    strategy = ZeroStrategy(3, sequence_parallel=2)
     of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
     with pytest.raises(ConfigError, match="Look in training_step"):
         of.fit(module, DataLoader(batches, batch_size=None))
@@ -230,7 +232,7 @@ def test_gradients_that_wait_for_their_step_stay(tmp_path: Path) -> None:
         for stage in (1, 3):
             module = seeded(Own)
             module.training_step = lambda batch, _, m=module: Own.training_step(m, batch[:2], 0)
-            strategy = ZeroStrategy(stage, sequence_parallel=2, summary=False)
+            strategy = ZeroStrategy(stage, sequence_parallel=2)
             of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
             of.fit(module, DataLoader([pair, second], batch_size=None))
             with lightning_zero.gather(module):
@@ -259,7 +261,7 @@ class Evaluates(Own):
 @on_ranks(2)
 def test_evaluations_that_parts_give_other_values_of_are_refused(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
-    of = trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path)
+    of = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path)
     of.validate(seeded(lambda: Evaluates("fine")), loader(data, of), verbose=False)
     assert len(of.predict(seeded(lambda: Evaluates("fine")), loader(data, of))) == STEPS
     with pytest.raises(ConfigError, match=r"Look in validation_step|val, which is logged, is"):
@@ -296,7 +298,7 @@ class Prompted(Own):
 def test_a_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
     tokens = torch.randint(1, 13, (2, 256), generator=torch.Generator().manual_seed(1))
     labels = torch.where(torch.arange(256) < 250, -100, tokens)
-    module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+    module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
     lengths: list[int] = []
     module.forward = lambda *args, inner=module.forward: (lengths.append(args[0].shape[1]), inner(*args))[1]
     of.fit(module, DataLoader([(tokens, labels, tokens > 2)], batch_size=None))
@@ -343,6 +345,7 @@ class Gives(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_batches_that_nothing_cuts_are_refused(tmp_path: Path) -> None:
     odd = torch.zeros(4, 7, dtype=torch.int64)
@@ -355,7 +358,7 @@ def test_batches_that_nothing_cuts_are_refused(tmp_path: Path) -> None:
         ({"input_ids": torch.zeros(4, 8, dtype=torch.int64), "cu_seqlens": labels}, "packed texts"),
     ]
     for data, words in cases:
-        of = trainer(ZeroStrategy(1, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+        of = trainer(ZeroStrategy(1, sequence_parallel=2), tmp_path, max_epochs=1)
         batches = [{k: v[:2] for k, v in data.items()} if isinstance(data, dict) else _first(data)]
         with pytest.raises(ConfigError, match=words):
             of.fit(seeded(Gives), DataLoader(batches, batch_size=None))
@@ -382,7 +385,7 @@ def test_transformers_without_positions_or_with_packed_texts(tmp_path: Path) -> 
             module.training_step = lambda b, _, m=module: m.model(b, labels=b, use_cache=False).loss
         else:
             module.training_step = lambda b, _, m=module: m.model(**b, use_cache=False).loss
-        of = trainer(ZeroStrategy(1, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+        of = trainer(ZeroStrategy(1, sequence_parallel=2), tmp_path, max_epochs=1)
         with pytest.raises(ConfigError, match=words):
             of.fit(module, DataLoader([batch], batch_size=None))
 
@@ -399,10 +402,10 @@ def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
 def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None:
     data = Texts("pair", 2)
     sampler = DistributedSampler(data, shuffle=False)  # of all ranks, each its own
-    of = trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+    of = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
     with pytest.raises(ConfigError, match=r"distributed_sampler_kwargs"):
         of.fit(seeded(Own), DataLoader(data, batch_size=2, sampler=sampler))
-    again = trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+    again = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
     again.fit(seeded(Own), loader(data, again))
     assert dist.get_world_size() // 2 == again.distributed_sampler_kwargs["num_replicas"]
 
@@ -413,6 +416,7 @@ def test_a_run_whose_ranks_do_not_divide_is_refused_before_it_starts(tmp_path: P
         pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=4, **settings)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("settings, words", [
     ({"sequence_parallel": 0}, "> 0"),
     ({"sequence_parallel": True}, "a whole number"),

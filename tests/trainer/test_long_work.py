@@ -14,10 +14,13 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from rich.filesize import decimal
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine import Engine
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.ranks import progress as long_work
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, loader, seeded, trainer
+
+pytestmark = pytest.mark.full
 
 SEEN: list[Seen] = []
 
@@ -64,10 +67,10 @@ class SavesOnce(Callback):
             of.save_checkpoint(self.path)
 
 
-def run(root: Path, checkpoint: dict[str, Any], *, summary: bool = True, bar: bool = True, **fit: Any) -> list[Seen]:
+def run(root: Path, checkpoint: dict[str, Any], *, bar: bool = True, **fit: Any) -> list[Seen]:
     """What has been shown on this rank in a fit that saves."""
     SEEN.clear()
-    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=summary, gather_after_fit=False)
+    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, gather_after_fit=False)
     callbacks: list[Callback] = [SavesOnce(root / "a.ckpt"), *([Silent()] if bar else [])]
     of = trainer(strategy, root, max_epochs=1, callbacks=callbacks, enable_progress_bar=bar)
     with mock.patch.object(long_work.LongWork, "_lines", lines):
@@ -75,23 +78,28 @@ def run(root: Path, checkpoint: dict[str, Any], *, summary: bool = True, bar: bo
     return list(SEEN)
 
 
-def _nbytes(engine: Engine, tensors: int) -> int:
+def _buckets(passes: Passes) -> list[Bucket]:
+    return [bucket for unit in passes.units for bucket in unit.buckets]
+
+
+def _nbytes(passes: Passes, tensors: int) -> int:
     """Of this rank's shards: the masters and so many tensors of optimizer state."""
-    return sum(f.numel * 4 for b in engine.buckets for f in b.layout.fragments(b.comm.shard_rank)) * tensors
+    return sum(f.numel * 4 for b in _buckets(passes) for f in b.layout.fragments(b.comm.shard_rank)) * tensors
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "background"), [("full", False), ("sharded", False), ("sharded", True)])
 @on_ranks(2)
 def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path: Path) -> None:
-    engines: list[Engine] = []
-    before = Engine.rest
+    ran: list[Passes] = []
+    before = Passes.rest
 
-    def noted(engine: Engine) -> None:
-        engines[:] = [engine]
-        before(engine)
+    def noted(passes: Passes) -> None:
+        ran[:] = [passes]
+        before(passes)
 
     settings = {"name": name, "background": background, "verify": True}
-    with mock.patch.object(Engine, "rest", noted):
+    with mock.patch.object(Passes, "rest", noted):
         saved = run(tmp_path, settings)
         loaded = run(tmp_path, settings, ckpt_path=tmp_path / "a.ckpt")
     if dist.get_rank():
@@ -101,16 +109,16 @@ def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path
     writes = [seen for seen in saved if seen.what == "saving a.ckpt"]
     assert len(writes) == 1 and writes[0].in_bytes
     # Step counts of parameters are tensors of a few bytes, which a folder has in files of its own.
-    own = _nbytes(engines[0], 3)
+    own = _nbytes(ran[0], 3)
     assert own <= writes[0].total <= own + 200, (own, writes[0].total)
     if not background:
         assert writes[0].done == sorted(writes[0].done) and writes[0].done[-1] == writes[0].total
         assert "a.ckpt, to the disk" in [seen.what for seen in saved]
     by_name = {seen.what: seen for seen in loaded}
     weights = by_name["loading weights"]
-    assert weights.total == weights.done[-1] == _nbytes(engines[0], 1) and len(weights.done) > 5
+    assert weights.total == weights.done[-1] == _nbytes(ran[0], 1) and len(weights.done) > 5
     states = by_name["loading optimizer state, in buckets"]
-    assert states.total == len(engines[0].buckets) and states.done[-1] == states.total - 1
+    assert states.total == len(_buckets(ran[0])) and states.done[-1] == states.total - 1
     checked = by_name["checksums of a.ckpt"]
     assert 0 < checked.done[-1] <= checked.total
     assert ("reading a.ckpt, in values" in by_name) == (name == "sharded")
@@ -131,8 +139,7 @@ def test_a_wait_for_a_write_behind_training_has_its_bytes(tmp_path: Path) -> Non
     assert [count.done == count.total > 0 for count in counts if count is not None] == [True]
 
 
-@pytest.mark.parametrize("off", [{"summary": False}, {"bar": False}])
 @on_ranks(1)
-def test_nothing_is_shown_where_it_is_not_wanted(off: dict[str, bool], tmp_path: Path) -> None:
-    assert not run(tmp_path, {"name": "full", "verify": True}, **off)
-    assert not run(tmp_path, {"name": "full", "verify": True}, ckpt_path=tmp_path / "a.ckpt", **off)
+def test_nothing_is_shown_without_a_progress_bar(tmp_path: Path) -> None:
+    assert not run(tmp_path, {"name": "full", "verify": True}, bar=False)
+    assert not run(tmp_path, {"name": "full", "verify": True}, bar=False, ckpt_path=tmp_path / "a.ckpt")

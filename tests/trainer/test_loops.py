@@ -42,6 +42,8 @@ from tests.trainer.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.full
+
 SOME = ("zero1", "zero3")  # the stages that differ most in what Lightning sees
 
 
@@ -67,6 +69,8 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.smoke
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("case", some_of(FITS, "clipping and accumulation", "evaluation between steps", "limits"))
 def test_fit(case: str, tmp_path: Path) -> None:
@@ -97,6 +101,7 @@ def test_training_is_the_same_with_and_without_evaluation_between_steps(tmp_path
         assert_weights(between.weights, without.weights, tolerance=0, what=stage)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_stages_agree_to_the_bit(tmp_path: Path) -> None:
     runs = [fit(stage, tmp_path, seeded(lambda: Lit(optimizer="adamw")), gradient_clip_val=0.5) for stage in ALL_STAGES]
@@ -188,6 +193,7 @@ def test_two_trainers_on_one_module(second: str, tmp_path: Path) -> None:
     assert_same(body("zero3", second), body("ddp", "ddp"))
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_two_modules_alternate_in_one_process(tmp_path: Path) -> None:
     def body(strategy: str) -> Run:
@@ -214,7 +220,7 @@ def test_a_module_that_grew_between_fits_is_sharded_again(tmp_path: Path) -> Non
 @on_ranks(2)
 def test_a_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_path: Path) -> None:
     module = seeded(Lit)
-    of = fit(ZeroStrategy("zero3", summary=False, gather_after_fit=False), tmp_path, module).trainer
+    of = fit(ZeroStrategy("zero3", gather_after_fit=False), tmp_path, module).trainer
     with pytest.raises(RuntimeError, match="sharded"):
         fit("ddp", tmp_path, module)
     of.strategy.connect(module)
@@ -259,6 +265,7 @@ class NothingToLearn(Lit):
         return self.loss(batch)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_a_rank_without_any_gradient(tmp_path: Path) -> None:
     """It steps with the others, on half of the other rank's gradient."""
@@ -276,7 +283,7 @@ def test_nothing_of_a_forgotten_run_lives_on(tmp_path: Path) -> None:
         run = fit("zero3", tmp_path, max_epochs=1)
         engine = run.trainer.strategy.engine  # type: ignore[attr-defined]
         left = [weakref.ref(engine), weakref.ref(run.module), *(weakref.ref(b) for b in engine.buckets)]
-        left += [weakref.ref(info.param) for u in engine.units for info in u.infos()]
+        left += [weakref.ref(info.param) for u in engine.units for info in u.infos]
         del run, engine
         gc.collect()
         gc.collect()  # what C++ held in the first round
@@ -377,6 +384,7 @@ def test_configure_model(tmp_path: Path) -> None:
     same_as_ddp(body)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_configure_model_on_meta(tmp_path: Path) -> None:
     """Other initial values than on the host, but the same at all stages, finite, and they learn."""

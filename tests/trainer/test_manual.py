@@ -17,6 +17,8 @@ from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import STAGES, Block, Lit, Run, assert_same, fit, record, seeded, trainer, whole_loader
 
+pytestmark = pytest.mark.full
+
 
 class Manual(Lit):
     """Accumulates two batches by hand, clips, and steps optimizer and scheduler itself."""
@@ -173,6 +175,7 @@ class Gan(Lit):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("sync_grad", [True, False], ids=["each step", "accumulated"])
 def test_gan(sync_grad: bool, tmp_path: Path) -> None:
@@ -259,11 +262,12 @@ class TorchClips(Manual):
         optimizer.zero_grad()
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_torchs_clipping(tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(TorchClips))
     for stage, row in ((1, "none"), (3, "none"), (3, "cpu")):
-        run = fit(ZeroStrategy(stage, offload=row, summary=False), tmp_path, seeded(TorchClips))
+        run = fit(ZeroStrategy(stage, offload=row), tmp_path, seeded(TorchClips))
         assert_same(run, expected, what=f"{stage}, {row}")
 
 

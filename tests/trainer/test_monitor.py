@@ -30,6 +30,8 @@ from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 from tests.harness import on_ranks
 from tests.trainer.toys import FEATURES, STAGES, Lit, Run, fit, loader, seeded
 
+pytestmark = pytest.mark.full
+
 
 class Measure(Callback):
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Measure(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.optimizers[0].zero_grad()
-        trainer.strategy.engine.settle_gradients()
+        trainer.strategy.engine.passes.sharded_grads.finish_pending()
         self._note(trainer, Moment.cleared)
 
 
@@ -53,6 +55,7 @@ def partly_frozen() -> Lit:
     return module
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @on_ranks(3, full=(1,))
 def test_measured_bytes_are_the_planned_ones(precision: str, tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def test_the_peak_of_a_device_is_of_training_and_not_of_the_build(tmp_path: Path
     assert [row["zero/peak_bytes/device"] for row in rows] == [7.0] * len(rows) != []
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_the_log(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
@@ -166,7 +170,7 @@ def test_it_changes_no_number_and_sends_nothing(stage: str, settings: dict[str, 
         offload = {"offload": "cpu"} if stage == "zero3_offload" else {}
         if stage == "zero3_nvme":
             offload = {"offload": {"name": "nvme", "nvme_path": str(tmp_path)}}
-        return ZeroStrategy(stage.split("_")[0], summary=False, **offload)
+        return ZeroStrategy(stage.split("_")[0], **offload)
 
     def sent(run: Run) -> Any:
         comm = run.trainer.strategy.engine.comm  # type: ignore[attr-defined]
@@ -186,9 +190,10 @@ def test_it_changes_no_number_and_sends_nothing(stage: str, settings: dict[str, 
     if stage == "zero3_nvme":
         for way in ("read", "write"):  # behind the steps: not in each row
             assert sum(row[f"zero/moved_bytes/disk_{way}"] for row in rows) > 0
-    assert recording._recorder is None
+    assert recording.recorder is None
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
     for stage, gathers in (("zero1", 1), ("zero3", 2)):
@@ -207,7 +212,7 @@ def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_hits_of_the_prefetch(tmp_path: Path) -> None:
     for nbytes, hits in ((0, 0.0), (1 << 20, 1.0)):
-        strategy = ZeroStrategy("zero3", prefetch_bytes=nbytes, summary=False)
+        strategy = ZeroStrategy("zero3", prefetch_bytes=nbytes)
         _, rows = monitored(strategy, tmp_path, seeded(lambda: Lit(depth=4)))  # type: ignore[arg-type]
         # The first unit of a pass is demanded as it begins: nothing is there that could have come ahead of it.
         assert rows[-1]["zero/prefetch_hits"] == pytest.approx(hits, abs=0.2), rows[-1]
@@ -275,7 +280,7 @@ def flops_of(module: Lit, batch: Any) -> int:
 def test_flops_are_those_of_the_plain_model(checkpointing: str, parts: int, tmp_path: Path) -> None:
     expected = flops_of(seeded(Lit), next(iter(loader())))
     clock = Clock()
-    settings: dict[str, Any] = {"activation_checkpointing": checkpointing, "summary": False, "vertical_chunks": parts}
+    settings: dict[str, Any] = {"activation_checkpointing": checkpointing, "vertical_chunks": parts}
 
     class Passes(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -405,7 +410,7 @@ def test_a_run_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="of the test"):
         fit("zero3", tmp_path, seeded(Fails), callbacks=[ZeroMonitor(1)], max_epochs=1)
-    assert recording._recorder is None
+    assert recording.recorder is None
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 

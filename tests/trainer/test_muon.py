@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -16,6 +17,8 @@ from lightning_zero.models.gpt import GPT
 from tests.harness import on_ranks
 from tests.trainer.toys import assert_weights, trainer, weights
 
+pytestmark = pytest.mark.full
+
 SIZES = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "d_model": 16, "block_size": 8}
 
 
@@ -24,6 +27,7 @@ def _names(model: nn.Module, group: dict[str, Any]) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) in listed}
 
 
+@pytest.mark.sample
 def test_matrices_of_blocks_are_muons() -> None:
     model = GPT(**SIZES)
     model.blocks[0].down.requires_grad_(False)
@@ -41,6 +45,7 @@ def test_without_blocks_there_is_no_group_for_muon() -> None:
     assert [g["rule"] for g in groups_of(nn.Linear(3, 2))] == ["adamw", "adamw"]
 
 
+@pytest.mark.sample
 def test_it_steps_as_the_two_of_torch_do() -> None:
     one, two = (copy.deepcopy(model) for model in [GPT(**SIZES)] * 2)
     mine = MuonAdamW(groups_of(one), lr=0.02)

@@ -71,6 +71,7 @@ def test_cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         launch()
 
 
+@pytest.mark.full
 def test_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"expected no process group.*destroy_process_group\(\)"):
@@ -148,11 +149,13 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
 
 
+@pytest.mark.full
 def test_cells_with_one_device_and_with_two(tmp_path: Path) -> None:
     found = run(TRAINING, str(tmp_path / "last.ckpt"))
     assert found.returncode == 0 and "trained" in found.stdout, found.stderr[-3000:]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("notebook")
 def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> None:
     """Under DDP it does."""
@@ -162,6 +165,7 @@ def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> Non
     assert "compute on one thread each" in found.stderr
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_a_real_kernel(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

@@ -29,7 +29,7 @@ from tests.trainer.toys import (
     whole_loader,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 # A preset, and the one that it must equal.
 PRESETS = [
@@ -53,7 +53,7 @@ def strategy(name: str, folder: Path) -> ZeroStrategy:
     """What the Trainer makes of the name; the folder is the environment's."""
     os.environ["LIGHTNING_ZERO_NVME_PATH"] = str(folder / "disk")  # the pool restores it
     row = presets.PRESETS[name]
-    return ZeroStrategy(row.stage, offload=row.offload, summary=False)
+    return ZeroStrategy(row.stage, offload=row.offload)
 
 
 def adamw() -> Lit:
@@ -61,6 +61,7 @@ def adamw() -> Lit:
     return module
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(1,))
 @PAIRS
 def test_fit_with_validation(preset: str, plain: str, folder: Path) -> None:
@@ -72,6 +73,7 @@ def test_fit_with_validation(preset: str, plain: str, folder: Path) -> None:
     _release(found.trainer)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("preset", "plain"),

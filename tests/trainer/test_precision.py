@@ -28,10 +28,13 @@ from tests.trainer.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.full
+
 FLAGS = ("bf16-mixed", "bf16-true")
 TRUE_FLAGS = {"16-true": torch.float16, "64-true": torch.float64}
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("flag", FLAGS)
@@ -202,12 +205,14 @@ def test_16_mixed_on_a_cpu_is_bf16_as_lightning_makes_it() -> None:
     assert trainer_here(precision="16-mixed").precision_plugin.precision == "bf16-mixed"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("flag", ["transformer-engine", "transformer-engine-float16"])
 def test_flags_that_are_refused(flag: Any) -> None:
     with pytest.raises((ConfigError, ModuleNotFoundError), match=r"precision|transformer_engine"):
         trainer_here(precision=flag)
 
 
+@pytest.mark.sample
 @on_ranks(1)
 def test_the_scales_of_fp16_are_those_of_torch_amp() -> None:
     """The same overflows, skips, growth: on a CPU Lightning lets fp16 in through a plugin only."""
@@ -245,7 +250,7 @@ def test_the_scales_of_fp16_are_those_of_torch_amp() -> None:
 
     of_torch = scales(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings)), "auto")
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings))
-    ours = scales(plugin, ZeroStrategy("zero3", summary=False))
+    ours = scales(plugin, ZeroStrategy("zero3"))
     assert ours == of_torch and len(set(ours)) > 2
 
 

@@ -23,6 +23,8 @@ from lightning_zero.ranks import rendezvous
 from tests.harness import on_ranks
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -98,13 +100,13 @@ def test_a_clean_exit_is_0(strategy: str, tmp_path: Path) -> None:
     clean_exit(tmp_path, strategy)
 
 
-@pytest.mark.full
+@pytest.mark.sample
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_on_one_rank_ends_all(failing: int, tmp_path: Path) -> None:
     failed_exit(tmp_path, "zero3", failing)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 def test_a_clean_exit_is_0_every_time(strategy: str, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_clean_exit_is_0_every_time(strategy: str, tmp_path: Path) -> None:
         clean_exit(tmp_path, strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_an_exception_that_all_ranks_survive(strategy: str, tmp_path: Path) -> None:
     code, output, _ = launch(tmp_path, strategy, failing=100)
@@ -120,7 +122,7 @@ def test_an_exception_that_all_ranks_survive(strategy: str, tmp_path: Path) -> N
     assert "done 0" in output and "done 1" in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_an_exception_on_one_rank_ends_all_every_time(strategy: str, tmp_path: Path) -> None:
@@ -188,6 +190,7 @@ class Signalled(Lit):
         self.saved_at.append(checkpoint["global_step"])
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.mainly(lambda rank, accumulate: (rank, accumulate) in ((0, 1), (1, 3)))
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -256,7 +259,7 @@ def test_no_signal_no_requeue(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "stall_timeout_s"), [(None, 7.0), (timedelta(minutes=30), None)])
 def test_a_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s: float | None, tmp_path: Path) -> None:
     """Also one of thirty minutes, which is torch's own."""
-    strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=7.0, timeout=given)
+    strategy = ZeroStrategy("zero3", stall_timeout_s=7.0, timeout=given)
     fit(strategy, tmp_path)
     with mock.patch.object(rendezvous, "join") as join:
         strategy._join()

@@ -15,6 +15,8 @@ from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, record, seeded, some_of, trainer
 
+pytestmark = pytest.mark.full
+
 STAGES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 CASES: dict[str, dict[str, Any]] = {
     "global": {"pruning_fn": "l1_unstructured", "amount": 0.3},
@@ -58,7 +60,7 @@ class Pruning(ModelPruning):
 
 def pruned(strategy: str, root: Path, case: str, **settings: Any) -> Run:
     module = seeded(lambda: Plain(optimizer="adamw", lr=0.2))
-    of: Any = ZeroStrategy(3, offload="cpu", summary=False) if strategy == "zero3_offload" else strategy
+    of: Any = ZeroStrategy(3, offload="cpu") if strategy == "zero3_offload" else strategy
     run = fit(of, root, module, max_epochs=3, callbacks=[Pruning(**CASES[case])], **settings)
     run.trainer.save_checkpoint(root / f"{strategy}.ckpt")
     return run

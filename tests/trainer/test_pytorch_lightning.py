@@ -10,6 +10,8 @@ import pytest
 
 from lightning_zero.presets import PRESETS
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("pytorch_lightning")  # a requirement of the distribution "lightning"
 ROOT = Path(__file__).parent.parent.parent
 MISSING = "import sys; sys.modules['lightning'] = None\n"

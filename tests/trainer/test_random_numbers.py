@@ -25,6 +25,8 @@ from lightning_zero.trainer.saves.random_numbers import KEY
 from tests.harness import on_ranks, run
 from tests.trainer.toys import STAGES, Lit, Samples, seeded, trainer
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 STEPS = 6  # of an epoch
 
@@ -145,6 +147,7 @@ def test_at_the_end_of_an_epoch(stage: str, tmp_path: Path) -> None:
             assert_goes_on(again, whole, step)
 
 
+@pytest.mark.sample
 @on_ranks(2, full=[1, 3])
 def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole, _ = train(tmp_path, resumable=True, callbacks=savers(tmp_path))

@@ -25,8 +25,10 @@ from lightning_zero.checkpoint import verify
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.trainer.saves import range_saves
 from tests.harness import on_ranks
-from tests.pairwise import pairwise_places
+from tests.selection import pairwise_places
 from tests.trainer.toys import Lit, assert_same, fit, loader, seeded, trainer, weights
+
+pytestmark = pytest.mark.full
 
 
 class Model(Lit):
@@ -90,9 +92,10 @@ def strategy_of(case: dict[str, Any], root: Path) -> ZeroStrategy:
     if offload == "nvme":
         (root / "nvme").mkdir(exist_ok=True)
         offload = {"name": "nvme", "nvme_path": str(root / "nvme")}
-    return ZeroStrategy(case["stage"], offload=offload, summary=False)
+    return ZeroStrategy(case["stage"], offload=offload)
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(1, 3))
 @pytest.mark.mainly(lambda case: CASES.index(case) % 2 == 0)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
@@ -203,6 +206,7 @@ def full_disk(fd: int, data: Any, offset: int) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -244,7 +248,7 @@ def test_a_value_that_nobody_wrote_is_no_checkpoint(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_saved_values_are_those_of_the_moment(tmp_path: Path) -> None:
-    """Hollow tensors outlive no save, and reading one raises."""
+    """Fake tensors outlive no save, and reading one raises."""
     of = fit("zero3", tmp_path, seeded(Model), max_epochs=1).trainer
     asked: list[Any] = []
     state = of.strategy.lightning_module_state_dict

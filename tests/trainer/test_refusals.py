@@ -69,7 +69,7 @@ def test_optimizers_that_call_their_closure_or_may_not_have_whole_tensors(tmp_pa
     with pytest.raises(ConfigError, match=r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"):
         fit("zero0", tmp_path, with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())))
     with pytest.raises(ConfigError, match=r"zero\.optimizer\.sharding: expected a class that computes each element"):
-        strategy = ZeroStrategy("zero3", summary=False, optimizer={"sharding": "slices"})
+        strategy = ZeroStrategy("zero3", optimizer={"sharding": "slices"})
         fit(strategy, tmp_path, with_optimizer(lambda m: torch.optim.Adafactor(m.parameters())))
 
 
@@ -85,7 +85,7 @@ def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_what_would_see_placeholders(tmp_path: Path) -> None:
     module = seeded(Lit)
-    of = fit(ZeroStrategy("zero3", summary=False, gather_after_fit=False), tmp_path, module).trainer
+    of = fit(ZeroStrategy("zero3", gather_after_fit=False), tmp_path, module).trainer
     for look in (lambda: module.state_dict(), lambda: copy.deepcopy(module), lambda: module.double()):
         with pytest.raises(RuntimeError, match=r"trainer\.save_checkpoint.*trainer\.strategy\.export\(folder\)"):
             look()
@@ -150,7 +150,7 @@ def test_synchronized_batch_norm_of_a_module_that_is_sharded_already(tmp_path: P
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         of.fit(module, loader())
     assert isinstance(module.norm, nn.SyncBatchNorm)
-    assert of.strategy.engine.owns(module.norm.weight)  # type: ignore[attr-defined]
+    assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
 
 
 @on_ranks(2)
@@ -202,12 +202,12 @@ def test_a_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: s
             return super().configure_optimizers()
 
     module = seeded(Fails)
-    strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0)
+    strategy = ZeroStrategy("zero3", stall_timeout_s=4.0)
     if dist.get_rank() == 1:
         with pytest.raises(ZeroDivisionError):
             fit(strategy, tmp_path, module)
     with pytest.raises(RuntimeError, match="different places|did not come"):
-        fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0), tmp_path, module)
+        fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
 
 
 @on_ranks(2)
@@ -216,7 +216,7 @@ def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
         def prepare_data(self) -> None:
             time.sleep(2.5)  # on rank 0
 
-    run = fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
+    run = fit(ZeroStrategy("zero3", stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
     assert run.losses
 
 

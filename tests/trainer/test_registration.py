@@ -32,6 +32,7 @@ def test_import_is_light() -> None:
     assert python(code).strip() == "[]"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "order",
     [

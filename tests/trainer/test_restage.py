@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,14 @@ from tests.engine.test_restage import assert_equal
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, Run, fit, loader, optimizer_states, record, seeded, some_of, trainer
 
+pytestmark = pytest.mark.full
+
 
 def quiet(stage: str, folder: Path | None = None, offload: str = "none", **settings: Any) -> ZeroStrategy:
     row: dict[str, Any] = {"name": offload}
     if folder is not None and "nvme" in offload:
         row["nvme_path"] = str(folder)
-    return ZeroStrategy(stage, offload=row, summary=False, **settings)
+    return ZeroStrategy(stage, offload=row, **settings)
 
 
 class At(Callback):
@@ -55,10 +58,10 @@ class At(Callback):
 
 def check_held(of: pl.Trainer) -> None:
     engine = of.strategy.engine
-    engine.settle()
+    engine.passes.wait_for_all()
     gone = not any(bucket.grad_store.is_there for bucket in engine.buckets)
     moment = Moment.cleared if gone else Moment.reduced
-    expected = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=moment)
+    expected = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=state_tensors(engine), moment=moment)
     held = held_bytes(engine)
     if len(engine.optimizers) > 1:  # the plan takes all to keep as much
         held, expected = (
@@ -97,6 +100,7 @@ MOMENTS = {  # at which steps the hook is called, in 2 epochs of 6 steps
 }
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.full), "16-mixed"])
 @pytest.mark.parametrize("hook", some_of(MOMENTS, "on_train_batch_end", "on_train_epoch_end", "on_validation_end"))
@@ -278,14 +282,14 @@ class Skips(Lit):
 
 @on_ranks(1, 2)
 def test_after_a_step_that_was_left_out(tmp_path: Path) -> None:
-    comm = {"even_alone": True}
-    expected = fit(quiet("zero3", comm=comm), tmp_path, seeded(Skips))
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
+    expected = fit(quiet("zero3"), tmp_path, seeded(Skips))
 
     class Always(Callback):
         def on_train_batch_end(self, of: pl.Trainer, *args: Any) -> None:
             of.strategy.restage(args[-1] % 4)
 
-    assert_runs_equal(fit(quiet("zero3", comm=comm), tmp_path, seeded(Skips), callbacks=[Always()]), expected)
+    assert_runs_equal(fit(quiet("zero3"), tmp_path, seeded(Skips), callbacks=[Always()]), expected)
 
 
 @on_ranks(3)
@@ -327,7 +331,7 @@ def test_hybrid_sharding(stage: str) -> None:
             if change and step == 4:
                 engine.restage("zero3", "optimizer_cpu")
             loss = language_loss(model, tokens(step))
-            engine.backward(loss)
+            engine.passes.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.detach())
@@ -430,6 +434,7 @@ def refused_then_equal(tmp_path: Path, hook: str, act: Callable[[pl.Trainer], No
     assert not list(tmp_path.rglob("*.lock"))
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_bad_settings_and_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
     def act(of: pl.Trainer) -> None:

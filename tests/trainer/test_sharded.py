@@ -36,7 +36,7 @@ from tests.trainer.toys import (
     weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
 class Odd(Lit):
@@ -82,12 +82,13 @@ def sharded(name: str = "zero3", folder: Path | None = None, **settings: Any) ->
         (folder / "disk").mkdir(exist_ok=True)
         os.environ["LIGHTNING_ZERO_NVME_PATH"] = str(folder / "disk")  # the pool restores it
     row = presets.PRESETS[name]
-    return ZeroStrategy(row.stage, **{"offload": row.offload, "checkpoint": "sharded", "summary": False, **settings})
+    return ZeroStrategy(row.stage, **{"offload": row.offload, "checkpoint": "sharded", **settings})
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero3_nvme"])
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit(name: str, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ MORE = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [*WAYS, *(pytest.param(*way, marks=pytest.mark.full) for way in MORE)],
@@ -309,7 +311,7 @@ class Frozen(Odd):
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_frozen_parameters_can_be_left_out(checkpoint: str, tmp_path: Path) -> None:
     def strategy() -> ZeroStrategy:
-        return ZeroStrategy("zero3", checkpoint={"name": checkpoint, "exclude_frozen": True}, summary=False)
+        return ZeroStrategy("zero3", checkpoint={"name": checkpoint, "exclude_frozen": True})
 
     whole = fit(strategy(), tmp_path, seeded(Frozen), max_epochs=3)
     saved = fit(strategy(), tmp_path, seeded(Frozen), max_epochs=2)
@@ -335,7 +337,7 @@ def test_frozen_parameters_can_be_left_out(checkpoint: str, tmp_path: Path) -> N
 @on_ranks(2)
 def test_averages_of_adapters(tmp_path: Path) -> None:
     def body(epochs: int, **settings: Any) -> Any:
-        strategy = ZeroStrategy("zero3", checkpoint={"name": "sharded", "exclude_frozen": True}, summary=False)
+        strategy = ZeroStrategy("zero3", checkpoint={"name": "sharded", "exclude_frozen": True})
         callbacks = [EMAWeightAveraging(decay=0.8), Keeps()]
         return fit(strategy, tmp_path, seeded(Frozen), max_epochs=epochs, callbacks=callbacks, **settings)
 
@@ -470,24 +472,25 @@ def test_saving_without_training_and_before_any_run(tmp_path: Path) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_fails_on_all(rank: int, tmp_path: Path) -> None:
     of = fit(sharded(), tmp_path, odd()).trainer
     of.save_checkpoint(tmp_path / "a.ckpt")
-    before, write = weights(of), saving.write_items
+    before, write = weights(of), saving._RankFile._write
 
     def fails(*args: Any) -> Any:
         if dist.get_rank() == rank:
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    saving.write_items = fails
+    saving._RankFile._write = fails
     try:
         with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt.*No space left"):
             of.save_checkpoint(tmp_path / "a.ckpt")
     finally:
-        saving.write_items = write
+        saving._RankFile._write = write
     dist.barrier()
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
     test = trainer(sharded(), tmp_path)
@@ -573,6 +576,7 @@ def test_a_damaged_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -
     assert_weights(weights(of), before, tolerance=0)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     """In a tensor, it would load in silence."""

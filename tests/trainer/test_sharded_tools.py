@@ -28,6 +28,8 @@ from tests.harness import on_ranks
 from tests.trainer.test_sharded import odd, sharded
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
 
+pytestmark = pytest.mark.full
+
 
 def adamw() -> Lit:
     module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"))

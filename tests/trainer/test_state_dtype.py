@@ -12,7 +12,7 @@ from tests.harness import on_ranks
 from tests.trainer.test_sharded import odd, other_weights, sharded
 from tests.trainer.toys import assert_weights, fit
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 WAYS = [
     ("zero3", "zero3", "sharded", "int8"),

@@ -24,6 +24,8 @@ from lightning_zero.trainer.summary import planned_peaks
 from tests.harness import on_ranks
 from tests.trainer.step_peak import StepPeak
 
+pytestmark = pytest.mark.full
+
 LENGTH = 96
 # No plan knows whether the reduction before has landed when the next unit's gradients begin to come (a buffer of one
 # unit, more or less), nor the scratch memory of oneDNN's products in bf16: 0.2 to 0.9 MB, which hardly grows with the
@@ -91,7 +93,7 @@ def test_the_plan_is_what_a_run_measures(
     engine = strategy.engine
     states = state_tensors(engine)
     assert states == 2
-    planned = memory.planned_bytes(plan_of(engine), engine.rank, state_tensors=2, moment=Moment.reduced)
+    planned = memory.planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=2, moment=Moment.reduced)
     held = held_bytes(engine)
     in_files = (Role.optim_state, Tier.nvme)  # each param group has pages of its own in a bucket
     assert 0 <= held[in_files] - planned[in_files] <= 2 * states * FILE_PAGE_NBYTES * len(engine.buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from tests.harness import on_ranks
 from tests.trainer.test_after_fit import WithBuffers, strategy_of
 from tests.trainer.toys import Lit, assert_same, fit, loader, seeded
+
+pytestmark = pytest.mark.full
 
 CASES = [
     ("zero1", "none", Lit, "none"),
@@ -75,8 +78,10 @@ def test_a_run_goes_on_from_its_checkpoint(stage: str, checkpoint: str, tmp_path
 
 
 @on_ranks(2)
-def test_the_callback_is_as_it_was_after_a_run(tmp_path: Path) -> None:
+def test_a_run_leaves_the_class_and_changes_neither_name_nor_copies(tmp_path: Path) -> None:
     callback = averaging()
     run = fit("zero3", tmp_path, make(Lit, "none"), max_epochs=3, callbacks=[callback])
-    assert callback.update_parameters is StochasticWeightAveraging.update_parameters
+    assert isinstance(callback, StochasticWeightAveraging) and callback.state_key == averaging().state_key
+    assert "update_parameters" in vars(StochasticWeightAveraging)
+    assert type(copy.copy(callback)) is StochasticWeightAveraging
     run.trainer.test(run.module, loader(), verbose=False)

@@ -34,6 +34,8 @@ from tests.trainer.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.full
+
 EPOCH = SAMPLES // 4  # batches
 
 
@@ -88,6 +90,7 @@ def saving(root: Path | str, strategy: str = "zero3", **settings: Any) -> Any:
     return of
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_finish_the_validation_and_leave(rank: int, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from lightning_zero.models.gpt import LitGPT
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, loader, seeded, trainer, weights
 
+pytestmark = pytest.mark.full
+
 
 def in_parts(parts: int, **settings: Any) -> ZeroStrategy:
     how = settings.pop("how", "blocks")
-    return ZeroStrategy(
-        settings.pop("stage", 3), vertical_chunks=parts, activation_checkpointing=how, summary=False, **settings
-    )
+    return ZeroStrategy(settings.pop("stage", 3), vertical_chunks=parts, activation_checkpointing=how, **settings)
 
 
 def fit(
@@ -39,13 +39,14 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], near: float) -
         assert torch.allclose(value, other[name], atol=near, rtol=near), name
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])
 def test_a_run_is_that_of_accumulation(stage: int, accumulate: int, tmp_path: Path) -> None:
     one = seeded(Lit)
     plain = fit(
         one,
-        ZeroStrategy(stage, summary=False),
+        ZeroStrategy(stage),
         loader(1 if accumulate == 2 else 2),
         tmp_path,
         accumulate_grad_batches=2 * accumulate,

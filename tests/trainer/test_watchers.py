@@ -22,6 +22,8 @@ from tests.engine.support import places_posted_often
 from tests.harness import Pool, on_ranks
 from tests.trainer.toys import Lit, assert_same, fit, seeded
 
+pytestmark = pytest.mark.full
+
 
 class Watch:
     """As ``wandb.watch(model, log="all")`` does: hooks on parameters, and on the module, which reads them there."""
@@ -72,7 +74,7 @@ def test_a_watcher_on_rank_0_alone(stage: str, dynamic_graph: bool, tmp_path: Pa
     """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it;
     under ``zero.dynamic_graph`` the other rank answers it at the end of its call."""
     module = seeded(lambda: Watched(every=4, only_rank_0=True))
-    found = fit(ZeroStrategy(stage, dynamic_graph=dynamic_graph, summary=False), tmp_path, module)
+    found = fit(ZeroStrategy(stage, dynamic_graph=dynamic_graph), tmp_path, module)
     expected = fit("ddp", tmp_path, seeded(Lit))
     assert_same(found, expected, tolerance=0)
     if dist.get_rank() == 0:
@@ -92,7 +94,7 @@ class ReadsBehindTheCall(Lit):
 
 def read_on_rank_0(folder: str) -> None:
     with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
-        strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=3600.0, dynamic_graph=True)
+        strategy = ZeroStrategy("zero3", stall_timeout_s=3600.0, dynamic_graph=True)
         try:
             fit(strategy, folder, seeded(ReadsBehindTheCall))
         except Exception as error:

@@ -17,7 +17,7 @@ from tests.trainer.test_background_saves import Gate, Opens, Saves, behind, cont
 from tests.trainer.test_sharded import Odd, sharded
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
 class OneClass(Odd):
@@ -71,6 +71,7 @@ def strategy(name: str, root: Path) -> Any:
     return sharded(name.removesuffix(" full"), root, reduce_bucket_bytes=3000, **full)
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("module", "name"),

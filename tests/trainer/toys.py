@@ -6,10 +6,10 @@ Everything here runs inside pool workers (see ``tests/harness.py``): every rank 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.whole import state_dicts
 
 ALL_STAGES = ("zero0", "zero1", "zero2", "zero3")
-# Gradients and parameters rest as at 0 or 2 at no stage else, but what Lightning does with them differs at these two.
-STAGES = ALL_STAGES if os.environ.get("LIGHTNING_ZERO_ALL_STAGES") else ("zero1", "zero3")
+STAGES = ALL_STAGES
 SAMPLES, FEATURES = 24, 4
 
 
@@ -182,7 +182,7 @@ def trainer(strategy: Any, root: Path | str, **settings: Any) -> pl.Trainer:
         "default_root_dir": str(root),
     }
     if isinstance(strategy, str) and strategy.startswith("zero"):
-        strategy = ZeroStrategy(strategy, summary=False)
+        strategy = ZeroStrategy(strategy)
     return pl.Trainer(strategy=strategy, **{**defaults, **settings})
 
 
@@ -203,7 +203,7 @@ def weights(of: pl.Trainer) -> dict[str, Tensor]:
 def optimizer_states(of: pl.Trainer) -> list[dict[str, Any]]:
     """On all ranks: every optimizer's state dict, on all ranks."""
     engine = engine_of(of.lightning_module)
-    state_of = of.strategy.optimizer_state if engine is None else engine.optimizer_state
+    state_of = of.strategy.optimizer_state if engine is None else partial(state_dicts.optimizer_state, engine)
     states = [state_of(optimizer) for optimizer in of.optimizers]
     result: list[dict[str, Any]] = of.strategy.broadcast(states)
     return result

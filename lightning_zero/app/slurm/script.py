@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime, slurm_options
-from lightning_zero.ranks.verdict import REFUSED, REQUEUE, VERDICT_VARIABLE
+from lightning_zero.ranks.resume import REFUSED, REQUEUE, VERDICT_VARIABLE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 

@@ -3,8 +3,6 @@
 ::
 
     files    which tensor goes where in which safetensors file, and writing them in ranges
-    names    names and forms of tensors in the files
-    extras   config.json, tokenizers, and the index
-    record   which model a checkpoint holds
-    export   all ranks together write a sharded model
+    names    names and forms of tensors in the files; which model a checkpoint holds
+    export   all ranks together write a sharded model, and config.json and tokenizers
 """

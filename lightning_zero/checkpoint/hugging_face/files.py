@@ -10,7 +10,6 @@ full length, and each rank writes its ranges.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import struct
@@ -25,6 +24,7 @@ from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import ConfigError
 from lightning_zero.planning.layout import round_up
 from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
+from lightning_zero.tiers.pages import byte_view
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 22
@@ -126,9 +126,7 @@ class Writer:
         dtype = place.dtype
         for low in range(0, values.numel(), CHUNK):
             part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
-            # Not ``numpy()``: memory that NumPy has seen cannot be given back.
-            data = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
-            write_at(self._open[place.file], data, place.start + (start + low) * dtype.itemsize)
+            write_at(self._open[place.file], byte_view(part), place.start + (start + low) * dtype.itemsize)
 
     def write_whole(self, name: str, value: Tensor) -> None:
         self.write(name, 0, value.reshape(-1))

@@ -6,6 +6,7 @@ back, tied parameters appear once, and of a PEFT model only the adapters are wri
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_zero.pretrained.conversions import hugging_face_model
 
 ADAPTERS = "adapter_model.safetensors"
+RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers model it holds
 
 
 class Group(NamedTuple):
@@ -43,24 +45,16 @@ class Outgoing(NamedTuple):
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor]) -> Outgoing:
     """Plan the export of ``module``. Of its state dict ``state`` only shapes, dtypes and object identity count."""
-    wrapped, prefix = _peft_model(module)
-    if wrapped is not None:
-        return _adapters(wrapped, prefix, state)
+    if (peft := sys.modules.get("peft")) is not None:
+        for name, inner in module.named_modules():
+            if isinstance(inner, peft.PeftModel):
+                return _adapters(inner, f"{name}." if name else "", state)
     model, prefix = hugging_face_model(module)
     own = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
     own = _once(own, state, model)
     if model is None:
         return Outgoing(None, own, [], adapters=False)
     return _in_form_of_files(model, own, state)
-
-
-def _peft_model(module: nn.Module) -> tuple[Any, str]:
-    peft = sys.modules.get("peft")
-    if peft is not None:
-        for name, inner in module.named_modules():
-            if isinstance(inner, peft.PeftModel):
-                return inner, f"{name}." if name else ""
-    return None, ""
 
 
 def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor]) -> Outgoing:
@@ -92,8 +86,11 @@ def _in_form_of_files(model: Any, own: Mapping[str, str], state: Mapping[str, Te
     renamed = {name: own[names[id(value)]] for name, value in made.items() if id(value) in names}
     plain = set(renamed.values())
     left = [name for name, key in own.items() if key not in plain]
+    together: dict[tuple[str, ...], list[str]] = {}  # alone each would give a tensor of the same name
+    for name in left:
+        together.setdefault(tuple(sorted(revert({name: meta[name]}))), []).append(name)
     groups = []
-    for members in _together(left, meta, revert):
+    for members in together.values():
         results = revert({name: meta[name] for name in members})
         groups.append(Group(tuple(own[name] for name in members), results, _converter(members, own, revert)))
     return Outgoing(model, renamed, groups, adapters=False)
@@ -101,14 +98,6 @@ def _in_form_of_files(model: Any, own: Mapping[str, str], state: Mapping[str, Te
 
 def _converter(members: Sequence[str], own: Mapping[str, str], revert: Any) -> Any:
     return lambda values: revert({name: values[own[name]] for name in members})
-
-
-def _together(left: Sequence[str], meta: Mapping[str, Tensor], revert: Any) -> list[list[str]]:
-    """Group names that are converted together: alone each would give a tensor of the same name."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in left:
-        groups.setdefault(tuple(sorted(revert({name: meta[name]}))), []).append(name)
-    return list(groups.values())
 
 
 def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -122,3 +111,28 @@ def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 def _on_meta(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
+    """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
+    user's code. ``source``: the folder of the model."""
+    model, prefix = hugging_face_model(module)
+    if model is None or prefix.endswith("base_model.model."):  # with adapters
+        return None
+    config = json.dumps(model.config.to_diff_dict(), default=str)
+    origin = source or getattr(model.config, "_name_or_path", "") or ""
+    return {"prefix": prefix, "class": type(model).__name__, "config": config, "source": str(origin)}
+
+
+def model_of(record: Mapping[str, str]) -> Any:
+    """Build the model without values; None if transformers is not installed or does not have the class."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return None
+    kind = getattr(transformers, record["class"], None)
+    if kind is None:
+        return None
+    config = kind.config_class.from_dict(json.loads(record["config"]))
+    with torch.device("meta"):
+        return kind(config)

@@ -3,8 +3,7 @@
 ::
 
     items     what a rank writes: boxes of tensors, and small values
-    write     one file of a rank
-    save      all ranks together
+    save      all ranks together, each one file
     index     .metadata, which says where everything is: made, read without running code, checked
     read      tensors of a folder; a rank reads only its parts
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.sharded.write import Entry
+from lightning_zero.checkpoint.sharded.items import Entry
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
@@ -36,29 +36,21 @@ _TRAILER, _TRAILER_NBYTES = b"\ncrc32 %08x", 15
 _TRAILER_FORM = re.compile(rb"\ncrc32 [0-9a-f]{8}")
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions
+_OF_METADATA = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
 ALLOWED = {
-    **dict.fromkeys(
-        (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        (f"{_DCP}.metadata",),
-    ),
-    "_StorageInfo": (f"{_DCP}.filesystem",),
-    "_HFStorageInfo": (f"{_DCP}._hf_utils",),
-    "MEM_FORMAT_ENCODING": (_SHARDED,),
-    "Size": ("torch",),
-    "_get_layout": ("torch.serialization",),
-    "OrderedDict": ("collections",),
-    "set": ("builtins",),
-    "PosixPath": ("pathlib", "pathlib._local"),
-    "PurePosixPath": ("pathlib", "pathlib._local"),
+    *(f"{_DCP}.metadata.{name}" for name in _OF_METADATA.split()),
+    f"{_DCP}.filesystem._StorageInfo",
+    f"{_DCP}._hf_utils._HFStorageInfo",
+    f"{_SHARDED}.MEM_FORMAT_ENCODING",
+    f"{_SHARDED}.TensorProperties",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+    "builtins.set",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
 }
 
 
@@ -102,7 +94,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = module in ALLOWED.get(name, ()) or (module == _SHARDED and name == "TensorProperties")
+        allowed = f"{module}.{name}" in ALLOWED and "." not in name  # a name with dots would lead to attributes
         if allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index has")
@@ -130,7 +122,6 @@ def read_index(folder: Path) -> Metadata:
         raise ConfigError(refusal(folder, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
     try:
         _check_files(folder, index)
-        _check_filled(folder, index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # malformed entries
         if isinstance(error, ConfigError):
             raise
@@ -153,6 +144,7 @@ def refusal(path: Path, cause: str) -> str:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
+    """Compare the index with the sizes of the files, and its boxes with the shapes of its tensors."""
     ends: dict[str, int] = {}
     for info in index.storage_data.values():
         if getattr(info, "transform_descriptors", None):
@@ -169,9 +161,6 @@ def _check_files(folder: Path, index: Metadata) -> None:
             raise ConfigError(refusal(path, "this file of it is missing")) from error
         if size < end:
             raise ConfigError(refusal(path, f"this file of it has {size:,} bytes, fewer than the {end:,} of its index"))
-
-
-def _check_filled(folder: Path, index: Metadata) -> None:
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             missing = [c for c in entry.chunks if MetadataIndex(key, c.offsets) not in index.storage_data]

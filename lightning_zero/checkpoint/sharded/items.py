@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.engine.whole.values import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
 Path = tuple[Any, ...]  # names and list places, from the top of the checkpoint
+
+
+T = TypeVar("T", bound=Any)
 
 
 class Item(NamedTuple):
@@ -36,12 +38,12 @@ class Item(NamedTuple):
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property
-    def home(self) -> Home | None:
+    def storage(self) -> MasterStorage | None:
         """What must be open while :meth:`tensor` is called and its result is used."""
-        return self.source.home if isinstance(self.source, Part) else None
+        return self.source.storage if isinstance(self.source, Part) else None
 
     @property
-    def slice(self) -> Sliced | None:
+    def slice(self) -> FlatSlice | None:
         if not isinstance(self.source, Part):
             return None
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
@@ -50,11 +52,25 @@ class Item(NamedTuple):
         """Return the box, [box.sizes], as it is now, or as it was when ``snapshot`` was made."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
-        if snapshot is not None and self.home is not None and self.slice is not None:
+        if snapshot is not None and self.storage is not None and self.slice is not None:
             flat = snapshot.read(self.slice)
         else:
             flat = self.source.source.tensor[self.box.start - self.source.start :][: self.box.numel]
         return unflattened(flat, self.box.sizes, self.order)
+
+
+class Entry(NamedTuple):
+    """Where a file has the box of an item; see :class:`Item`."""
+
+    keys: tuple[str, ...]
+    paths: tuple[Path, ...]
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
@@ -63,7 +79,7 @@ def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) ->
 
 
 def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
-    """Return what ``rank`` writes of the nested ``state``; items of one home are neighbours. Of values other than
+    """Return what ``rank`` writes of the nested ``state``; items of one storage are neighbours. Of values other than
     tensor parts, rank 0 writes all; other ranks write only what they alone have."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
@@ -74,10 +90,15 @@ def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
     for keys in names.values():
         value, paths = planner.state_dict[keys[0]], tuple(planner.mappings[key] for key in keys)
         found += _items(tuple(keys), paths, value, rank)
+    return by_home(found)
+
+
+def by_home(items: Sequence[T]) -> list[T]:
+    """Sort ``items`` so that those of one ``storage`` are neighbours."""
     places: dict[int, int] = {}
-    for item in found:
-        places.setdefault(id(item.home), len(places))
-    return sorted(found, key=lambda item: places[id(item.home)])
+    for item in items:
+        places.setdefault(id(item.storage), len(places))
+    return sorted(items, key=lambda item: places[id(item.storage)])
 
 
 def _items(keys: tuple[str, ...], paths: tuple[Path, ...], value: Any, rank: int) -> Iterator[Item]:

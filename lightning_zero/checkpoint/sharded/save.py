@@ -1,8 +1,13 @@
-"""Save a folder: all ranks write; rank 0 makes the folder, writes the index and gives the folder its name."""
+"""Save a folder: all ranks write; rank 0 makes the folder, writes the index and gives the folder its name.
+
+torch's writer keeps a copy of every view, so of the rank's whole shard, until the file ends. This one writes each box
+from where it rests, and reads values in files one bucket at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +18,19 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.durable import Part, leave, naming, written_aside
+from lightning_zero.checkpoint.durable import Part, begin_sync, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
-from lightning_zero.checkpoint.sharded.items import Item, items_of
-from lightning_zero.checkpoint.sharded.write import Entry, detached, slices_of, write_items
+from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.home import FileHome
+from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
+from lightning_zero.engine.units.param import strides_of
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.pages import byte_view
 
 
 class Behind(NamedTuple):
@@ -119,7 +125,7 @@ def _check(folder: Path, rank: int) -> None:
 def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     """Return why training must wait for a save, or nothing."""
     wanted = slices_of(items)
-    if any(isinstance(home, FileHome) for home in wanted):
+    if any(isinstance(storage, FileStorage) for storage in wanted):
         return "what is saved rests in files"
     room = available_host_memory() + sum(memory.nbytes for memory in behind.spare)
     return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > room else ""
@@ -157,17 +163,28 @@ class _RankFile:
             self._snapshot.stage()
         if self._file is None:
             return []
+        entries: list[Entry] = []
         with naming(self._target / self._name):
             with long_work.bytes(f"saving {self._target.name}", lambda: self.count.total) as did:
-
-                def both(nbytes: int) -> None:
-                    did(nbytes)
-                    self.count.did(nbytes)
-
-                entries = write_items(self._items, self._file, self._name, both, self._snapshot)
+                for storage, own in itertools.groupby(self._items, key=lambda item: item.storage):
+                    with (
+                        opened(storage) if storage is not None and self._snapshot is None else contextlib.nullcontext()
+                    ):
+                        for item in own:
+                            entries.append(self._write(item, self._file))
+                            did(item.nbytes)
+                            self.count.did(item.nbytes)
                 self._file.flush()
             long_work.call(partial(os.fsync, self._file.fileno()), f"{self._target.name}, to the disk")
         return entries
+
+    def _write(self, item: Item, file: BinaryIO) -> Entry:
+        start, box = file.tell(), item.box
+        torch.save(item.source if item.dtype is None else alone(item.tensor(self._snapshot)), file)
+        length = file.tell() - start
+        file.flush()
+        begin_sync(file.fileno(), start, length)
+        return Entry(item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, self._name, start, length)
 
     def close(self) -> None:
         if self._snapshot is not None:
@@ -175,3 +192,35 @@ class _RankFile:
         if self._file is not None:
             with contextlib.suppress(OSError):  # flushing buffered bytes after another error
                 self._file.close()
+
+
+def slices_of(items: Sequence[Item]) -> dict[MasterStorage, list[FlatSlice]]:
+    found: dict[MasterStorage, list[FlatSlice]] = {}
+    for item in items:
+        if item.storage is not None:
+            assert item.slice is not None
+            found.setdefault(item.storage, []).append(item.slice)
+    return found
+
+
+def detached(items: Sequence[Item]) -> list[Item]:
+    """Copy all values that rest in no storage, for a thread that writes ``items`` later."""
+    found = []
+    for item in items:
+        value = item.source
+        if item.storage is None:
+            value = value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        found.append(item._replace(source=value))
+    return found
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, a view without gaps, as a host tensor whose storage holds nothing else, because torch.save
+    writes whole storages. On the host nothing is copied."""
+    host = tensor.detach().cpu()
+    if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
+        return host
+    if strides_of(host) != host.stride():  # gaps, or elements that overlap
+        return host.clone(memory_format=torch.contiguous_format)
+    flat = host.as_strided((host.numel(),), (1,))
+    return torch.frombuffer(byte_view(flat), dtype=host.dtype).as_strided(host.shape, host.stride())

@@ -7,8 +7,8 @@
     recompute -----+             +--> sharded_grad
 
     hooks          registers all hooks on modules and tensors
-    passes         begins and ends passes; open_pass: phases, and what each unit waits for
-    gather_order   one order of gathers on all ranks
+    passes         begins and ends passes
+    gather_order   gathers and drops units, in one order on all ranks
     saved_weights  weights that autograd saves and that are dropped in between
     gradients      reduces gradients into shards; bucket_grads: those of one bucket before that
     sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients

@@ -7,13 +7,13 @@
     w.data                gathers it until the pass ends       refused, naming gather()
     w.data = value        writes to the masters                writes to the masters
 
-Reads at stages 1 and 2 are never refused; they wait for the refresh after a step.
+Reads at stages 1 and 2 are never refused; they wait for the param sync after a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.containers import find_tensors
+from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, own, values_changed
-from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.units.unit import Unit, Units
 
 if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
@@ -80,6 +80,7 @@ class Writes:
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
+    @outside_autograd
     def hand_out(self, place: Place) -> None:
         """Note the checksum of a gathered parameter before users' code gets ``.data``, which it may change unseen."""
         bucket, info = place
@@ -95,20 +96,6 @@ class Writes:
         for info in bucket.params:
             info.version = info.param._version
 
-    def _written(self, bucket: Bucket) -> list[ParamInfo]:
-        handed_out = self._handed_out.get(bucket, {})
-        if not handed_out:
-            return [info for info in bucket.params if info.param._version != info.version]
-
-        def differs(info: ParamInfo) -> bool:
-            assert info.gathered is not None
-            if info.param._version != info.version:
-                return True
-            known = handed_out.get(info.slot)
-            return known is not None and checksum(info.flattened(info.gathered)) != known
-
-        return [info for info in bucket.params if differs(info)]
-
     # -- taking over ----------------------------------------------------------------------------------------------
 
     def take_over(self, bucket: Bucket) -> None:
@@ -116,7 +103,12 @@ class Writes:
         # Inside ``gather`` the parameters show masters, which ``gather`` writes back. Placeholders show no values.
         if bucket.is_plain or not bucket.shows_values:
             return
-        written = self._written(bucket)
+        written = [info for info in bucket.params if info.param._version != info.version]
+        for slot, known in self._handed_out.get(bucket, {}).items():
+            info = bucket.params[slot]
+            assert info.gathered is not None
+            if info not in written and checksum(info.flattened(info.gathered)) != known:
+                written.append(info)
         if written:
             self._take(bucket, written)
         if written or bucket in self._handed_out:
@@ -129,13 +121,13 @@ class Writes:
     def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
-        with opened(bucket.home, changed=True):
+        with opened(bucket.storage, changed=True):
             for info in written:
                 assert info.gathered is not None
                 self._note(bucket, info, before, info.gathered)
                 if bucket.plan.copies_master:
                     bucket.write_master(info, info.gathered, before=before)
-            bucket.push()
+            bucket.copy_master_to_params()
 
     def replace(self, place: Place, value: Tensor) -> None:
         """Write ``value``, a whole tensor of the parameter's shape, to this rank's part of the masters."""
@@ -146,9 +138,9 @@ class Writes:
         self._note(bucket, info, before, compute)
         # Equal values (weights clamped in each forward, say) leave the version, so that open graphs stay valid.
         again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
-        with opened(bucket.home, changed=True):
+        with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
-            bucket.push()
+            bucket.copy_master_to_params()
         if again:
             return
         if bucket.shows_values:
@@ -160,7 +152,7 @@ class Writes:
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
         """Keep checksums of a write. ``own``: this rank's compute parameters in the bucket, before the write."""
-        if self._comm.shard_size == 1 or not bucket.plan.shards_master:
+        if self._comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot
         known = self._unconfirmed.get(key)
@@ -280,23 +272,14 @@ class Fence:
 class Access:
     """Answers parameters that users' code touches (:class:`~lightning_zero.engine.units.param.Owner`)."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        places: Mapping[int, Place],
-        *,
-        passes: Passes,
-        after_step: AfterStep,
-        writes: Writes,
-        fence: Fence,
-    ) -> None:
-        self._places = places
+    def __init__(self, units: Units, passes: Passes) -> None:
+        self._place_of = units.place_of
         self._passes = passes
-        self._after_step = after_step
-        self._writes = writes
-        self._fence = fence
+        self._after_step = passes.after_step
+        self._writes = passes.writes
+        self._fence = passes.fence
         self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
-        own((info.param for unit in units for info in unit.infos()), self)
+        own((info.param for unit in units for info in unit.infos), self)
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         if self._fence.is_lowered:
@@ -304,7 +287,7 @@ class Access:
         brought = self._bring(params, operation)
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
-        packs = saves and saved.possible and saved.alone
+        packs = saves and hooks_allowed() and saved.alone
         with saved.packed() if packs else contextlib.nullcontext():
             result = run()
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
@@ -314,25 +297,21 @@ class Access:
         return result
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
-        return self._places[id(param)].info.strides
+        return self._place_of(param).info.strides
 
     def hands_out(self, param: nn.Parameter) -> None:
         if self._fence.is_lowered:
             return
-        place = self._places[id(param)]
+        place = self._place_of(param)
         if not place.bucket.shows_values:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
-        self._note(place)
-
-    @outside_autograd
-    def _note(self, place: Place) -> None:
         self._writes.hand_out(place)
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
         if self._fence.is_lowered or not isinstance(value, Tensor):
             return False
-        place = self._places[id(param)]
+        place = self._place_of(param)
         place.info.check_shape(value.shape)
         self._replace(place, value)
         return True
@@ -341,8 +320,8 @@ class Access:
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
         place.bucket.awaited_step.wait()
-        # Another rank may wait for this unit's refresh. And a gather under way would overwrite the new values.
-        self._after_step.refresh(unit)
+        # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
+        self._after_step.sync_params(unit)
         unit.unshard_wait()
         self._writes.replace(place, value)
 
@@ -352,13 +331,13 @@ class Access:
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:
-            place = self._places[id(param)]
+            place = self._place_of(param)
             unit = self._unit_of[place.bucket]
             if not place.bucket.reshards:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.place):
-                    self._after_step.refresh(unit)
+                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.waits.place):
+                    self._after_step.sync_params(unit)
                     unit.unshard_wait()
             elif self._passes.key is None:
                 raise RuntimeError(
@@ -367,6 +346,6 @@ class Access:
                     "or inside a step (training_step, or trainer.strategy.step_scope())."
                 )
             elif not place.bucket.shows_values:
-                self._passes.borrow(unit)
+                self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)
         return brought

@@ -13,7 +13,7 @@ stays apart, so that they may be sent without loss. Then the reduced sum is divi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_zero.comm.reduction import SpareBuffers
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.unit import Unit
 
 
 @dataclass(slots=True, eq=False)
@@ -30,30 +31,51 @@ class BucketGrads:
     bucket: Bucket
     scale: float  # 1 / (number of ranks * loss scale), applied before sums
     spare: SpareBuffers
-    local: Tensor | None = None  # [numel] unreduced gradients in ``_local_dtype``
+    local: Tensor | None = None  # [numel] unreduced gradients in ``local_dtype``
     written: set[int] = field(default_factory=set)  # slots that have a gradient in ``local``
     batched_copy: bool = False  # copy a bucket's gradients into ``local`` in one call, after the last
     waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients not yet copied, by slot
     keeps_wire_dtype: bool = False  # ``local`` holds one backward's gradients in autograd's dtype
     second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # late gradients, in reduce_dtype
     arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
+    reduces: bool = True  # in this backward, and not only in a later one
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
     agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
     partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
+    scale_of_sum: float = field(init=False)
+    local_dtype: torch.dtype = field(init=False)
+    sent_dtype: torch.dtype = field(init=False)  # of the next ``complete`` buffer
+    total_dtype: torch.dtype | None = field(init=False)  # of its sum if it travels by an all-to-all, else None
     _exchanges: bool = field(init=False)  # gradients travel by an all-to-all in autograd's dtype, divided afterwards
 
     def __post_init__(self) -> None:
         self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
+        self._choose_dtypes()
 
-    @property
-    def accumulates(self) -> bool:
-        return self.bucket.plan.accumulates_locally
-
-    def begin(self, *, fresh: bool) -> None:
+    def begin(self, *, reduces: bool, fresh: bool) -> None:
         """Reset for a backward. ``fresh``: it reduces, and no unreduced backward came before it; equal on all ranks."""
-        self.arrived, self.issued = set(), False
-        self.keeps_wire_dtype = self._exchanges and (fresh or not self.accumulates)
+        self.arrived, self.issued, self.reduces = set(), False, reduces
+        self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
+        self._choose_dtypes()
+
+    def _choose_dtypes(self) -> None:
+        dtypes = self.bucket.dtypes
+        self.local_dtype = dtypes.grad if self.bucket.accumulates else dtypes.reduce
+        if self.keeps_wire_dtype:
+            self.local_dtype = dtypes.wire
+        narrow = self.keeps_wire_dtype or (self._exchanges and self.local_dtype == dtypes.compute)
+        self.sent_dtype, self.total_dtype = (dtypes.wire, dtypes.reduce) if narrow else (dtypes.reduce, None)
+        self._choose_scale_of_sum()
+
+    def _choose_scale_of_sum(self) -> None:
+        """Set the factor for the reduced sum: ``scale`` if buffered gradients lack it, else 1. Equal on all ranks.
+
+        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
+        """
+        wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
+        later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
+        self.scale_of_sum = self.scale if later else 1.0
 
     def take(self, slot: int, grad: Tensor) -> bool:
         """Store one parameter's gradient. Returns whether it must wait for a second reduction at the end."""
@@ -69,9 +91,10 @@ class BucketGrads:
         else:
             if slot in self.waiting:
                 self.copy_in()
-            self.waiting[slot] = grad
-            if not self.batched_copy:
-                self.copy_in()
+            if self.batched_copy:
+                self.waiting[slot] = grad
+            else:
+                self._add(slot, grad)
         self.used.add(slot)
         self.arrived.add(slot)
         return late
@@ -82,66 +105,41 @@ class BucketGrads:
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Return unreduced gradients by slot, multiplied by ``scale / factor``."""
+        """Return unreduced gradients by slot, multiplied by ``scale / scale_of_sum``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
-
-    @property
-    def factor(self) -> float:
-        """Return the factor for the reduced sum: ``scale`` if buffered gradients lack it, else 1. Equal on all
-        ranks.
-
-        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
-        """
-        if self._exchanges:
-            return self.scale
-        wide = torch.float16 not in (self.bucket.dtypes.reduce, self._local_dtype)
-        return self.scale if self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
 
     def set_scale(self, scale: float) -> None:
         """Multiply the gradients of the next backwards by ``scale``."""
         if scale != self.scale:
-            before, self.scale = self.factor, scale
-            if self.local is not None and before != self.factor:
-                self.local.mul_(before / self.factor)
+            before, self.scale = self.scale_of_sum, scale
+            self._choose_scale_of_sum()
+            if self.local is not None and before != self.scale_of_sum:
+                self.local.mul_(before / self.scale_of_sum)
 
-    @property
-    def _local_dtype(self) -> torch.dtype:
-        dtypes = self.bucket.dtypes
-        if self.keeps_wire_dtype:
-            return dtypes.wire
-        return dtypes.grad if self.accumulates else dtypes.reduce
-
-    @property
-    def total_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the sum of the next ``complete`` buffer if it travels by an all-to-all, else None."""
-        dtypes = self.bucket.dtypes
-        narrow = self.keeps_wire_dtype or (self._exchanges and self._local_dtype == dtypes.compute)
-        return dtypes.reduce if narrow and not self.issued else None
-
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        return self.bucket.dtypes.reduce if self.total_dtype is None else self.bucket.dtypes.wire
+    def _add(self, slot: int, grad: Tensor) -> None:
+        """Put one gradient into the local buffer, or add it to the one that is there."""
+        if self.local is None:
+            # Uninitialized: ``complete`` zeroes what no gradient has filled.
+            self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)
+        view, now = self._place(self.local, slot), 1.0 if self.scale_of_sum != 1.0 else self.scale
+        if slot in self.written:
+            view.add_(grad, alpha=now)
+        else:
+            _put(view, grad, now)
+            self.written.add(slot)
 
     def copy_in(self) -> None:
         """Move waiting gradients into the local buffer, in one call for all."""
-        if not self.waiting:
-            return
         waiting, self.waiting = self.waiting, {}
-        if self.local is None:
-            # Uninitialized: ``complete`` zeroes what no gradient has filled.
-            device = next(iter(waiting.values())).device
-            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
-        now = 1.0 if self.factor != 1.0 else self.scale
-        if len(waiting) == 1:
-            ((slot, grad),) = waiting.items()
-            view = self._place(self.local, slot)
-            if slot in self.written:
-                view.add_(grad, alpha=now)
-            else:
-                _put(view, grad, now)
-            self.written.add(slot)
+        if len(waiting) < 2:
+            for slot, grad in waiting.items():
+                self._add(slot, grad)
             return
+        if self.local is None:
+            device = next(iter(waiting.values())).device
+            self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, device)
+        now = 1.0 if self.scale_of_sum != 1.0 else self.scale
         views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
         if now == 1.0 and new:
@@ -174,7 +172,8 @@ class BucketGrads:
             self.second_arrivals = {}
         # Released here: the reduction keeps the buffer as long as a stream reads it.
         self.local = None
-        self.written = set()
+        self.written, self.issued = set(), True
+        self.sent_dtype, self.total_dtype = bucket.dtypes.reduce, None  # of late gradients
         return full if full.dtype == dtype else full.to(dtype)
 
     def drop(self) -> None:
@@ -221,3 +220,26 @@ def _put(view: Tensor, grad: Tensor, scale: float) -> None:
         torch.mul(grad, scale, out=view)
     else:
         view.copy_(grad).mul_(scale)  # in the gradient's narrower dtype the product would be inexact
+
+
+class GradSums:
+    """Adds up gradients of chunks in fp32, or in their own dtype if that is wider."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
+
+    def __contains__(self, key: tuple[Bucket, int]) -> bool:
+        return key in self._sums
+
+    def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if (bucket, slot) in self._sums:
+            self._sums[bucket, slot][1].add_(grad)
+        else:
+            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+    def take(self) -> Iterator[tuple[Unit, Bucket, int, Tensor]]:
+        for key in list(self._sums):
+            unit, total = self._sums.pop(key)
+            yield unit, *key, total

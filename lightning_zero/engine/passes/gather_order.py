@@ -1,4 +1,5 @@
-"""Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, refreshes and whole masters.
+"""Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, param syncs and whole
+masters.
 
 - *Agreeing* (in the first pass of a kind, under ``dynamic``, and off the plan): a rank that needs a unit sends the
   unit's number, and all ranks gather each unit that any rank sent, in rank order. A rank at the end of its pass sends
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.gradients import IssuedReductions
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 
@@ -22,7 +25,7 @@ CALLED = -2
 
 
 class GatherOrder:
-    """Issues the gathers of units that are dropped after use.
+    """Gathers units for their uses, and drops them afterwards. The root stays gathered until the pass ends.
 
     Attributes:
         ahead, missed: number of demands whose gather had, and had not, been issued before.
@@ -33,6 +36,7 @@ class GatherOrder:
         units: Sequence[Unit],
         comm: Communicator,
         issued: IssuedReductions,
+        after_step: AfterStep,
         *,
         prefetch_bytes: int,
         keep_bytes: int,
@@ -41,6 +45,7 @@ class GatherOrder:
         self.units = units
         self.comm = comm
         self._issued = issued
+        self._after_step = after_step
         self.prefetch_bytes = prefetch_bytes
         self.keep_bytes = keep_bytes
         self.dynamic = dynamic
@@ -55,6 +60,7 @@ class GatherOrder:
         self._guess: Cursor | None = None  # under dynamic: the last pass, as a hint of the next unit
         self.ahead = self.missed = 0
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
+        self._leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
 
     def plans_changed(self) -> None:
         """Forget the plans after buckets got new plans."""
@@ -72,9 +78,42 @@ class GatherOrder:
         self._cursor = Cursor(plan) if plan is not None and follows else None
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
         self._history = []
+        self._leaving = None
         self._idle.clear()
 
-    def demand(self, unit: Unit) -> None:
+    @outside_autograd
+    def acquire(self, unit: Unit, what: str) -> None:
+        """Gather ``unit``, which is not the root, and wait for it. ``what``: the use, for other ranks' errors."""
+        self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
+        self._after_step.sync_params(unit)
+        if not unit.reshards:
+            unit.unshard_wait()
+            return
+        if unit is self._leaving:
+            self._drop_leaving()  # the plan gathers it again
+        self._demand(unit)
+        self._drop_leaving()
+
+    @outside_autograd
+    def release(self, unit: Unit) -> None:
+        """Drop ``unit`` after a use, if the plan and users of its values allow."""
+        if not unit.reshards or unit.state is not State.GATHERED:
+            return
+        if (self._cursor is None or self._agreeing or self._cursor.used(unit.index)) and not unit.is_held:
+            self._drop_leaving()
+            # A gather waits for users of memory that was freed before the gather was issued. So free this unit's later.
+            if self.holds_next:
+                self._leaving = unit
+            else:
+                unit.reshard()
+
+    def _drop_leaving(self) -> None:
+        """Drop the used unit that has waited for the next gather."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and leaving.state is State.GATHERED:
+            leaving.reshard()
+
+    def _demand(self, unit: Unit) -> None:
         """Gather ``unit`` and wait for it, and issue gathers ahead."""
         self.missed += unit.state is State.SHARDED
         self.ahead += unit in self._idle
@@ -91,10 +130,6 @@ class GatherOrder:
         # Before the wait, so that the next gathers run while this one is awaited and used.
         self._look_ahead()
         unit.unshard_wait()
-
-    def used(self, unit: Unit) -> bool:
-        """Note that a use of ``unit`` has ended. Returns whether the unit may be dropped now."""
-        return self._cursor is None or self._agreeing or self._cursor.used(unit.index)
 
     def end(self) -> None:
         """End the pass: issue gathers until all ranks are done, then record the plan. Collective."""
@@ -124,7 +159,8 @@ class GatherOrder:
 
     def _agree_on(self, unit: Unit) -> None:
         self._agreeing, self._issued.one_path = True, False
-        self.comm.place = f"needs unit {unit.title} next ({self._key}), which the recorded order does not have here"
+        needs = f"needs unit {unit.title} next ({self._key})"
+        self.comm.waits.place = f"{needs}, which the recorded order does not have here"
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
@@ -204,7 +240,9 @@ class GatherOrder:
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
         """Drop units that were gathered but not used, before they pile up. Keeps ``wanted``."""
-        budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
+        if len(self._idle) < 2:
+            return
+        budget = max(self.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])
         while len(self._idle) > 1 and sum([u.gathered_nbytes for u in self._idle]) > budget:
             unit = self._idle.popleft()
             if unit is wanted:

@@ -50,15 +50,10 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
     return slots
 
 
-def shows_whole(place: Place) -> bool:
-    """Return whether ``param.grad`` is a whole gradient: inside ``gather(grads=True)``, or users' own between runs."""
-    return place.bucket.is_plain and type(place.info.param.grad) is Tensor
-
-
 def refuse_whole(places: Iterable[Place]) -> None:
     """Raise a RuntimeError if ``param.grad`` holds whole gradients at ``places``, because shards do not have them."""
     for place in places:
-        if shows_whole(place):
+        if place.bucket.is_plain and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
                 f"the gradient of {place.info.fqn} is a whole tensor here (inside gather(grads=True), or of your own "
                 "between runs): use torch.nn.utils.get_total_norm and clip_grad_norm_, or leave the `with` block first."
@@ -100,16 +95,14 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. ``settle``: finishes pending work on gradients before a read."""
+    """Computes norms of one engine's gradients. ``finish_pending``: finishes pending work on gradients before a
+    read."""
 
-    def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], settle: Callable[[], None]) -> None:
+    def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
-        self._bucket_of, self._settle = bucket_of, settle
-        self._tables: dict[float, dict[int, Tensor]] = {}  # norm type -> id(parameter) -> 0-d fp64
-
-    def forget(self) -> None:
-        """Drop cached norms when gradients change, which they do on all ranks."""
-        self._tables.clear()
+        self._bucket_of, self._finish_pending = bucket_of, finish_pending
+        # Norm type -> id(parameter) -> 0-d fp64. Cleared when gradients change, which they do on all ranks.
+        self.tables: dict[float, dict[int, Tensor]] = {}
 
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
@@ -119,10 +112,10 @@ class GradNorms:
             RuntimeError: a backward has raised; or the gradient is only partly reduced.
             StallError, ApartError: other ranks make other calls.
         """
-        if norm_type not in self._tables:
-            self._settle()
-            self._tables[norm_type] = self._compute(norm_type)
-        norm = self._tables[norm_type].get(id(info.param))
+        if norm_type not in self.tables:
+            self._finish_pending()
+            self.tables[norm_type] = self._compute(norm_type)
+        norm = self.tables[norm_type].get(id(info.param))
         if norm is None:
             raise self.mixed(info)
         return (norm * self._reducer.shown_scale(id(info.param))).to(dtype or self.dtype_of(info))
@@ -154,7 +147,7 @@ class GradNorms:
         places = list(places)
         refuse_whole(places)
         wanted = slots_of(places)
-        self._settle()
+        self._finish_pending()
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
         # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.
@@ -195,7 +188,7 @@ class GradNorms:
         shared: list[int] = []  # rows of gradients of which each rank has a part
         parts: dict[int, Tensor] = {}  # by index in the flattened table
         for bucket, grads in self._reducer.grads.items():
-            if self._reducer.unreduced and grads.accumulates:
+            if self._reducer.unreduced and bucket.accumulates:
                 for slot, grad in grads.local_grads().items() if not bucket.grad_store.is_there else ():
                     parts[len(infos) * comm.shard_size] = grad
                     infos.append(bucket.params[slot])
@@ -206,7 +199,7 @@ class GradNorms:
             rows = {slot: len(infos) + number for number, slot in enumerate(sorted(grads.agreed))}
             infos += [bucket.params[slot] for slot in rows]
             factors += [1.0] * len(rows)
-            if bucket.plan.shards_master:
+            if bucket.shards_master:
                 shared += rows.values()
             for rank, slot, part in _parts_of_reduced(bucket):
                 if slot in rows:
@@ -231,7 +224,7 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
     """Yield rank, slot and values of this rank's parts of a reduced gradient, cut along all ranks' shards."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
-    for rank in [bucket.comm.shard_rank] if bucket.plan.shards_master else range(bucket.layout.world_size):
+    for rank in [bucket.comm.shard_rank] if bucket.shards_master else range(bucket.layout.world_size):
         start = bucket.layout.shard_range(rank)[0] - low
         for fragment in bucket.layout.fragments(rank):
             first = start + fragment.start

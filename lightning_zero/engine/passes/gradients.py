@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction, SpareBuffers
+from lightning_zero.device import recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -78,6 +78,7 @@ class Reducer:
         self._late: set[Bucket] = set()
         self.plans_changed()
         self._next = 0
+        self._expected: dict[Bucket, int] = {}  # number of parameters that require a gradient
         self._ready: set[Bucket] = set()
         self._lagging_here: set[Bucket] = set()
         self._in_flight: list[tuple[Bucket, Reduction]] = []
@@ -92,21 +93,20 @@ class Reducer:
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
         self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
 
-    def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
-        """Reset for a backward of kind ``key``. ``expected``: how many of a bucket's parameters require a gradient."""
+    def begin(self, key: str) -> None:
+        """Reset for a backward of kind ``key``."""
         self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
-        self._expected = {b: expected(b) for b in self.grads}
+        for bucket, grads in self.grads.items():
+            self._expected[bucket] = sum([info.param.requires_grad for info in bucket.params])
+            grads.begin(reduces=self.synchronize or not bucket.accumulates, fresh=not self.unreduced)
         self._late, self._lagging_here = set(), set()
-        if not self.synchronize:
-            self._waiting |= {b for b in self.grads if self._expected[b] and not self._synchronizes(b)}
+        self._waiting |= {b for b, grads in self.grads.items() if self._expected[b] and not grads.reduces}
         # If all parameters of a waiting bucket are frozen by now, this backward brings nothing more for the bucket.
         self._ready = {b for b in self._waiting if self.synchronize and not self._expected[b]}
         self.completed = []
         self._next = 0
-        for grads in self.grads.values():
-            grads.begin(fresh=not self.unreduced)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -133,14 +133,14 @@ class Reducer:
     def local_scale(self, bucket: Bucket) -> float:
         """Return the factor that turns a bucket's local buffer into this rank's gradients without loss scale."""
         grads = self.grads[bucket]
-        return grads.factor / grads.scale / self.loss_scale
+        return grads.scale_of_sum / grads.scale / self.loss_scale
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Store a gradient that has arrived, and issue the reductions that are ready."""
         grads = self.grads[bucket]
         late = grads.take(slot, grad)
-        if not self._synchronizes(bucket):
+        if not grads.reduces:
             if len(grads.arrived) == self._expected[bucket]:
                 grads.copy_in()
             return
@@ -151,20 +151,10 @@ class Reducer:
             self._set_ready(bucket)
             self._pump()
 
-    @property
-    def flying_nbytes(self) -> int:
-        """Count the bytes in buffers of unfinished reductions, including second halves of all-reduces."""
-        second = (b.layout.numel * b.dtypes.reduce.itemsize for b, _ in self._second_half)
-        return self._flying_nbytes + sum(second)
-
-    @property
-    def has_arrivals(self) -> bool:
-        return any(grads.arrived for grads in self.grads.values())
-
     def flush(self) -> None:
         """Issue all remaining reductions in order, at the end of a backward. Collective."""
         for bucket in self.order:
-            if not self._synchronizes(bucket):
+            if not self.grads[bucket].reduces:
                 self.grads[bucket].copy_in()
             elif self._expected[bucket] and bucket not in self._ready:
                 self._set_ready(bucket)
@@ -173,7 +163,7 @@ class Reducer:
 
     def end(self, flag: bool = False) -> bool:
         """Reduce late gradients and await all reductions. Returns whether any rank has set ``flag``. Collective."""
-        reduced = [b for b in self.grads if self._synchronizes(b)]
+        reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
             return False
         late, flagged = self._agree(reduced, flag)
@@ -181,10 +171,14 @@ class Reducer:
             self._issue(bucket)
         while self._in_flight:
             self._land()
-        self._land_second_halves()
+        # After all first halves, because earlier waits would delay reductions.
+        for bucket, reduction in self._second_half:
+            self._add(bucket, reduction)
+        self._second_half = []
         if self._key not in self._orders:
             self._learn_order()
-        self._put_lagging_last()
+        # Last: buckets that some rank completes only at its end. They would hold up the others.
+        self._orders[self._key].sort(key=self._lagging[self._key].__contains__)
         self.unreduced &= not self.synchronize
         if self.synchronize:
             self._waiting.clear()
@@ -205,10 +199,9 @@ class Reducer:
 
     def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
         """Raise RuntimeError if a gradient at ``places`` (None: any) lacks part of a backward that has raised."""
-        if places is None:
-            partial = any(grads.partial for grads in self.grads.values())
-        else:
-            partial = any(place.info.slot in self.grads[place.bucket].partial for place in places)
+        partial = [bucket for bucket, grads in self.grads.items() if grads.partial]
+        if partial and places is not None:
+            partial = [b for b, info in places if info.slot in self.grads[b].partial]
         if partial:
             raise RuntimeError(
                 "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
@@ -247,11 +240,6 @@ class Reducer:
         self.comm.broadcast_small(order)
         self._orders[self._key] = [buckets[i] for i in order.tolist()]
 
-    def _put_lagging_last(self) -> None:
-        """Move buckets that some rank completes only at its end last, because they would hold up the others."""
-        lagging = self._lagging[self._key]
-        self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
-
     def _may_wait_for(self, pending: Reduction) -> bool:
         """Return whether this rank may wait in a backward for ``pending``, its oldest reduction in flight.
 
@@ -288,9 +276,6 @@ class Reducer:
 
     # -- issuing and landing --------------------------------------------------------------------------------------
 
-    def _synchronizes(self, bucket: Bucket) -> bool:
-        return self.synchronize or not self.grads[bucket].accumulates
-
     def _set_ready(self, bucket: Bucket) -> None:
         self._ready.add(bucket)
         if self.grads[bucket].arrived:
@@ -302,7 +287,7 @@ class Reducer:
             bucket = self.order[self._next]
             if bucket in self._ready:
                 self._issue(bucket)
-            elif self._expected[bucket] and self._synchronizes(bucket):
+            elif self._expected[bucket] and self.grads[bucket].reduces:
                 return
             self._next += 1
 
@@ -317,11 +302,10 @@ class Reducer:
                 break
             self._land()
         full = grads.complete()
-        grads.issued = True
         self._issued.here += 1
-        operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
-        with profiled("reduce", bucket.label):
-            reduction = operation(full, bucket.label, factor=grads.factor, total_dtype=total_dtype)
+        operation = self.comm.reduce_scatter if bucket.shards_master else self.comm.all_reduce
+        with recording.profiled("reduce", bucket.label):
+            reduction = operation(full, bucket.label, factor=grads.scale_of_sum, total_dtype=total_dtype)
         if not self.comm.streams.are_there:
             reduction.used_up = full
         reduction.nbytes = nbytes
@@ -331,7 +315,7 @@ class Reducer:
     def _land(self) -> None:
         bucket, reduction = self._in_flight.pop(0)
         self._flying_nbytes -= reduction.nbytes
-        with profiled("wait for", bucket.label):
+        with recording.profiled("wait for", bucket.label):
             is_over = reduction.land()
         if is_over:
             self._add(bucket, reduction)
@@ -341,12 +325,6 @@ class Reducer:
                 self.spare.give_back(reduction.used_up)
                 reduction.used_up = None
             self._second_half.append((bucket, reduction))
-
-    def _land_second_halves(self) -> None:
-        """Wait for second halves after all first halves, because earlier waits would delay reductions."""
-        for bucket, reduction in self._second_half:
-            self._add(bucket, reduction)
-        self._second_half = []
 
     def _add(self, bucket: Bucket, reduction: Reduction) -> None:
         reduced, full = reduction.finish(), reduction.used_up

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
+from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
@@ -62,7 +63,7 @@ class Hooks:
         self._passes = ref(passes)
         self._precision = precision
         self._handles: list[RemovableHandle] = []
-        self._grad_handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
+        self.watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
         self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
@@ -81,9 +82,9 @@ class Hooks:
         return passes
 
     def remove(self) -> None:
-        for handle in (*self._handles, *(handle for _, handle in self._grad_handles.values())):
+        for handle in (*self._handles, *(handle for _, handle in self.watched.values())):
             handle.remove()
-        self._handles, self._grad_handles = [], {}
+        self._handles, self.watched = [], {}
         self.forget_inputs()
         for module in self._touched:
             for name in _PATCHES:
@@ -127,7 +128,7 @@ class Hooks:
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
         param = bucket.params[slot].param
-        if id(param) in self._grad_handles:
+        if id(param) in self.watched:
             return
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
@@ -146,11 +147,11 @@ class Hooks:
                 shown = len(p._post_accumulate_grad_hooks) > 1  # type: ignore[arg-type]
                 passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad, shown=shown)
 
-        self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
+        self.watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
         """Move our gradient hooks, which take gradients away, behind those that users have registered since."""
-        for param, handle in self._grad_handles.values():
+        for param, handle in self.watched.values():
             hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion
@@ -242,15 +243,15 @@ class Hooks:
             self._raised()
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
-        packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
+        packing = passes.saved.packed() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
         self._running.append(_Running(unit, packing, sys.exc_info()[1]))
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
             # Autograd saves bare views of the buffer here, and reads them unnoticed. So the unit has to stay gathered.
-            passes.progress.hold(unit)
-        if may_be_dropped and not all(info.param.requires_grad for info in unit.infos()):
+            unit.is_held = True
+        if may_be_dropped and [info for info in unit.infos if not info.param.requires_grad]:
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
@@ -263,7 +264,7 @@ class Hooks:
             return
         self._call += 1
         call, missing = self._call, len(inputs)
-        self.passes.progress.await_inputs(unit, call)
+        unit.calls.add(call)
         passes_ref, index = self._passes, unit.index
 
         def arrived(_: Tensor) -> None:
@@ -328,7 +329,7 @@ class Hooks:
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))
-            or any(info.param.requires_grad for member in inside for info in member.infos())
+            or any(info.param.requires_grad for member in inside for info in member.infos)
         )
 
 

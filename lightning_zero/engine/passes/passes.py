@@ -10,28 +10,76 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import Precision
-from lightning_zero.engine.passes.access import Writes
+from lightning_zero.config import Precision, ZeroConfig, check_accumulation
+from lightning_zero.device import recording
+from lightning_zero.engine.passes.access import Fence, Writes
+from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.passes.open_pass import LEGAL, GradSums, GraphTask, OpenPass, Phase, Progress, Scope, Stays
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.build import BufferSync
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.timeline.compute_lane import ComputeLane
+from lightning_zero.timeline.record import Timeline
 
 Look = Callable[[ParamInfo, Tensor], object]
+
+
+class Phase(Enum):
+    BETWEEN = "between passes"
+    FORWARD = "a pass is open"
+    TOLD = "in a backward whose end will be told"
+    NOTICED = "in a backward that was noticed by its first event"
+
+
+LEGAL = {
+    (Phase.BETWEEN, Phase.FORWARD),
+    (Phase.FORWARD, Phase.TOLD),
+    (Phase.FORWARD, Phase.NOTICED),
+    (Phase.FORWARD, Phase.BETWEEN),
+    (Phase.TOLD, Phase.BETWEEN),
+    (Phase.NOTICED, Phase.BETWEEN),
+    (Phase.NOTICED, Phase.FORWARD),  # after torch.autograd.grad, without gradients of parameters
+}
+
+
+class Scope(NamedTuple):
+    """A step that the caller has opened."""
+
+    key: str
+    evaluation: bool
+
+
+@dataclass(slots=True)
+class OpenPass:
+    """
+    Attributes:
+        ends_with_call: the call that opened the pass may end it.
+        unused: the pass was opened after a step's last backward, and no module was called in it.
+        second_order: a backward of the pass makes a graph.
+    """
+
+    key: str | None
+    evaluates: bool = False
+    ends_with_call: bool = False
+    unused: bool = False
+    second_order: bool = False
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
@@ -56,7 +104,6 @@ class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
 
     Attributes:
-        explicit_backwards: number of backwards that the engine was told of so far.
         aborted: an exception has ended a pass, and no pass has begun since.
         calls_meet: make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone
             would have its gathers matched with those of other ranks' steps.
@@ -73,37 +120,37 @@ class Passes:
         reducer: Reducer,
         after_step: AfterStep,
         writes: Writes,
+        buffers: BufferSync,
+        config: ZeroConfig,
         precision: Precision,
     ) -> None:
         self.units = units
         self.comm = comm
+        self.config = config
+        self.precision = precision
         self.order = order
         self.reducer = reducer
         self.after_step = after_step
         self.sharded_grads = ShardedGrads(reducer, after_step, self.forget_failed)
         self.writes = writes
+        self.buffers = buffers
+        self.fence = Fence([b for unit in units for b in unit.buckets], in_pass=lambda: self.key is not None)
+        self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
         self.hooks = Hooks(self, precision)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
-        self.progress = Progress(units)
-        self.stays = Stays(order, self.progress, after_step)
-        self.explicit_backwards = 0
         self._open = OpenPass(None)
         self._scope: Scope | None = None
         self._ordinal = 0
-        self._noticed: GraphTask | None = None  # the backward that was noticed last
+        self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
         self.sums: GradSums | None = None
         self.look: Look | None = None
-
-    @property
-    def root(self) -> Unit:
-        return self.units[0]
 
     @property
     def key(self) -> str | None:
@@ -113,11 +160,6 @@ class Passes:
     @property
     def in_backward(self) -> bool:
         return self.phase in (Phase.TOLD, Phase.NOTICED)
-
-    @property
-    def explicit(self) -> bool:
-        """Return whether a backward is running whose end the engine will be told."""
-        return self.phase is Phase.TOLD
 
     def _enter(self, phase: Phase) -> None:
         if (self.phase, phase) not in LEGAL:
@@ -129,7 +171,8 @@ class Passes:
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
-                    if info.param.requires_grad:
+                    is_new = not bucket.trainable or id(info.param) not in self.hooks.watched
+                    if is_new and info.param.requires_grad:
                         if not bucket.trainable:
                             bucket.make_trainable()
                         self.hooks.watch_grad(unit, bucket, info.slot)
@@ -146,21 +189,22 @@ class Passes:
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
         self._open = OpenPass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
-        self.comm.place = f"pass {full_key}"
+        self.comm.waits.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
         if not evaluation:
             for unit in self.units[1:]:
                 unit.pass_begins()
-        self.after_step.refresh(self.root)
-        if self.root.state is State.SHARDED:
-            self.root.unshard_begin()
-        self.root.unshard_wait()
+        root = self.units[0]
+        self.after_step.sync_params(root)
+        if root.state is State.SHARDED:
+            root.unshard_begin()
+        root.unshard_wait()
 
     def recover(self, what: str = "going on after an exception") -> None:
         """Resynchronize the ranks if an exception has ended a pass. ``what``: the purpose, for errors. Collective."""
         if self.aborted:
-            # ``resume`` compares the ranks' numbers of operations. How many refreshes a rank has issued depends on its
-            # worker thread, so each rank issues all refreshes first: equal numbers then mean equal operations.
+            # ``resume`` compares the ranks' numbers of operations. How many param syncs a rank has issued depends on
+            # its worker thread, so each rank issues all param syncs first: equal numbers then mean equal operations.
             self.after_step.flush()
             self.comm.resume(what)
             self.aborted = False  # last: after a failed agreement the next call must agree again
@@ -170,26 +214,25 @@ class Passes:
         """End the open pass and drop all gathered units. Does nothing between passes. Collective."""
         if self.key is not None:
             if self._open.unused:
-                self.after_step.refresh()  # unfinished steps may go on during the next pass
+                self.after_step.sync_params()  # unfinished steps may go on during the next pass
             else:
-                # Another rank may use units that this rank does not use. Their refreshes need this rank, too.
-                self.after_step.refresh_all()
+                # Another rank may use units that this rank does not use. Their param syncs need this rank, too.
+                self.after_step.sync_all_params()
             self.order.end()
             self._close()
 
     def _close(self) -> None:
         self.hooks.forget_inputs()
-        self.progress.pass_ends()
         for unit in self.units:
             unit.pass_ends()
         self._ordinal += not self._open.evaluates
         self._enter(Phase.BETWEEN)
         self._open = OpenPass(None)
-        self.stays.pass_ends()
-        self.comm.place = "between passes"
+        self.comm.waits.place = "between passes"
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
+        """Open the passes of a step inside. ``Engine.step_scope`` hides whole parameters before it. Collective."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -206,10 +249,12 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
+        """Reset every unit after an exception. Starts no collective; waits a bounded time for those in flight."""
         # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
-        self.lane.ends()
+        if recording.recorder is not None:
+            self.lane.ends()
         if self.in_backward and self.look is None:
             self.reducer.abort(deadline)
             # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
@@ -217,13 +262,11 @@ class Passes:
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
-        self.progress.pass_ends()
         for unit in self.units:
             unit.pass_ends(deadline)
         self.saved.plans_changed()
         # not ``_enter``: an exception may come in any phase
         self.phase, self._open = Phase.BETWEEN, OpenPass(None)
-        self.stays.pass_ends()
 
     @outside_autograd
     def leave(self) -> None:
@@ -233,6 +276,33 @@ class Passes:
             self.abort()  # an exception has ended a plain ``loss.backward()``
         else:
             self.end()
+
+    @outside_autograd
+    def wait_for_all(self) -> None:
+        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective.
+
+        After an exception ranks first agree on whether their groups can still be used.
+        """
+        self.recover()
+        self.after_step.wait_for_all()
+
+    def rest(self) -> None:
+        """End the open pass, and wait for steps and gathers in flight, when a run ends. Collective."""
+        self.leave()
+        whole = not self.after_step.has_failed  # if a step has failed, its error was raised before
+        if whole:
+            self.after_step.wait_for_all()  # not self.wait_for_all(): after an exception other ranks may be gone
+        self.timeline.run_ends(together=whole and not self.aborted)
+
+    def masters_changed(self, changed: set[Bucket]) -> None:
+        """Sync replicated compute parameters, unit by unit, after masters have changed. Collective.
+
+        The next forward waits for these gathers. In an open pass this method itself waits for the root's.
+        """
+        self.after_step.masters_changed(changed)
+        if self.key is not None:
+            self.after_step.sync_params(self.units[0])
+            self.units[0].unshard_wait()
 
     def under_way(self) -> str | None:
         """Describe the running step, for error messages. Returns None between steps."""
@@ -245,8 +315,9 @@ class Passes:
             return "between a forward and its backward"
         return None
 
-    def plans_changed(self) -> None:
-        """Forget what was learned of passes, after buckets got new plans."""
+    def plans_changed(self, config: ZeroConfig) -> None:
+        """Forget what was learned of passes, after buckets got new plans by ``config``."""
+        self.config = config
         self.order.plans_changed()
         self.reducer.plans_changed()
         self.saved.plans_changed()
@@ -267,22 +338,23 @@ class Passes:
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         if unit.index:
-            self._demand(unit, "forward")
+            self.demand(unit, "forward")
         else:
             unit.unshard_wait()
-        self.lane.enters(f"{unit.title} {'recompute' if self.in_backward else 'forward'}")
+        if recording.recorder is not None:
+            self.lane.enters(f"{unit.title} {'recompute' if self.in_backward else 'forward'}")
 
-    @outside_autograd
-    def _demand(self, unit: Unit, what: str) -> None:
+    def demand(self, unit: Unit, what: str) -> None:
+        """Gather ``unit``, which is not the root, for a use in the open pass. ``what``: the use, for errors."""
         self._open.unused = False
-        self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
-        self.stays.begin(unit)
+        self.order.acquire(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """Drop ``unit`` after its module's forward, if allowed, and end the pass if the call opened it."""
-        self.lane.leaves()
+        if recording.recorder is not None:
+            self.lane.leaves()
         if unit.index and not self.in_backward:
-            self.stays.end(unit)
+            self.order.release(unit)
         if outermost and self._open.ends_with_call and not self.in_backward:
             self._open.ends_with_call = False
             if not awaits_backward():
@@ -292,7 +364,7 @@ class Passes:
     def call_ends(self) -> None:
         """Answer other ranks' gathers after the outermost call of a module that holds units. Collective."""
         if self.key is not None and not self.in_backward:
-            self.comm.place = f"end of a call in pass {self.key}"
+            self.comm.waits.place = f"end of a call in pass {self.key}"
             self.order.call_ends()
 
     def forward_raised(self) -> None:
@@ -302,28 +374,25 @@ class Passes:
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
-    def borrow(self, unit: Unit) -> None:
-        self._demand(unit, "a read of parameters")
-
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
         """Drop ``unit`` after a read of its parameters; with ``keep``, hold it until the pass ends."""
         if keep:
-            self.progress.hold(unit)
+            unit.is_held = True
         elif not self.in_backward:
-            self.stays.end(unit)
+            self.order.release(unit)
 
     @outside_autograd
     def recomputes(self, unit: Unit) -> None:
         """Gather ``unit`` before its forward is computed again in a backward."""
         self.backward_begins()
         if unit.index and unit.reshards:
-            self._demand(unit, "recomputation")
+            self.demand(unit, "recomputation")
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
-        """See ``Engine.backward_scope``."""
+        """Mark a backward. At its end all buckets are reduced. Collective."""
         self.forget_failed()
         try:
             self._begin_backward(explicit=True)
@@ -331,8 +400,18 @@ class Passes:
             self._end_backward()
         except BaseException as error:
             self.abort()
-            explain_weights(error, self.units, self.progress)
+            explain_weights(error, self.units)
             raise
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Call ``loss.backward()`` inside :meth:`backward_scope`. Collective."""
+        with self.backward_scope():
+            loss.backward(**kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients unreduced, at stages 0 and 1. Raise a ConfigError under ``grad_comm_dtype=bf16``."""
+        check_accumulation(self.config)
+        return self.reducer.no_sync()
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
@@ -343,27 +422,31 @@ class Passes:
         else:
             self.watch_trainable()
         self.hooks.come_last()
-        self.lane.backward_begins()
+        if recording.recorder is not None:
+            self.lane.backward_begins()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
-        self.explicit_backwards += explicit and self.look is None
         # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
         # Before ``remove``, which sets ``grad`` to None: ``forget_cleared`` would take that for a clear by the user.
         self.sharded_grads.forget_cleared()
         if self.look is None:
-            self.reducer.begin(str(self.key), lambda b: sum([info.param.requires_grad for info in b.params]))
-        self.sharded_grads.remove([info for unit in self.units for info in unit.infos()])
-        self.progress.backward_begins()
+            self.reducer.begin(str(self.key))
+        for unit in self.units:
+            self.sharded_grads.remove(unit.infos)
+            unit.expected, unit.arrived = sum([info.param.requires_grad for info in unit.infos]), 0
         self._needed = None
 
     def backward_begins(self) -> None:
         """Begin a backward at its first event, if the engine was not told of it. All backward events call this."""
-        if self.phase is not Phase.TOLD:
+        if self.phase is Phase.NOTICED and self._noticed() is None:
             self.forget_failed()
-        if not self.in_backward:
+        if self.phase is not Phase.TOLD and self.phase is not Phase.NOTICED:
             self._begin_backward(explicit=False)
-            passes_ref = ref(self)
-            self._noticed = GraphTask(self._graph_task_ended, lambda: _graph_task_gone(passes_ref))
+            # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
+            # strong reference would keep this object alive, and the pass in its backward.
+            end, passes_ref = partial(self._graph_task_ended), ref(self)
+            self._noticed = ref(end, lambda _: _graph_task_gone(passes_ref))
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
             # create_graph: the new graph reads weights at moments that no hook reports. So units stay gathered. This
             # method is not ``outside_autograd``, so that it sees the grad mode.
@@ -373,7 +456,7 @@ class Passes:
     def looking(self, look: Look) -> Iterator[None]:
         """Give each gradient inside to ``look(info, grad)`` and store none. Steps do nothing inside. Collective."""
         self.leave()
-        with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos()):
+        with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
             try:
                 yield
@@ -383,7 +466,7 @@ class Passes:
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
-        if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed.is_over):
+        if self.phase is Phase.NOTICED and self._noticed() is None:
             self.sharded_grads.forget_cleared()  # the user may have cleared gradients since the failure
             self.abort()
 
@@ -393,15 +476,16 @@ class Passes:
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
-        self.lane.needs(f"{unit.title} backward")
+        if recording.recorder is not None:
+            self.lane.needs(f"{unit.title} backward")
         if unit is not self._needed or unit.state is not State.GATHERED:
             self._needed = unit
-            self._demand(unit, "backward")
+            self.demand(unit, "backward")
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
         """Drop ``unit`` if it has all gradients, after the gradients of one call's inputs are complete."""
-        self.progress.inputs_arrived(unit, call)
+        unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
@@ -424,12 +508,14 @@ class Passes:
         if sums is not None:
             sums.add(unit, bucket, slot, grad)
             return
-        self.lane.arrived(f"{unit.title} backward")
+        if recording.recorder is not None:
+            self.lane.arrived(f"{unit.title} backward")
         if self.look is None:
             self.reducer.take(bucket, slot, grad)
         else:
             self.look(bucket.params[slot], grad)
-        if self.progress.grad_arrived(unit):
+        unit.arrived += 1
+        if unit.arrived >= unit.expected:
             self._maybe_reshard(unit)
 
     @contextlib.contextmanager
@@ -446,15 +532,17 @@ class Passes:
             self.grad_arrived(unit, bucket, slot, total)
 
     def _maybe_reshard(self, unit: Unit) -> None:
+        """Drop ``unit`` if all gradients that need its weights have come."""
         may_go = self.in_backward and unit.index and not self._open.second_order
-        if may_go and self.progress.is_over(unit):
-            self.stays.end(unit)
+        if may_go and not unit.calls and unit.arrived >= unit.expected:
+            unit.arrived = 0  # for a second backward
+            self.order.release(unit)
 
     @outside_autograd
     def _graph_task_ended(self) -> None:
         if self.phase is not Phase.NOTICED:
             return
-        if self.look is not None or self.reducer.has_arrivals:
+        if self.look is not None or any(grads.arrived for grads in self.reducer.grads.values()):
             self._end_backward()
             return
         # This was torch.autograd.grad. Other ranks may not have called it, so nothing may be reduced.
@@ -462,13 +550,14 @@ class Passes:
         self.sharded_grads.place_used()
         if not self._open.second_order:
             for unit in self.units[1:]:
-                self.stays.end(unit)
+                self.order.release(unit)
 
     @outside_autograd
     def _end_backward(self) -> None:
         """Reduce the remaining gradients in order and close the pass, at the end of a backward. Collective."""
-        self.comm.place = f"end of backward in pass {self.key}"
-        self.lane.ends()
+        self.comm.waits.place = f"end of backward in pass {self.key}"
+        if recording.recorder is not None:
+            self.lane.ends()
         # First: before a rank in its backward can issue gathers for ``order.end``, it may wait for these reductions.
         if self.look is None:
             self.reducer.flush()
@@ -483,7 +572,7 @@ class Passes:
         if written:
             for unit in self.units:
                 if not unit.reshards:
-                    unit.unshard_wait()  # a copy whose refresh is under way would look like a different write
+                    unit.unshard_wait()  # a copy whose param sync is under way would look like a different write
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)

@@ -17,9 +17,10 @@ from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_zero.engine.passes.open_pass import Progress
 from lightning_zero.engine.units.unit import Unit
 
+# Inside torch.func's transforms torch allows no hooks.
+hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _DROPPED = "for storage of size 0"  # torch's message about a saved view without memory
 _CHANGED = "modified by an inplace operation"
 _READ_OUTSIDE = (
@@ -69,11 +70,6 @@ class SavedWeights:
         return context
 
     @property
-    def possible(self) -> bool:
-        """Return whether torch allows hooks now. Inside torch.func's transforms it does not."""
-        return bool(_autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-
-    @property
     def alone(self) -> bool:
         """Return whether no other hooks are active.
 
@@ -112,49 +108,39 @@ class SavedWeights:
         return _Outer(pack(tensor), unpack) if unit is None else _Weight(tensor, tensor._version, unit)
 
     def _unpack(self, packed: _Weight | _Other | _Outer) -> Tensor:
-        self._pack_next_order()
+        # Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
+        # Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
+        makes_graph = torch.is_grad_enabled() or isinstance(torch._C._current_autograd_node(), BackwardCFunction)
+        if makes_graph and torch._C._current_graph_task_id() != -1 and hooks_allowed():
+            pack, unpack = self._hooks()
+            if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
+                _autograd._push_saved_tensors_default_hooks(pack, unpack)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         # Someone looks at the graph, and the weights are dropped. Reading the view could crash, so return NaN.
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
             return packed.view.new_full((), float("nan")).expand(packed.view.shape)
         tensor, version = packed[:2]
-        if isinstance(packed, _Weight) and self._owner_of(tensor) is None:
+        if isinstance(packed, _Weight) and tensor.untyped_storage()._cdata not in self._unit_of:
             raise RuntimeError(
                 f"unit {packed.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
                 "exception that ended a gather of them. Run the forward again before the backward."
             )
         if tensor._version != version:
-            _refuse_changed(tensor, version)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                "instead. Change a copy of it, or change it after the backward."
+            )
         return tensor
 
-    def _pack_next_order(self) -> None:
-        """Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
 
-        Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
-        """
-        if torch._C._current_graph_task_id() == -1 or not self.possible:
-            return
-        if torch.is_grad_enabled() or isinstance(torch._C._current_autograd_node(), BackwardCFunction):
-            pack, unpack = self._hooks()
-            if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
-                _autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _refuse_changed(tensor: Tensor, version: int) -> None:
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead. "
-        "Change a copy of it, or change it after the backward."
-    )
-
-
-def explain_weights(error: BaseException, units: Sequence[Unit], progress: Progress) -> None:
+def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
     """Add the likely cause to an error of a backward, or raise a RuntimeError that explains it."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):
-        waiting = [unit.title for unit in progress.unfinished() if unit.reshards]
+        waiting = [unit.title for unit in units if unit.reshards and unit.expected > unit.arrived]
         raise RuntimeError(
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
             "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "

@@ -30,7 +30,6 @@ from lightning_zero.engine.passes.grad_norms import (
     alike,
     parts_of_shards,
     refuse_whole,
-    shows_whole,
     slots_of,
     views_of,
 )
@@ -39,7 +38,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Factor
-from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
 _aten = torch.ops.aten
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
@@ -278,7 +277,7 @@ class ShardedGrads:
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
         self._aside = False
-        self.norms = GradNorms(reducer, self._bucket_of, self.settle)
+        self.norms = GradNorms(reducer, self._bucket_of, self.finish_pending)
 
     # -- param.grad ---------------------------------------------------------------------------------------------------
 
@@ -303,23 +302,25 @@ class ShardedGrads:
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of these parameters, and drop cached norms, because gradients may have changed."""
-        self.norms.forget()
-        for info in infos:
-            grad = self._of.get(id(info.param))
-            if grad is None or grad.dtype != info.param.dtype:
-                grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
-            grad.added = False
-            info.param.grad = grad
+        self.norms.tables.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for info in infos:
+                grad = self._of.get(id(info.param))
+                if grad is None or grad.dtype != info.param.dtype:
+                    grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
+                grad.added = False
+                set_grad(info.param, grad)
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` to None when a backward starts, so that autograd finds nothing to add to."""
         for info in infos:
-            if isinstance(info.param.grad, ShardedGrad):
-                info.param.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                if isinstance(get_grad(info.param), ShardedGrad):
+                    set_grad(info.param, None)
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Finish pending work before a read of gradients: steps under way, failed backwards, and clears by users."""
         self._forget_failed()
         self._after_step.wait_for_steps()
@@ -331,19 +332,22 @@ class ShardedGrads:
             if not grads.used and not bucket.grad_store.is_there:
                 continue
             cleared = []
-            for info in bucket.params:
-                grad = self._of.get(id(info.param))
-                is_there = grad is not None and (info.param.grad is grad or grad.added)
-                if not is_there and not shows_whole(Place(bucket, info)):
-                    cleared.append(info.slot)
-            grads.forget(cleared)
+            with torch._C.DisableTorchFunctionSubclass():
+                for info in bucket.params:
+                    own, grad = self._of.get(id(info.param)), get_grad(info.param)
+                    is_there = own is not None and (grad is own or own.added)
+                    if not is_there and not (bucket.is_plain and type(grad) is Tensor):
+                        cleared.append(info.slot)
+            if cleared:
+                grads.forget(cleared)
 
     def used_params(self) -> set[int]:
         """Return ids of parameters with a gradient on any rank. Raises RuntimeError if a user set ``param.grad``."""
         used = set()
         for bucket, grads in self._grads.items():
             for info in bucket.params:
-                grad = info.param.grad
+                with torch._C.DisableTorchFunctionSubclass():
+                    grad = get_grad(info.param)
                 if grad is not None and not isinstance(grad, ShardedGrad):
                     raise RuntimeError(
                         f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
@@ -366,7 +370,7 @@ class ShardedGrads:
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
         bucket.awaited_step.wait()  # an offloaded step owns the gradient until the step is over
-        self.norms.forget()
+        self.norms.tables.clear()
         if method == "zero_":
             self._grads[bucket].zero(info.slot)
             return
@@ -394,20 +398,20 @@ class ShardedGrads:
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
-        self.settle()
+        self.finish_pending()
         self._reducer.refuse_partial()
         bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
         scale = self._reducer.shown_scale(id(info.param))
-        if self._reducer.unreduced and self._grads[bucket].accumulates:
+        if self._reducer.unreduced and bucket.accumulates:
             local = self._grads[bucket].local_grads().get(info.slot)
             if local is None or bucket.grad_store.is_there:
                 raise self.norms.mixed(info)
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
         flat = torch.zeros(info.numel, dtype=bucket.dtypes.grad, device=comm.device)
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # replicas hold it too
+        if fragment is not None and (comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
-        if bucket.plan.shards_master:
+        if bucket.shards_master:
             with comm.at("a read of .grad, which takes all ranks"):
                 comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(flat)
@@ -455,8 +459,8 @@ class ShardedGrads:
         """Return views of this rank's parts of reduced gradients, unless ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
-        self.settle()
-        self.norms.forget()
+        self.finish_pending()
+        self.norms.tables.clear()
         views = []
         for bucket, slots in slots_of(places).items():
             if not but(bucket, slots) and (grad := bucket.grad) is not None:
@@ -468,7 +472,7 @@ class ShardedGrads:
         if self._aside:
             return False
         places = list(places)
-        self.settle()
+        self.finish_pending()
         self._reducer.refuse_unreduced(places)
         known, views = parts_of_shards(self._grads, slots_of(places), lambda store: store.all_finite())
         checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]

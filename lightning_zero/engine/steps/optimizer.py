@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep, Stepping
@@ -25,8 +24,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
-from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,
@@ -66,10 +64,8 @@ class Stepper(ABC):
 
     def places(self) -> list[list[Place]]:
         """Find the bucket of each parameter by param group. Raises ConfigError for parameters of other modules."""
-        return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def params(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        known, place_of = self._around.places, self._around.place_of
+        return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def buckets(self) -> list[Bucket]:
         return list(self.groups())
@@ -97,12 +93,13 @@ class Stepper(ABC):
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
                 loss = closure()
-        if self._around.looks_at_gradients:
+        if self._around.passes.look is not None:  # gradients are only inspected
             return loss
-        self._around.begins(self.params())
-        used = self._around.used()
+        places = [place for group in self.places() for place in group]
+        self._around.begins(places)
+        used = self._around.passes.sharded_grads.used_params()
         changed = self._step(used)
-        self._around.ends(changed, [p for p in self.params() if id(p) in used])
+        self._around.ends(changed, [place.info for place in places if id(place.info.param) in used])
         return loss
 
     @abstractmethod
@@ -121,7 +118,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Load whole `states` for a bucket, after the bucket has got a new home."""
+        """Load whole `states` for a bucket, after the bucket has got a new storage."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -138,8 +135,8 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
-        """Yield slot, name, first element and values of the state that this rank saves. The home may be closed."""
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
+        """Yield slot, name, first element and values of the state that this rank saves. The storage may be closed."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
@@ -229,26 +226,26 @@ class ShardedOptimizer(Stepper):
                 continue
             entry = found.setdefault(fragment.index, {})
             for name, value in state.items():
-                if isinstance(value, Sliced):
+                if isinstance(value, FlatSlice):
                     entry[name] = Leaf(name, tuple(info.shape), info.strides, value.dtype)
                 elif part is None or not part[0]:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
         return found
 
-    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
         for fragment, state in self.runs.fragment_states(bucket):
             if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
                 start, low, high = part
                 for name, value in state.items():
-                    if isinstance(value, Sliced) and value.numel:
+                    if isinstance(value, FlatSlice) and value.numel:
                         yield fragment.index, name, start, value.part(low, high - low)
 
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        own: dict[str, list[tuple[int, Sliced]]] = {}
-        with opened(bucket.home):
+        own: dict[str, list[tuple[int, FlatSlice]]] = {}
+        with opened(bucket.storage):
             for fragment, state in self.runs.fragment_states(bucket):
                 for name, value in state.items():
-                    if isinstance(value, Sliced) and value.numel:
+                    if isinstance(value, FlatSlice) and value.numel:
                         own.setdefault(name, []).append((fragment.start, value))
             dtypes = {leaf.name: leaf.dtype for leaves in slots.values() for leaf in leaves}
             for name in sorted(dtypes):  # also names of which this rank has nothing: all ranks must gather
@@ -300,13 +297,15 @@ class ShardedOptimizer(Stepper):
 
     def _step(self, used: set[int]) -> set[Bucket]:
         changed = self._arrange(used)
-        lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
-        eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
+        # The worker steps buckets on the host. Unknown optimizers may count steps per group, and step eagerly.
+        for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
+        buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
+        eager = [bucket for bucket in buckets if bucket not in for_worker]
         jobs: list[StepJob] = []
         fused = [group.get("fused") for group in self.optimizer.param_groups]  # as set before the eager step
 
         def make_jobs() -> None:
-            jobs.extend(self._job(bucket, used, fused) for bucket in lazy)
+            jobs.extend(self._job(bucket, used, fused) for bucket in buckets if bucket in for_worker)
 
         # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
         # be changed outside of it, and autocast would change the dtype of some results.
@@ -316,34 +315,29 @@ class ShardedOptimizer(Stepper):
             without_autocast(self._device_type),
             self._open(eager),
             self._runs_in_groups(self.optimizer, eager, used),
-            profiled("step", f"{len(eager)} buckets"),
+            recording.profiled("step", f"{len(eager)} buckets"),
             recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
             self._stepping.inner(make_jobs)
         # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
-            self._around.submit(jobs)
+            self._around.after_step.submit(jobs)
         # A bucket of which this rank owns nothing has no job, but is marked as asked for, as on the other ranks.
-        for bucket in changed:
-            if not self.runs.of(bucket) and self._is_lazy(bucket):
-                bucket.awaited_step.nothing_to_do()
+        for bucket in for_worker.difference(buckets):
+            bucket.awaited_step.nothing_to_do()
         return changed
-
-    def _is_lazy(self, bucket: Bucket) -> bool:
-        """Whether the worker steps the bucket. Unknown optimizers may count steps per group, and step eagerly."""
-        return bucket.plan.steps_on_host and self._known
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """Hold masters and state in memory for an eager step, then update the compute parameters."""
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
-                stack.enter_context(opened(bucket.home, changed=True))
+                stack.enter_context(opened(bucket.storage, changed=True))
             yield
-            # Before the homes close: new state must move to its tier, and masters must be readable.
+            # Before the storages close: new state must move to its tier, and masters must be readable.
             for bucket in buckets:
                 self.runs.adopt(bucket)
-                bucket.push()
+                bucket.copy_master_to_params()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
         """Make the step of one bucket, with the present hyperparameters and gradient and the given `fused` flags."""
@@ -359,7 +353,7 @@ class ShardedOptimizer(Stepper):
         def run() -> None:
             # Grad and inference modes belong to a thread, so the worker sets its own.
             in_worker = recording.span("step", bucket.label, on_host=True)
-            with profiled("step", bucket.label), in_worker, torch.inference_mode(False), torch.no_grad():
+            with recording.profiled("step", bucket.label), in_worker, torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
                     step(shadow)
                 self.runs.adopt(bucket)
@@ -396,7 +390,8 @@ class ShardedOptimizer(Stepper):
         for bucket in buckets:
             full, factor = claimed if claimed is not None else Arrived(bucket.grad, None)
             for index, run in self.runs.grouped(bucket):
-                if full is None or not self._is_used(run, used):
+                slot = run.run.fragments[0].index  # runs are cut where gradients begin or end
+                if full is None or id(bucket.params[slot].param) not in used:
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
                 apart = self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None
@@ -408,7 +403,9 @@ class ShardedOptimizer(Stepper):
                 stepped.append(run)
         try:
             # Before the groups change, because these steps read the user's settings.
-            self._step_in_pieces(optimizer, in_pieces, self._around.pieces if claimed is not None else PieceMemory())
+            if in_pieces:
+                memory = self._around.pieces if claimed is not None else PieceMemory()
+                self._step_in_pieces(optimizer, in_pieces, memory)
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
                 start_state(optimizer, group, params)
@@ -434,8 +431,6 @@ class ShardedOptimizer(Stepper):
         memory: PieceMemory,
     ) -> None:
         """Step runs in chunks: those whose arithmetic needs another dtype, or whose gradient needs a factor."""
-        if not runs:
-            return
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:
@@ -469,7 +464,3 @@ class ShardedOptimizer(Stepper):
         places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
         state, formats, step = shadow.state[run.tensor], self.runs.formats, self.runs.step_count(run)
         NarrowStep(run.tensor, grad, state, formats, places, step, factor, rounding).by(shadow, memory)
-
-    def _is_used(self, run: FlatRun, used: set[int]) -> bool:
-        slot = run.run.fragments[0].index  # runs are cut where this differs
-        return id(run.bucket.params[slot].param) in used

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.known import PER_TENSOR, is_elementwise
 from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
 from lightning_zero.optimizers.state_trees import Saved, State
@@ -31,7 +30,14 @@ class FlatRun(NamedTuple):
     bucket: Bucket
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
-    base: Tensor  # bucket.master when the run was cut
+
+
+class Cut(NamedTuple):
+    """What the runs of a bucket were cut by."""
+
+    groups: dict[int, int]
+    active: set[int] | None
+    master: Tensor
 
 
 class Runs:
@@ -50,6 +56,7 @@ class Runs:
         self.rounded = False  # whether the last load rounded values
         self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
         self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
+        self._cuts: dict[Bucket, Cut] = {}
 
     def of(self, bucket: Bucket) -> list[FlatRun]:
         return [run for _, run in self.grouped(bucket)]
@@ -65,48 +72,54 @@ class Runs:
         return self._steps[run.bucket, run.run.fragments[0].index]
 
     def adopt(self, bucket: Bucket) -> None:
-        """Tell the bucket's open home which state tensors rest beside the master."""
+        """Tell the bucket's open storage which state tensors rest beside the master."""
+        if not bucket.storage.keeps_state:
+            return
         states = [
             value
             for run in self.of(bucket)
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
             if is_elementwise(name, value, run.tensor)
         ]
-        bucket.home.adopt(self, states)
+        bucket.storage.adopt(self, states)
 
     def drop(self, bucket: Bucket) -> None:
         """Drop the runs and state of a bucket that has left the optimizer."""
-        for _, run in self._runs.pop(bucket):
-            self.optimizer.state.pop(run.tensor, None)
-        with opened(bucket.home):
-            bucket.home.adopt(self, [])
+        self.forget(bucket)
+        with opened(bucket.storage):
+            bucket.storage.adopt(self, [])
 
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        self.cut(bucket, groups, active)
+        """Cut a bucket's runs for a step of the `active` slots, and count the step."""
+        cut = self._cuts.get(bucket)
+        # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
+        if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
+            self.cut(bucket, groups, active)
         for slot in active:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
         """Cut a bucket into runs by param group, step count and whether the fragments are in `active`."""
-        present, wanted = self._runs.get(bucket, []), self._cuts(bucket, groups, active)
-        # Runs are tuples of integers: `==` finds changed cuts. `base` finds a master that is another tensor.
-        same_cuts = [(g, r.run) for g, r in present] == wanted
-        if same_cuts and all(r.base is bucket.master for _, r in present):
+        present, wanted = self._runs.get(bucket, []), self._wanted(bucket, groups, active)
+        before, cut = self._cuts.get(bucket), Cut(groups, active, bucket.master)
+        # Runs are tuples of integers: `==` finds changed cuts.
+        if [(g, r.run) for g, r in present] == wanted and before is not None and before.master is bucket.master:
+            self._cuts[bucket] = cut
             return
-        # In files, state has memory to be copied from only while the home is open.
-        with opened(bucket.home):
+        # In files, state has memory to be copied from only while the storage is open.
+        with opened(bucket.storage):
             runs: list[tuple[int, FlatRun]] = []
             for group, run in wanted:
                 stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
                 tensor = bucket.master[run.start : stop].detach()
-                runs.append((group, FlatRun(bucket, run, tensor, bucket.master)))
+                runs.append((group, FlatRun(bucket, run, tensor)))
             self._hand_over(present, runs)
-            self._runs[bucket] = runs
+            self._runs[bucket], self._cuts[bucket] = runs, cut
             self.adopt(bucket)
 
-    def _cuts(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None) -> list[tuple[int, Run]]:
+    def _wanted(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None) -> list[tuple[int, Run]]:
         fragments = bucket.owned_fragments()
         keys: list[object] = []
         for fragment in fragments:
@@ -156,7 +169,8 @@ class Runs:
         return any((bucket, info.slot) in self._steps for info in bucket.params)
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the runs of a bucket whose home is gone."""
+        """Drop the runs of a bucket whose storage is gone."""
+        self._cuts.pop(bucket, None)
         for _, run in self._runs.pop(bucket, []):
             self.optimizer.state.pop(run.tensor, None)
 
@@ -171,7 +185,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield this rank's state of each fragment. Element-wise state comes as :class:`Sliced`."""
+        """Yield this rank's state of each fragment. Element-wise state comes as :class:`FlatSlice`."""
         for run in self.of(bucket):
             state = self.optimizer.state.get(run.tensor, {})
             for fragment in run.run.fragments if state else ():
@@ -187,9 +201,9 @@ class Runs:
                 )
         yield from self._states_of_empty(bucket)
 
-    def _sliced(self, name: str, value: Tensor, start: int, numel: int) -> Sliced:
+    def _sliced(self, name: str, value: Tensor, start: int, numel: int) -> FlatSlice:
         form = self.formats.get(name)
-        return Sliced(value, start, numel, form if form is not None and form.is_packed else None)
+        return FlatSlice(value, start, numel, form if form is not None and form.is_packed else None)
 
     def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
         """Yield the state of empty parameters, which lie in no run.
@@ -224,7 +238,7 @@ class Runs:
         kept = [bucket for bucket in groups_of if bucket.trainable]
         for bucket in self.buckets():
             present = [(group, run.run) for group, run in self.grouped(bucket)]
-            if bucket not in kept or present != self._cuts(bucket, groups_of[bucket], None):
+            if bucket not in kept or present != self._wanted(bucket, groups_of[bucket], None):
                 self.drop(bucket)
         for bucket in kept:
             self.cut(bucket, groups_of[bucket])
@@ -242,7 +256,7 @@ class Runs:
             )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State]) -> None:
-        with opened(bucket.home, changed=True):
+        with opened(bucket.storage, changed=True):
             for run in self.of(bucket):
                 self._fill_state(run, states, held.pop(run.tensor, {}))
             self.adopt(bucket)

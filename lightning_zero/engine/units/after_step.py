@@ -1,16 +1,16 @@
-"""Run offloaded steps in a thread, and issue the refreshes that follow steps.
+"""Run offloaded steps in a thread, and issue the param syncs that follow steps.
 
 ::
 
-    main   : step() | refresh 0 | refresh 1 ...... | forward 0 | forward 1
+    main   : step() | sync 0 | sync 1 ...... | forward 0 | forward 1
     worker :        [step 0][step 1][step 2]
     gather :                [AG 0]  [AG 1]  [AG 2]
 
 `step()` captures hyperparameters and gradients, and returns. A bucket's next gather waits for that bucket's step only.
 The next backward, and everything that reads values, waits for all steps.
 
-A *refresh* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2, and
-offload). All ranks issue refreshes in the order of units, each after its bucket's step.
+A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
+and offload). All ranks issue param syncs in the order of units, each after its bucket's step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_zero.device.accelerator import Accelerator, Event
 from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
 
 
 class StepJob(NamedTuple):
-    """The step of one bucket. `run` does the arithmetic while the bucket's home is open."""
+    """The step of one bucket. `run` does the arithmetic while the bucket's storage is open."""
 
     bucket: Bucket
     run: Callable[[], None]
@@ -93,7 +93,7 @@ class StepWorker:
         """
         current: _Queued | None = None
         following: _Queued | None = None
-        done: Home | None = None
+        done: MasterStorage | None = None
         # Catch every error of this thread: otherwise the main thread would wait for the futures for ever.
         try:
             # Not in the pool's initializer, whose errors end the pool without a report.
@@ -101,26 +101,26 @@ class StepWorker:
             self._accelerator.bind_thread()
             current = self._take()
             while current is not None:
-                home = current.job.bucket.home
-                home.open(to_write=True)
+                storage = current.job.bucket.storage
+                storage.open(to_write=True)
                 if (following := self._take()) is not None:
-                    following.job.bucket.home.begin_open()
+                    following.job.bucket.storage.begin_open()
                 current.job.run()
-                current.job.bucket.push()
-                home.close(changed=True)
+                current.job.bucket.copy_master_to_params()
+                storage.close(changed=True)
                 # The previous bucket was written during this step. Free it now, or the next read makes four in memory.
                 if done is not None:
-                    done.settle()
+                    done.wait_for_rest()
                 current.future.set_result(None)
-                current, following, done = following or self._next_or_stop(home), None, home
+                current, following, done = following or self._next_or_stop(storage), None, storage
         except BaseException as error:
             self._fail(error, current, following)
             raise
 
-    def _next_or_stop(self, home: Home) -> _Queued | None:
-        """Take the next job, or bring the last home to rest and stop. A job may arrive meanwhile."""
+    def _next_or_stop(self, storage: MasterStorage) -> _Queued | None:
+        """Take the next job, or bring the last storage to rest and stop. A job may arrive meanwhile."""
         if (following := self._take()) is None:
-            home.settle()
+            storage.wait_for_rest()
             with self._lock:
                 self._running = bool(self._waiting)
                 following = self._waiting.pop(0) if self._waiting else None
@@ -153,7 +153,7 @@ class StepWorker:
 
 
 class AfterStep:
-    """Hold the unfinished steps and refreshes of one engine. The worker's torch kernels use `threads` threads."""
+    """Hold the unfinished steps and param syncs of one engine. The worker's torch kernels use `threads` threads."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams, threads: int) -> None:
         self._units = units
@@ -162,7 +162,7 @@ class AfterStep:
         self._numbers = {bucket: number for number, bucket in enumerate(b for unit in units for b in unit.buckets)}
         self._worker: StepWorker | None = None
         self._failed: Exception | None = None
-        self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
+        self._pending_syncs: deque[tuple[Unit, list[Bucket]]] = deque()  # to be issued, in the order of units
         self._issuing = False
         goes_on_in_waits(self)
 
@@ -186,15 +186,16 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule refreshes of the `changed` buckets: masters are new, or will be after their steps. Collective."""
+        """Schedule param syncs of the `changed` buckets: masters are new, or will be after their steps. Collective."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
-            refreshed = [b for b in buckets if b.gathers_after_step]
-            # Now, although the refresh may be issued much later: a read in between must wait, and not see old values.
-            for bucket in refreshed:
+            synced = [b for b in buckets if b.gathers_after_step]
+            # Now, although the param sync may be issued much later: a read in between must wait, and not see old
+            # values.
+            for bucket in synced:
                 bucket.show(gathered=False)
-            if refreshed:
-                self._stale.append((unit, refreshed))
+            if synced:
+                self._pending_syncs.append((unit, synced))
             is_here = unit.reshards and unit.state is not State.SHARDED
             if buckets and is_here:
                 # A step inside a pass makes gathered values stale. The root is gathered on all ranks while a pass is
@@ -202,45 +203,48 @@ class AfterStep:
                 # again when they are needed, in an agreed order.
                 unit.drop()
             if buckets:
-                unit.forget_kept()
+                unit.forget_node_slices()
             if buckets and is_here and unit is self._units[0]:
                 unit.unshard_begin()
-        self.refresh()
+        self.sync_params()
 
-    def refresh(self, needed: Unit | None = None) -> None:
-        """Issue refreshes in the order of units: up to `needed`, waiting for its step, then while steps have ended.
+    def sync_params(self, needed: Unit | None = None) -> None:
+        """Issue param syncs in the order of units: up to `needed`, waiting for its step, then while steps have ended.
 
-        Ranks may issue different numbers of refreshes per call. The order is the same, as gathers on one group require.
+        Ranks may issue different numbers of param syncs per call. The order is the same, as gathers on one group
+        require.
         """
         if self._failed is not None:
             raise self._failed
+        if not self._pending_syncs:
+            return
         issuing, self._issuing = self._issuing, True
         try:
-            behind = any(unit is needed for unit, _ in self._stale)
-            while self._stale and (behind or self._stale[0][0].step_done):
-                unit, buckets = self._stale[0]
+            behind = any(unit is needed for unit, _ in self._pending_syncs)
+            while self._pending_syncs and (behind or self._pending_syncs[0][0].step_done):
+                unit, buckets = self._pending_syncs[0]
                 # Before the entry is removed: after a failed step the next call must get here again and raise.
                 for bucket in buckets:
                     bucket.awaited_step.wait()
-                self._stale.popleft()
-                unit.refresh_begin(buckets)
+                self._pending_syncs.popleft()
+                unit.begin_param_sync(buckets)
                 behind = behind and unit is not needed
         finally:
             self._issuing = issuing
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue the refreshes whose steps have ended. Return whether some are left.
+        """Issue the param syncs whose steps have ended. Return whether some are left.
 
         Called while this rank waits for others (:class:`GoesOn`), who may need these gathers before they come.
         """
         if self._failed is not None or self._issuing:
             return False
         try:
-            self.refresh()
+            self.sync_params()
         except Exception:
             return False  # the next wait for steps raises it again
-        return bool(self._stale)
+        return bool(self._pending_syncs)
 
     def wait_for_steps(self) -> None:
         """Wait for offloaded steps, which use their gradients until they end."""
@@ -250,21 +254,22 @@ class AfterStep:
             self._worker.wait()
         # Also buckets without a job on this rank: all ranks must agree on which buckets still await a step.
         for bucket in self._numbers:
-            bucket.awaited_step.wait()
-            bucket.param_store.settle()  # a write to files may end later, and may fail
+            if bucket.leaves_device:
+                bucket.awaited_step.wait()
+                bucket.param_store.wait_for_rest()  # a write to files may end later, and may fail
 
     def flush(self) -> None:
-        """Wait for offloaded steps, and issue all refreshes."""
+        """Wait for offloaded steps, and issue all param syncs."""
         self.wait_for_steps()
-        self.refresh_all()
+        self.sync_all_params()
 
-    def refresh_all(self) -> None:
-        """Issue all refreshes that are left, each after its step."""
-        while self._stale:
-            self.refresh(self._stale[0][0])
+    def sync_all_params(self) -> None:
+        """Issue all param syncs that are left, each after its step."""
+        while self._pending_syncs:
+            self.sync_params(self._pending_syncs[0][0])
 
-    def settle(self) -> None:
-        """Wait for steps, refreshes and all other gathers, before masters are read or changed."""
+    def wait_for_all(self) -> None:
+        """Wait for steps, param syncs and all other gathers, before masters are read or changed."""
         self.flush()
         for unit in self._units:
             unit.unshard_wait()

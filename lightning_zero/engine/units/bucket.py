@@ -3,7 +3,7 @@
 ::
 
     full    compute_param  [numel]        memory while gathered; parameters are views of it
-    home    master_param   [owned numel]  with the optimizer state: home.py
+    storage    master_param   [owned numel]  with the optimizer state: storage.py
     rest    compute_param  [owned numel]  between uses: param_store.py
     grad    grad           [owned numel]  from a backward until gradients are cleared: grad_store.py
 """
@@ -22,16 +22,14 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator, Sends
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.engine.units.flat_buffer import FlatBuffer, NodeShard, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
-from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
+from lightning_zero.engine.units.master_storage import MasterStorage, ResidentStorage, Tiers, make_storage, opened
 from lightning_zero.engine.units.param import ParamInfo, set_values, values_changed
-from lightning_zero.engine.units.param_store import ParamStore, make_param_store
+from lightning_zero.engine.units.param_store import FlatBuffer, NodeShard, ParamStore, make_param_store, placeholders
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
@@ -46,37 +44,32 @@ class AwaitedStep:
 
     def __init__(self) -> None:
         self.event: Event = None
-        self._future: Future[None] | None = None
+        self.future: Future[None] | None = None  # of the step that was asked for; on all ranks or on none
 
     def ask(self, event: Event) -> Future[None]:
         """Ask for a step. Whoever runs the step completes the returned future."""
         self.event = event
-        self._future = Future()
-        return self._future
+        self.future = Future()
+        return self.future
 
     def nothing_to_do(self) -> None:
-        # Asked all the same: `is_asked` decides which units are gathered ahead, and must be the same on all ranks.
+        # Asked all the same: this decides which units are gathered ahead, and must be the same on all ranks.
         self.ask(None).set_result(None)
 
     @property
-    def is_asked(self) -> bool:
-        """Whether a step was asked for and not yet waited for. The same on all ranks."""
-        return self._future is not None
-
-    @property
     def is_done(self) -> bool:
-        return self._future is None or self._future.done()
+        return self.future is None or self.future.done()
 
     def wait(self) -> None:
         """Wait for the step, and raise its error if it failed."""
-        if self._future is not None:
+        if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
-            if self._future.done():
-                self._future.result()
+            if self.future.done():
+                self.future.result()
             else:
                 with recording.stands("step", "offloaded step", on_host=True):
-                    self._future.result()
-            self._future = self.event = None
+                    self.future.result()
+            self.future = self.event = None
 
 
 _AT_ONCE = contextlib.nullcontext()
@@ -110,13 +103,13 @@ class Bucket:
     Attributes:
         plan: Where each role rests. It changes when a frozen bucket becomes trainable and when the module is restaged.
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
-        home: Masters of the owned range and their optimizer state. A view of `full` where `plan` says so.
+        storage: Masters of the owned range and their optimizer state. A view of `full` where `plan` says so.
         node_shard: Slice of the gathered values that is kept for this node.
         owned_range: Elements whose master_param and optimizer state this rank holds.
         gaps: Element ranges that belong to no parameter.
     """
 
-    home: Home
+    storage: MasterStorage
     grad_store: GradStore
     param_store: ParamStore
 
@@ -139,10 +132,11 @@ class Bucket:
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold whole masters
         self._values_here = True
-        self._pushed: Event = None  # event after the last copy that an offloaded step made to the device
+        self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
         self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
         self.gaps = self.layout.gaps()
+        self._tensors = tuple(info.param for info in self.params)
         self._placeholders: list[Tensor] = []
         self._follow(plan)
         self.full = FlatBuffer(self.layout.numel, dtypes.compute, comm.device)
@@ -152,25 +146,28 @@ class Bucket:
         self.plan = plan
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self.trainable = plan.trainable
-        self._is_elsewhere = plan.tiers.leaves_device
+        self.shards_master, self.accumulates = plan.shards_master, plan.accumulates_locally
+        self.steps_on_host, self.leaves_device = plan.steps_on_host, plan.tiers.leaves_device
         self.owned_range = plan.owned_range(self.comm.shard_rank)
         if (self.reshards or self.gathers_after_step) and not self._placeholders:
             shapes = [info.shape for info in self.params]
             self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
 
     def _make_views(self) -> None:
-        # Made while the buffer has memory. Views stay valid because the storage object stays (flat_buffer.py).
+        # Made while the buffer has memory. Views stay valid because the storage object stays (param_store.py).
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
+        self._views: list[Tensor] = []
         for info in self.params:
             info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
+            self._views.append(info.gathered)
 
     @property
     def sends(self) -> Sends:
         gathered = self.dtypes.compute if self.reshards or self.gathers_after_step else None
         reduced = self.dtypes.reduce if self.trainable else None
         exchanged = self.dtypes.wire if self.trainable and self.dtypes.exchanged else None
-        return Sends(self.layout.numel, gathered, reduced, exchanged, self.plan.shards_master)
+        return Sends(self.layout.numel, gathered, reduced, exchanged, self.shards_master)
 
     # -- ranges ---------------------------------------------------------------------------------------------------
 
@@ -211,38 +208,34 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """master_param [owned numel]. Readable while the home is open; on the device and the host it always is."""
-        return self.home.master
+        """master_param [owned numel]. Readable while the storage is open; on the device and the host it always is."""
+        return self.storage.master
 
     def share(self, values: Tensor) -> None:
         """Copy first `values` [owned numel] into the full buffer, if it stays gathered, and all-gather. Collective."""
         if not self.reshards:
             self._own_part.copy_(values)
-            if self.plan.shards_master:
+            if self.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Set first `values` [owned numel] in master_dtype. The bucket may keep the tensor itself."""
-        self._settle_in(values, taken=True)
-
-    def _settle_in(self, values: Tensor, *, taken: bool = False) -> None:
-        """Make home and stores from `values` [owned numel]. With `taken` the home may use the memory of `values`."""
+        """Make storage and stores for `values` [owned numel] in master_dtype. The bucket may keep the tensor itself."""
         self.comm.streams.change()
-        self._make_home(values, taken=taken)
+        self._make_storage(values, taken=True)
         self._make_grad_store()
         self._make_param_store(values)
 
-    def _make_home(self, values: Tensor, *, taken: bool = False) -> None:
+    def _make_storage(self, values: Tensor, *, taken: bool = False) -> None:
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            home = make_home(plan.home_tier, self._tiers, self.label, values, dtype, taken=taken)
-            self.home = home  # set when the copy into the home is complete
+            storage = make_storage(plan.storage_tier, self._tiers, self.label, values, dtype, taken=taken)
+            self.storage = storage  # set when the copy into the storage is complete
         else:
-            self.home = ResidentHome(self._own_part, is_exposed=True)
+            self.storage = ResidentStorage(self._own_part, is_exposed=True)
 
     def _make_param_store(self, values: Tensor) -> None:
         self.param_store = make_param_store(
-            self.plan, self.label, self.home, self._own_part, values, self._send, self._tiers, self.comm.streams
+            self.plan, self.label, self.storage, self._own_part, values, self._send, self._tiers, self.comm.streams
         )
 
     def _make_grad_store(self) -> None:
@@ -255,25 +248,32 @@ class Bucket:
         if self.plan.rests_as(before):
             self._make_grad_store()
             return
-        # A clone: the old home's memory is freed before the new home takes memory.
-        with opened(self.home) as master:
+        # A clone: the old storage's memory is freed before the new storage takes memory.
+        with opened(self.storage) as master:
             values = master.clone()
-        self.home.free()
-        self._settle_in(values)
+        self.storage.free()
+        self.fill(values)
 
     def is_on(self, tier: Tier, tiers: Tiers) -> bool:
         return tier is Tier.device or getattr(self._tiers, tier.name) is getattr(tiers, tier.name)
 
     def rest_as(
-        self, plan: BucketPlan, tiers: Tiers, values: Tensor, *, keeps_home: bool, grad: Tensor | None, keeps_grad: bool
+        self,
+        plan: BucketPlan,
+        tiers: Tiers,
+        values: Tensor,
+        *,
+        keeps_storage: bool,
+        grad: Tensor | None,
+        keeps_grad: bool,
     ) -> None:
         """Move the bucket to another `plan` of the same layout, without messages. :meth:`show_at_rest` must follow.
 
-        The caller frees the old home, which is open, and moves the optimizer state.
+        The caller frees the old storage, which is open, and moves the optimizer state.
 
         Args:
             values: Masters of the range that is owned under `plan`.
-            keeps_home, keeps_grad: The present home or gradient store fits `plan`.
+            keeps_storage, keeps_grad: The present storage or gradient store fits `plan`.
             grad: Reduced gradient [owned numel] of the new range, or None.
         """
         self._tiers = tiers
@@ -284,9 +284,9 @@ class Bucket:
         if self.owned_range != range_before:  # the buffer has memory: one of the two plans does not reshard
             self._own_part = self.full.data[slice(*self.owned_range)]
         self.comm.streams.change()
-        self._pushed = None
-        if not keeps_home:
-            self._make_home(values.to(self.comm.device) if plan.home_tier is Tier.device else values)
+        self._copied = None
+        if not keeps_storage:
+            self._make_storage(values.to(self.comm.device) if plan.storage_tier is Tier.device else values)
         self.param_store.free()  # first: the new store may take its place on the tier
         self._make_param_store(values)
         if not keeps_grad:
@@ -307,25 +307,25 @@ class Bucket:
         if self.reshards:
             self.full.release()
 
-    def push(self) -> None:
-        """Update the compute parameters at rest after a step. The home must be open."""
-        self.param_store.update(self.master)
-        if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_pushed`
+    def copy_master_to_params(self) -> None:
+        """Update the compute parameters at rest after a step. The storage must be open."""
+        self.param_store.update(self.storage.master)
+        if not self.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
         """Cast the master into `target` [owned numel] on the device, after kernels that may still read `target`."""
-        if not self.plan.steps_on_host:
-            self.home.copy_to(target)
+        if not self.steps_on_host:
+            self.storage.copy_to(target)
             return
         # The step's thread runs this while the main thread queues the next forward. So the copy waits only for the
         # event of when the step was asked for, and uses its own stream: gathers of other buckets, which may be needed
         # sooner, would queue behind it.
         streams = self.comm.streams
         with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
-            self.home.copy_to(target)
-            self._pushed = streams.mark()
-        self.home.read_until(self._pushed)
+            self.storage.copy_to(target)
+            self._copied = streams.mark()
+        self.storage.read_until(self._copied)
 
     @contextlib.contextmanager
     def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
@@ -341,7 +341,7 @@ class Bucket:
             self.param_store.read(own)
             event = self.comm.streams.mark()
         self.comm.streams.wait(event)
-        self.home.read_until(event)
+        self.storage.read_until(event)
         return own
 
     @contextlib.contextmanager
@@ -350,7 +350,7 @@ class Bucket:
         does not wait for the current stream."""
         streams = self.comm.streams
         with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
-            streams.wait(self._pushed)
+            streams.wait(self._copied)
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
@@ -359,7 +359,7 @@ class Bucket:
         Where `value` equals `before`, the compute parameters of the owned range, masters keep their full precision.
         """
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
-        with opened(self.home, changed=True) as master:
+        with opened(self.storage, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
                     continue
@@ -381,14 +381,11 @@ class Bucket:
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
-    @property
-    def can_gather_together(self) -> bool:
-        return self.comm.streams.are_there and not self._is_elsewhere
-
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective."""
-        if self.comm.streams.are_there and (of_node or not self._is_elsewhere):
-            return gather_together([self], of_node=of_node)
+        """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective.
+
+        On a device with streams, :func:`gather_together` gathers what is on the device.
+        """
         if of_node:
             data, label = self.prepare_gather(of_node=True)
             return self.comm.all_gather(data, label, of_node=True)
@@ -396,15 +393,15 @@ class Bucket:
         self.awaited_step.wait()
         with self.comm.streams.pool_of("gather"):
             self.full.allocate()
-        if not self._is_elsewhere:
+        if not self.leaves_device:
             self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # Issued from the host-to-device stream, the gather waits for the copies of the last step and of `prepare`. From
         # the compute stream it would send the shard before these copies have arrived.
-        with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
+        with recording.profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
             with self._moves("h2d", self._own_part):
                 self.param_store.prepare(self._own_part)
-            self.home.read_until(self.comm.streams.mark())
+            self.storage.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
     def prepare_gather(self, *, of_node: bool = False) -> tuple[Tensor, str]:
@@ -426,7 +423,7 @@ class Bucket:
 
     def full_master(self) -> Tensor:
         """Gather the masters of the whole bucket into a new tensor [layout.numel] on the device. Blocks. Collective."""
-        with opened(self.home) as master:
+        with opened(self.storage) as master:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
@@ -438,7 +435,7 @@ class Bucket:
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
             full[low + start : low + start + values.numel()].copy_(values)
-        if self.plan.shards_master:
+        if self.shards_master:
             self.comm.all_gather(full, f"{self.label} ({what})").wait()
         return full
 
@@ -449,17 +446,16 @@ class Bucket:
         if self.is_plain:
             return
         self._values_are(here=gathered)
-        for info in self.params:
-            value = info.gathered if gathered else self._placeholders[info.slot]
-            assert value is not None
-            set_values(info.param, value, info.classes.present if gathered else info.classes.absent, info.classes)
+        if gathered:
+            set_values(self.params, self._views, "present")
+        else:
+            set_values(self.params, self._placeholders, "absent")
 
     def show_plain(self, values: Iterable[Tensor]) -> None:
         """Point the parameters at `values`, one for each, as plain parameters, until :meth:`hide_plain`."""
         self.is_plain = True
         self._values_are(here=True)
-        for info, value in zip(self.params, values, strict=True):
-            set_values(info.param, value, info.classes.plain, info.classes)
+        set_values(self.params, values, "plain")
 
     def hide_plain(self, *, gathered: bool) -> None:
         self.is_plain = False
@@ -475,17 +471,16 @@ class Bucket:
         if here is self._values_here:
             return  # raising twice would leave another version than the graph has saved
         self._values_here = here
-        params = tuple([info.param for info in self.params])
         if here:
-            _unsafe_set_version_counter(params, tuple([info.version for info in self.params]))
+            _unsafe_set_version_counter(self._tensors, tuple([info.version for info in self.params]))
         else:
-            increment_version(params)
+            increment_version(self._tensors)
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of several buckets as one message. Collective.
 
-    All must allow it (:attr:`~Bucket.can_gather_together`), and all or none reshard. `of_node` gathers kept slices.
+    All are on a device with streams, and all or none reshard. `of_node` gathers kept slices.
     """
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,

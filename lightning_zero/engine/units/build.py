@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,14 @@ from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError, Precision, ZeroConfig
+from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
-from lightning_zero.engine.units.home import Tiers
+from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
-from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 def materialise(
@@ -151,7 +152,7 @@ class BufferSync:
     """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
-        self._comm = comm
+        self._module, self._comm = ref(module), comm
         self._seen = self._now(module)
 
     @staticmethod
@@ -159,8 +160,11 @@ class BufferSync:
         """List all buffers with their versions. A write in place raises the version; an inference tensor has none."""
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
-    def sync(self, module: nn.Module) -> None:
+    @outside_autograd
+    def sync(self) -> None:
         """Send rank 0's buffers to all ranks if any rank's have changed, by a small agreement. Collective."""
+        module = self._module()
+        assert module is not None
         now = self._now(module)
         if not now or self._comm.world_size == 1:
             return
@@ -191,7 +195,6 @@ def build_units(
     rows: Sequence[TierRow],
     tiers: Tiers,
     sources: Mapping[str, Tensor] | None = None,
-    long_work: LongWork = SILENT,
 ) -> list[Unit]:
     """Build the units of `module` with filled buckets, at rest, the root first. Collective.
 
@@ -202,7 +205,7 @@ def build_units(
     built: dict[int, Unit] = {}
     some_meta = comm.max_(torch.tensor([any(t.is_meta for t in _tensors_of(module))], dtype=torch.uint8)).item()
     in_order = [*list(enumerate(groups))[1:], (0, groups[0])]  # root last: it owns what units share
-    for index, group in long_work.items(in_order, "sharding, in units"):
+    for index, group in comm.long_work.items(in_order, "sharding, in units"):
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
@@ -230,8 +233,8 @@ def _build_buckets(
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
     for part in group.buckets:
-        stage, alone = STAGES[config.stage.name], config.comm.even_alone
-        plan = place(part.shape(unit), stage, row, comm.shard_size, even_alone=alone)
+        stage = STAGES[config.stage.name]
+        plan = place(part.shape(unit), stage, row, comm.shard_size, even_alone=comm.even_alone)
         label = f"{group.name or '(root)'}#{len(buckets)}"
         bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
         _fill(bucket, sources)

@@ -23,7 +23,7 @@ from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConf
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.grad_store import Landing
-from lightning_zero.engine.units.home import Tiers
+from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
@@ -43,7 +43,6 @@ from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
-from lightning_zero.tiers.write_behind import WriteBehind
 
 IO_THREADS = 4  # a disk wants several requests in flight
 LANDING_THREADS = 4  # enough to keep up with a link: each adds a few GB/s
@@ -62,7 +61,7 @@ def make_tiers(
     path = path_of(offload, comm, share)
     rows = choose_rows(groups, config, comm, share, path)
     used = {tier for row in rows for tier in row}
-    rest = _at_start(groups, rows, config, comm.shard_size)
+    rest = _at_start(groups, rows, config, comm)
     if used != {Tier.device}:
         staging = rest[Role.staging, Tier.host]
         needed = memory.on_tier(rest, Tier.host) - staging
@@ -77,7 +76,7 @@ def make_tiers(
         except BaseException:
             nvme.close()
             raise
-    return with_ways(host, nvme, placed(groups, rows, config, comm.shard_size), comm, share), rows
+    return with_ways(host, nvme, placed(groups, rows, config, comm), comm, share), rows
 
 
 def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
@@ -110,7 +109,7 @@ def with_ways(
     before: Tiers = _NONE,
 ) -> Tiers:
     """Make a :class:`Tiers` with the threads and buffers that move data. Reuse those of `before`."""
-    landing = sender = read_ahead = write_behind = None
+    landing = sender = read_ahead = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
     if nvme is not None:
@@ -118,8 +117,7 @@ def with_ways(
         if comm.streams.are_there:
             sender = before.sender or Sender(accelerator)
         read_ahead = ReadAhead(accelerator, max(map(memory.read_nbytes, plans)))
-        write_behind = WriteBehind(nvme)
-    return Tiers(host, nvme, landing, sender, read_ahead, write_behind)
+    return Tiers(host, nvme, landing, sender, read_ahead)
 
 
 def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
@@ -237,18 +235,18 @@ def check_room(
 
 
 def _at_start(
-    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
+    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
 ) -> memory.Bytes:
     """Bytes that one rank takes at the start: file ring, masters and parameters. Optimizer state is made later."""
-    buckets = placed(groups, rows, config, world_size)
+    buckets = placed(groups, rows, config, comm)
     return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
 
 
 def placed(
-    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
+    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
 ) -> list[BucketPlan]:
-    row, alone = STAGES[config.stage.name], config.comm.even_alone
-    return [place(shape, row, rows[shape.unit], world_size, even_alone=alone) for shape in bucket_shapes(groups)]
+    row, size, alone = STAGES[config.stage.name], comm.shard_size, comm.even_alone
+    return [place(shape, row, rows[shape.unit], size, even_alone=alone) for shape in bucket_shapes(groups)]
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
@@ -341,7 +339,7 @@ def change_tiers(
     path = path_of(offload, comm, share)
     held = _sum((bucket.plan, bucket.states, bucket.whole) for bucket in buckets)
     rows = choose_rows(groups, config, comm, share, path, held)
-    plans = placed(groups, rows, config, comm.shard_size)
+    plans = placed(groups, rows, config, comm)
     to_come = ((plan, b.later, b.whole_later(plan)) for plan, b in zip(plans, buckets, strict=True))
     wanted = _sum(to_come, Moment.reduced)
     more = {tier: memory.on_tier(wanted, tier) - memory.on_tier(held, tier) for tier in Tier}

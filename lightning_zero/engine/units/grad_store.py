@@ -21,12 +21,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.device.host_threads import set_own_threads
-from lightning_zero.engine.units.home import Tiers
+from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.memory import PAIR_NBYTES
 from lightning_zero.tiers.extents import Wanted
@@ -308,7 +307,7 @@ class Landing:
         accelerator.bind_thread()
         length = PAIR_NBYTES // reduced.element_size()
         before: tuple[Event, Tensor, Tensor] | None = None
-        with profiled("transfer", "gradient"), torch.inference_mode(False), torch.no_grad():
+        with recording.profiled("transfer", "gradient"), torch.inference_mode(False), torch.no_grad():
             for turn, low in enumerate(range(0, reduced.numel(), length)):
                 piece = reduced[low : low + length]
                 buffer = self._pair.buffer(turn, piece.dtype, piece.numel())

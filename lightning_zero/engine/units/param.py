@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -52,8 +52,9 @@ _ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # all
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+# torch's own `param.grad`. For an absent parameter call them inside `outside_autograd` only.
+get_grad = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
@@ -88,6 +89,9 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def find_owner(param: Tensor) -> Owner | None:
     reference: ReferenceType[Owner] | None = _OWNERS.get(param)
     return reference() if reference is not None else None
+
+
+Kind = Literal["plain", "present", "absent"]
 
 
 class Classes(NamedTuple):
@@ -156,13 +160,13 @@ class _Absent:
     def grad(self: Any) -> Tensor | None:
         """torch's own `grad` without `__torch_function__`, which takes ten times as long, at every step."""
         with torch._C.DisableTorchFunctionSubclass():
-            grad: Tensor | None = _get_grad(self)
+            grad: Tensor | None = get_grad(self)
         return grad
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            _set_grad(self, value)
+            set_grad(self, value)
 
     @grad.deleter
     def grad(self: Any) -> None:
@@ -217,15 +221,6 @@ def make_plain(params: Iterable[nn.Parameter]) -> None:
     """Give parameters their own class back. Their `.data` stays."""
     for param in params:
         param.__class__ = _PLAIN.get(type(param), type(param))
-
-
-def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes) -> None:
-    """Point `param` at `values`, and set its class to `kind`, one of `classes`."""
-    # The plain class first: an absent parameter would ask the owner, who is calling this.
-    param.__class__ = classes.plain
-    _set_data(param, values)
-    if kind is not classes.plain:
-        param.__class__ = kind
 
 
 def _is_passive(func: Any, args: Sequence[object], kwargs: Mapping[str, object] | None) -> bool:
@@ -309,13 +304,21 @@ class ParamInfo:
             piece.copy_(value.read(start + low, start + low + len(piece), self.order))
 
 
-def values_changed(infos: Iterable[ParamInfo]) -> None:
+def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind) -> None:
+    """Point parameters at `values`, one for each, and change their classes to those of `kind`."""
+    for info, value in zip(infos, values, strict=True):
+        # The plain class first: an absent parameter would ask the owner, who is calling this.
+        info.param.__class__ = info.classes.plain
+        _set_data(info.param, value)
+        info.param.__class__ = getattr(info.classes, kind)
+
+
+def values_changed(infos: Sequence[ParamInfo]) -> None:
     """Raise the versions of parameters whose values were replaced without an operation on the parameter.
 
     As after an in-place operation, torch then refuses a backward that saved the old values. The versions in `infos`
     rise too, so that `passes.access.Writes` sees no write.
     """
-    infos = list(infos)
     increment_version([info.param for info in infos])
     for info in infos:
         info.version += 1

@@ -1,38 +1,131 @@
-"""Stores of a bucket's compute parameters between uses: one class for each :class:`ParamsRest`.
+"""The memory of a bucket's compute parameters: gathered, kept for the node, and between uses.
 
-::
+A :class:`FlatBuffer` frees its memory and takes it again under the same storage object. `untyped_storage().resize_(0)`
+keeps autograd right: views of weights that it saved (`weight.t()` in a linear layer) hold the storage object, not its
+memory. On CUDA the memory belongs to the gather stream's pool; `comm/streams.py` says who waits for whom.
+
+Between uses there is one class of :class:`ParamStore` for each :class:`ParamsRest`::
 
                      prepare: before a gather          update: after a step
     FullIsMaster     nothing                           nothing
-    FullCopy         nothing                           home -> own slice of the full buffer
-    InHome           home -> own slice, cast           nothing
-    DeviceShard      shard -> own slice                home -> shard, cast
-    FileShard        file -> own slice                 home -> file, cast
+    FullCopy         nothing                           storage -> own slice of the full buffer
+    InMasterStorage  storage -> own slice, cast        nothing
+    DeviceShard      shard -> own slice                storage -> shard, cast
+    FileShard        file -> own slice                 storage -> file, cast
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.engine.units.home import Home, Tiers, opened
+from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead
-from lightning_zero.tiers.write_behind import WriteBehind
+
+
+class FlatBuffer:
+    """One flat tensor `data` [numel], readable only while `allocated`."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        # A tensor made under inference mode can never be used in training.
+        with torch.inference_mode(False):
+            self.data = torch.empty(numel, dtype=dtype, device=device)
+        self.nbytes = self.data.numel() * self.data.element_size()
+
+    def renew(self) -> None:
+        """Take a new storage, and leave the old one with its memory to whoever holds it. Views must be made again."""
+        with torch.inference_mode(False):
+            self.data = torch.empty_like(self.data)
+
+    @property
+    def allocated(self) -> bool:
+        return self.data.untyped_storage().nbytes() == self.nbytes
+
+    def allocate(self) -> None:
+        """Take memory with undefined contents, unless the buffer has memory. All views get it too."""
+        storage = self.data.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        """Free the memory, unless NumPy has a view of it (`weight.numpy()`)."""
+        storage = self.data.untyped_storage()
+        # `resize_`, because views that autograd saved hold this storage object.
+        if storage.resizable():
+            storage.resize_(0)
+
+    def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
+        """View `shape` at element `start`. The view survives `release` and `allocate`."""
+        if self.allocated:
+            return self.data.as_strided(shape, strides, start)
+        raise RuntimeError("views are made while the buffer has memory")
+
+
+def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Make a placeholder for each shape: one NaN element, expanded. All elements share one small vector."""
+    with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
+        cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
+        return [cells[index].expand(shape) for index, shape in enumerate(shapes)]
+
+
+class NodeShard:
+    """The slice of a bucket's gathered values that a rank keeps for its node under `hybrid_shard=node_backward`.
+
+    ::
+
+        full    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |    shards of eight ranks, on two nodes
+        kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
+
+    `values` [numel / ranks of the node] are kept from the unit's drop in the forward until the pass ends or masters
+    change; else they are None. The gather for the backward takes them.
+    """
+
+    def __init__(self, numel: int, rank: int, size: int) -> None:
+        """`rank` is this rank's position in its node, of `size` ranks. With size 0 nothing is ever kept."""
+        each = numel // size if size else 0
+        self._range = slice(rank * each, (rank + 1) * each)
+        self.values: Tensor | None = None
+
+    def of(self, full: Tensor) -> Tensor:
+        return full[self._range]
+
+    def keep(self, full: Tensor) -> None:
+        """Keep this rank's slice of the gathered values `full` [numel], until `values` is set to None."""
+        with torch.inference_mode(False):
+            self.values = self.of(full).clone()
+
+    def put_into(self, full: Tensor) -> None:
+        assert self.values is not None, "nothing was kept"
+        self.of(full).copy_(self.values)
+
+    def becomes(self, full: Tensor) -> None:
+        """Update the kept slice, if any, from the changed values `full` [numel]."""
+        if self.values is not None:
+            self.values.copy_(self.of(full))
+
+    def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
+        """Write one parameter, whose place in the bucket begins at `start`, to the kept slice."""
+        first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
+        if self.values is not None and first < last:
+            low = self._range.start
+            info.copy_part(value, first - start, self.values[first - low : last - low])
 
 
 class ParamStore:
     """Compute parameters of the range that a rank owns: tensors are [owned numel] in compute_dtype.
 
-    `memory` is device memory for the parameters beside full buffer and home, or None.
+    `memory` is device memory for the parameters beside full buffer and storage, or None.
     """
 
     memory: Tensor | None = None
@@ -51,7 +144,7 @@ class ParamStore:
     def update(self, master: Tensor) -> None:
         """Take new values from `master` after a step. `master` is readable."""
 
-    def settle(self) -> None:
+    def wait_for_rest(self) -> None:
         """Wait until all parameters are in their place, and raise the error of a failed write."""
 
     def free(self) -> None:
@@ -69,32 +162,30 @@ class FullIsMaster(ParamStore):
         target.copy_(self._own)
 
 
-class InHome(ParamStore):
-    """The parameters are cast from the masters for each use. Frozen parameters are in the home themselves."""
+class InMasterStorage(ParamStore):
+    """The parameters are cast from the masters for each use. Frozen parameters are in the storage themselves."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, storage: MasterStorage) -> None:
+        self._storage = storage
 
     def stage_ahead(self) -> None:
-        self._home.begin_open()
+        self._storage.begin_open()
 
     def read(self, target: Tensor) -> None:
-        with opened(self._home):
-            self._home.copy_to(target)
+        self._storage.copy_to(target)
 
 
 class FullCopy(ParamStore):
-    """The full buffer is a copy of the masters. Users' code may write to the buffer, so reads use the home."""
+    """The full buffer is a copy of the masters. Users' code may write to the buffer, so reads use the storage."""
 
-    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
-        self._home, self._own, self._send = home, own, send
+    def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
+        self._storage, self._own, self._send = storage, own, send
 
     def prepare(self, own: Tensor) -> None:
         """Do nothing: `update` has filled the slice."""
 
     def read(self, target: Tensor) -> None:
-        with opened(self._home):
-            self._home.copy_to(target)
+        self._storage.copy_to(target)
 
     def update(self, master: Tensor) -> None:
         self._send(self._own)
@@ -117,15 +208,14 @@ class FileShard(ParamStore):
     def __init__(
         self,
         tier: NvmeTier,
-        home: Home,
+        storage: MasterStorage,
         read_ahead: ReadAhead,
-        write_behind: WriteBehind,
         streams: Streams,
         label: str,
         values: Tensor,
     ) -> None:
-        self._tier, self._home, self._streams = tier, home, streams
-        self._read_ahead, self._write_behind = read_ahead, write_behind
+        self._tier, self._storage, self._streams = tier, storage, streams
+        self._read_ahead = read_ahead
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._give_back: Callable[[Event], None] | None = None
@@ -149,11 +239,11 @@ class FileShard(ParamStore):
     def update(self, master: Tensor) -> None:
         self._drop()  # values that were read ahead are stale now
         value = master.to("cpu", self._extent.dtype)
-        self._writing = self._write_behind.put(self._extent, value)
+        self._writing = self._tier.write_behind(self._extent, value)
         if value is master:  # not converted: the next step must wait for the write before it changes the master
-            self._home.lend(self._writing)
+            self._storage.lend(self._writing)
 
-    def settle(self) -> None:
+    def wait_for_rest(self) -> None:
         self._writing.result()
 
     def free(self) -> None:
@@ -173,7 +263,7 @@ class FileShard(ParamStore):
 def make_param_store(
     plan: BucketPlan,
     label: str,
-    home: Home,
+    storage: MasterStorage,
     own: Tensor,
     values: Tensor,
     send: Callable[[Tensor], None],
@@ -188,12 +278,12 @@ def make_param_store(
         case ParamsRest.full_is_master:
             return FullIsMaster(own)
         case ParamsRest.full:
-            return FullCopy(home, own, send)
-        case ParamsRest.home:
-            return InHome(home)
+            return FullCopy(storage, own, send)
+        case ParamsRest.storage:
+            return InMasterStorage(storage)
         case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
-            assert tiers.nvme is not None and tiers.read_ahead is not None and tiers.write_behind is not None
+            assert tiers.nvme is not None and tiers.read_ahead is not None
             values = values.to("cpu", own.dtype)
-            return FileShard(tiers.nvme, home, tiers.read_ahead, tiers.write_behind, streams, label, values)
+            return FileShard(tiers.nvme, storage, tiers.read_ahead, streams, label, values)
         case ParamsRest.shard:
             return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

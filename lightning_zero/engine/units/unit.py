@@ -10,17 +10,17 @@ which changes this rank's slice, until the other slices arrive. At stage 0 a uni
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.units.bucket import Bucket, gather_together
+from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
+from lightning_zero.engine.units.bucket import Bucket, Place, gather_together
 from lightning_zero.engine.units.param import ParamInfo
 
 
@@ -46,17 +46,23 @@ class Unit:
     index: int
     buckets: list[Bucket]
     title: str = field(init=False)
+    infos: list[ParamInfo] = field(init=False)
     resharded: list[Bucket] = field(init=False)  # buckets that are dropped after use
     reshards: bool = field(init=False)  # the unit is gathered for a use and dropped after it
     gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
-    keeps: bool = False  # a pass with a backward is open: dropping keeps a slice for the node
-    comes_of_node: bool = False  # gathered in this pass: the next gather takes the node's kept slices
+    expected: int = 0  # gradients of parameters that this backward brings
+    arrived: int = 0  # those of them that came since the unit was last dropped
+    calls: set[int] = field(default_factory=set)  # that wait for gradients of their inputs, which need frozen weights
+    is_held: bool = False  # users' code holds values until the pass ends
+    keeps_node_slices: bool = False  # a pass with a backward is open: dropping keeps a slice for the node
+    gathers_in_node: bool = False  # gathered in this pass: the next gather takes the node's kept slices
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values still have memory
 
     def __post_init__(self) -> None:
         self.title = self.name or "(root)"
+        self.infos = [info for bucket in self.buckets for info in bucket.params]
         self.plans_changed()
 
     def plans_changed(self) -> None:
@@ -68,9 +74,6 @@ class Unit:
         """Whether `tensor` lies in a buffer whose memory is freed when the unit is dropped."""
         storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(storage == b.full.data.untyped_storage()._cdata for b in self.resharded)
-
-    def infos(self) -> Iterable[ParamInfo]:
-        return itertools.chain.from_iterable([bucket.params for bucket in self.buckets])
 
     def _enter(self, state: State) -> None:
         if (self.state, state) not in LEGAL:
@@ -88,15 +91,16 @@ class Unit:
     def unshard_begin(self) -> None:
         """Issue the gathers of all buckets that reshard, as one message where possible. Collective."""
         self._enter(State.GATHERING)
-        with profiled("gather", self.title):
+        with recording.profiled("gather", self.title):
             self.pending = []
-            self._issue(self.resharded, of_node=self.comes_of_node)
+            self._issue(self.resharded, of_node=self.gathers_in_node)
         # Set by gathers, whose order is the same on all ranks: all must use the same group for the next gather.
-        self.comes_of_node = self.keeps
+        self.gathers_in_node = self.keeps_node_slices
 
     def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
-        are_there = bool(buckets) and buckets[0].comm.streams.are_there
-        together = [b for b in buckets if b.can_gather_together or (of_node and are_there)]
+        together: list[Bucket] = []
+        if buckets and buckets[0].comm.streams.are_there:
+            together = [b for b in buckets if of_node or not b.leaves_device]
         if together:
             self.pending.append(gather_together(together, of_node=of_node))
         # One by one, so that `abandon` can end the earlier gathers if a later one cannot be issued.
@@ -104,11 +108,11 @@ class Unit:
             if bucket not in together:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
-    def refresh_begin(self, buckets: Sequence[Bucket]) -> None:
+    def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
         """Issue the gathers of `buckets` after a step, and show placeholders until they arrive. Collective."""
-        self.unshard_wait()  # of an earlier refresh, if masters changed twice in a row
+        self.unshard_wait()  # of an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
-        with profiled("gather", self.title):
+        with recording.profiled("gather", self.title):
             self._issue(buckets)
             for bucket in buckets:
                 bucket.show(gathered=False)
@@ -116,7 +120,7 @@ class Unit:
     def unshard_wait(self) -> None:
         """Wait for gathers under way, if any, and show the values."""
         if self.state is State.GATHERING:
-            with profiled("wait for", self.title):
+            with recording.profiled("wait for", self.title):
                 for pending in self.pending:
                     pending.wait()
             # Cleared after all waits: if one raises, the unit stays GATHERING, and `abandon` ends the pending gathers.
@@ -128,7 +132,7 @@ class Unit:
 
     def abandon(self, deadline: float) -> None:
         """Bring the unit to rest after an exception, whatever is in flight."""
-        # A refresh is not abandoned: other ranks have issued it too, and the next pass needs its values.
+        # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
             self.pending = []
@@ -147,7 +151,8 @@ class Unit:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # last chance to copy users' writes to the values into the masters
-            if self.keeps and bucket.node_shard.values is None:  # `Bucket.write_master` updates a kept slice
+            # `Bucket.write_master` updates a slice that is kept already.
+            if self.keeps_node_slices and bucket.node_shard.values is None:
                 bucket.node_shard.keep(bucket.full.data)
         self._enter(State.SHARDED)
         # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
@@ -164,22 +169,23 @@ class Unit:
 
     def pass_begins(self) -> None:
         """Begin a pass with a backward. Under `node_backward` each drop keeps a slice for the node."""
-        self.keeps = self.reshards and self.buckets[0].comm.node_size > 0
+        self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
         """Bring the unit to rest, and drop the node's slice. A `deadline` says that an exception has ended the pass."""
-        self.keeps = False
+        self.keeps_node_slices = self.is_held = False
+        self.calls.clear()
         if deadline is None:
             self.drop()
         else:
             self.abandon(deadline)
-        self.forget_kept()
+        self.forget_node_slices()
 
-    def forget_kept(self) -> None:
+    def forget_node_slices(self) -> None:
         """Drop the node-local copy, because the masters have changed or the pass has ended. Collective."""
-        self.comes_of_node = False
+        self.gathers_in_node = False
         for bucket in self.buckets:
-            bucket.node_shard.forget()
+            bucket.node_shard.values = None
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need while this rank has gathered the unit already. Collective."""
@@ -187,8 +193,8 @@ class Unit:
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
         for bucket in self.resharded:
-            bucket.comm.all_gather(bucket.full.data.clone(), bucket.label, of_node=self.comes_of_node).wait()
-        self.comes_of_node = self.keeps
+            bucket.comm.all_gather(bucket.full.data.clone(), bucket.label, of_node=self.gathers_in_node).wait()
+        self.gathers_in_node = self.keeps_node_slices
 
     def stage_ahead(self) -> None:
         for bucket in self.buckets:
@@ -202,4 +208,29 @@ class Unit:
     @property
     def awaits_step(self) -> bool:
         """Whether an offloaded step was asked for and not yet waited for. The same on all ranks."""
-        return any(b.awaited_step.is_asked for b in self.buckets)
+        return any(b.awaited_step.future is not None for b in self.buckets)
+
+
+class Units(list[Unit]):
+    """The units of one module: first the root, then in the order of ``named_modules``."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        super().__init__(units)
+        self.places = {id(info.param): Place(b, info) for b in self.buckets for info in b.params}
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self for bucket in unit.buckets]
+
+    def owns(self, param: nn.Parameter) -> bool:
+        return id(param) in self.places
+
+    def place_of(self, param: nn.Parameter) -> Place:
+        """Return the bucket and slot of ``param``. Raise a ConfigError if it is not in the sharded module."""
+        place = self.places.get(id(param))
+        if place is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is not part of the sharded module, so ranks would step it "
+                "apart. Register it on the module before it is sharded (in __init__ or configure_model)."
+            )
+        return place

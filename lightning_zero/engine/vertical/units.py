@@ -24,6 +24,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
+from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import (
     CannotDivide,
@@ -177,7 +178,7 @@ class UnitInChunks:
     @contextlib.contextmanager
     def _in_chunk(self, module: nn.Module) -> Iterator[None]:
         passes = self._passes()
-        packs = torch.is_grad_enabled() and passes is not None and self._unit.reshards and passes.saved.possible
+        packs = torch.is_grad_enabled() and passes is not None and self._unit.reshards and hooks_allowed()
         with (
             self._vertical.in_chunk(),
             keeping_buffers(module, self._title),

@@ -2,7 +2,7 @@
 
 ::
 
-    shown            whole parameters inside of gather() and between runs
+    whole_params     whole parameters inside of gather() and between runs
     values           which rank saves which part
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
     snapshot         a host copy of shards for a thread that writes it

@@ -7,6 +7,7 @@ or gathered where the owned range changes. The old and the new values of only on
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,9 @@ from lightning_zero.engine.units.after_step import default_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
-from lightning_zero.engine.units.home import Tiers, opened
-from lightning_zero.engine.whole.shown import take_writes_over
+from lightning_zero.engine.units.master_storage import Tiers, opened
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
+from lightning_zero.engine.whole.whole_params import gathered_buckets, take_writes_over
 from lightning_zero.optimizers.state_trees import State
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
@@ -42,9 +43,9 @@ class Move:
     plan: BucketPlan
 
     @property
-    def moves_home(self) -> bool:
-        """Return whether masters and state change their home. It is the same on all ranks."""
-        old, new = ((p.shards_master, p.copies_master, p.home_tier) for p in (self.bucket.plan, self.plan))
+    def moves_storage(self) -> bool:
+        """Return whether masters and state change their storage. It is the same on all ranks."""
+        old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (self.bucket.plan, self.plan))
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     passes, comm = engine.passes, engine.comm
     passes.leave()
     take_writes_over(engine)
-    engine.settle_gradients()
+    engine.passes.sharded_grads.finish_pending()
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
@@ -81,8 +82,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # kernels may still read the values that move
     comm.streams.let_go()
-    before = engine.tiers
-    forget_before = engine.take_tiers(tiers)
+    before, engine.tiers = engine.tiers, tiers
     try:
         # Lift budgets: they bound values at rest. If the user gave one, available memory is not checked either.
         tiers.set_budgets(None if config.offload.host_budget is None else sys.maxsize, None)
@@ -93,13 +93,13 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         if tiers.nvme is not None:
             tiers.nvme.trim()
         before.close(but=tiers)
-        forget_before()
-        engine.after_step.use_threads(config.offload.threads or default_threads(share.cpus))
+        engine.passes.after_step.use_threads(default_threads(share.cpus))
     except BaseException as error:
-        engine.after_step.fail(_partly_moved(error))
+        weakref.finalize(engine, before.close)  # some values are still there
+        engine.passes.after_step.fail(_partly_moved(error))
         raise
     engine.config = config
-    passes.plans_changed()
+    passes.plans_changed(config)
     comm.connect([bucket.sends for bucket in unit.buckets] for unit in engine.units)
 
 
@@ -161,7 +161,7 @@ def _in_the_way(engine: Engine) -> str | None:
             f"expected to be called between steps, got a call {what}. Call it in on_train_batch_end, "
             "on_train_epoch_end, or between two fits."
         )
-    if engine.shown:
+    if gathered_buckets(engine):
         return (
             "expected to be called outside of gather(), got a call inside of it. Leave the "
             "`with lightning_zero.gather(...)` block first."
@@ -220,14 +220,16 @@ def _move_all(
 
 def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> None:
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
-    keeps_home = not move.moves_home and bucket.is_on(plan.home_tier, tiers)
-    keeps_grad = keeps_home and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
-    home, came_whole = bucket.home, not bucket.reshards
-    with opened(home) as master:
+    keeps_storage = not move.moves_storage and bucket.is_on(plan.storage_tier, tiers)
+    keeps_grad = (
+        keeps_storage and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
+    )
+    storage, came_whole = bucket.storage, not bucket.reshards
+    with opened(storage) as master:
         # Messages first: the later calls may fail on one rank alone.
         values, grad = master, None
         states: list[ParamStates] = [{} for _ in known]
-        if not keeps_home:
+        if not keeps_storage:
             values = move.of(master)
             for number, (sharded, entries) in enumerate(zip(engine.optimizers, known, strict=True)):
                 full = full_entries(bucket, sharded, entries, lambda values: values)
@@ -235,14 +237,14 @@ def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> N
         if not keeps_grad and bucket.grad is not None:
             grad = move.of(bucket.grad)
 
-        def settle_in() -> None:
-            bucket.rest_as(plan, tiers, values, keeps_home=keeps_home, grad=grad, keeps_grad=keeps_grad)
-            if not keeps_home:
+        def move_in() -> None:
+            bucket.rest_as(plan, tiers, values, keeps_storage=keeps_storage, grad=grad, keeps_grad=keeps_grad)
+            if not keeps_storage:
                 for sharded, found in zip(engine.optimizers, states, strict=True):
                     sharded.reload(bucket, found)
 
-        comm.together(f"restaging {bucket.label}", settle_in)
+        comm.together(f"restaging {bucket.label}", move_in)
         bucket.show_at_rest(values, came_whole=came_whole)
-    if not keeps_home:
+    if not keeps_storage:
         comm.streams.accelerator.synchronize()
-        home.free()
+        storage.free()

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.units.home import Home, ResidentHome
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, ResidentStorage
 from lightning_zero.tiers.pages import HostPages
 
 
@@ -25,29 +24,31 @@ class _Span:
 
 
 class Snapshot:
-    """Copies the values that homes in memory have when the snapshot is made.
+    """Copies the values that storages in memory have when the snapshot is made.
 
-    A change of a home waits until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` holds buffers
-    of earlier copies for reuse: new memory would double the time of a copy.
+    A change of a storage waits until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` holds
+    buffers of earlier copies for reuse: new memory would double the time of a copy.
     """
 
-    def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams, spare: list[Tensor]) -> None:
+    def __init__(
+        self, wanted: Mapping[MasterStorage, Sequence[FlatSlice]], streams: Streams, spare: list[Tensor]
+    ) -> None:
         self._streams, self._spare = streams, spare
         self._spans: dict[int, _Span] = {}
         for part in (part for parts in wanted.values() for part in parts):
             span = self._spans.setdefault(id(part.whole), _Span(part.whole))
             low, high = part.rows
             span.start, span.stop = min(span.start, low), max(span.stop, high)
-        for home in wanted:
-            if isinstance(home, ResidentHome) and home.is_exposed and id(home.master) in self._spans:
-                self._copy(self._spans[id(home.master)])  # user code may change it without notice
+        for storage in wanted:
+            if isinstance(storage, ResidentStorage) and storage.is_exposed and id(storage.master) in self._spans:
+                self._copy(self._spans[id(storage.master)])  # user code may change it without notice
         self._made = streams.mark()  # after the kernels that computed the values
         self._copied: Future[None] = Future()
-        for home in wanted:
-            home.lend(self._copied)
+        for storage in wanted:
+            storage.lend(self._copied)
 
     @staticmethod
-    def nbytes(wanted: Mapping[Home, Sequence[Sliced]]) -> int:
+    def nbytes(wanted: Mapping[MasterStorage, Sequence[FlatSlice]]) -> int:
         """Return about how much host memory the copies take."""
         return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
@@ -75,7 +76,7 @@ class Snapshot:
             return HostPages(values.nbytes).tensor(0, values.dtype, values.numel()).view(values.shape)
         return self._streams.accelerator.host_memory(values.shape, values.dtype)
 
-    def read(self, part: Sliced) -> Tensor:
+    def read(self, part: FlatSlice) -> Tensor:
         """Return the copied values of ``part`` [numel] on the host, valid until :meth:`close`."""
         span = self._spans[id(part.whole)]
         assert span.copy is not None
@@ -83,7 +84,7 @@ class Snapshot:
         return part.of(span.copy[low - span.start : high - span.start])
 
     def close(self) -> None:
-        """Stop holding up changes of homes, and return the buffers to ``spare``. May be called twice."""
+        """Stop holding up changes of storages, and return the buffers to ``spare``. May be called twice."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -18,13 +18,12 @@ from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import (
     COPY,
     Copies,
-    Hollow,
+    FakeTensors,
     Part,
     TensorParts,
     Value,
@@ -34,6 +33,7 @@ from lightning_zero.engine.whole.values import (
     own_parts,
     parts_for_folder,
 )
+from lightning_zero.engine.whole.whole_params import masters_changed, take_writes_over
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor
 
@@ -45,42 +45,46 @@ if TYPE_CHECKING:
 
 @outside_autograd
 def module_state(
-    engine: Engine, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+    engine: Engine, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """See ``Engine.state_dict``. Collective."""
     take_writes_over(engine)
-    if hollow is not None:
-        values = _tensors(engine, lambda value, info: hollow.tensor(value, info, info.dtype), trainable_only)
+    if fakes is not None:
+        values = _tensors(engine, lambda value, info: fakes.tensor(value, info, info.dtype), trainable_only)
     else:
-        values = _gathered(engine, wanted=not only_rank_0 or engine.rank == 0)
-    if only_rank_0 and engine.rank != 0:
+        values = _gathered(engine, wanted=not only_rank_0 or engine.comm.rank == 0)
+    if only_rank_0 and engine.comm.rank != 0:
         return {}
     return _state_dict_with(engine, values, trainable_only)
 
 
-def hollow_copy(engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False) -> State:
-    """Make ``module.state_dict()`` on rank 0 with hollow tensors for the copy ``homes`` of the masters."""
-    name = f"copy {len(hollow.copies)}"
-    hollow.copies[name] = homes
+def fake_copy(
+    engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
+) -> State:
+    """Make ``module.state_dict()`` on rank 0 with fake tensors for the copy ``storages`` of the masters."""
+    name = f"copy {len(fakes.copies)}"
+    fakes.copies[name] = storages
 
     def tensor(value: Value, info: ParamInfo) -> Tensor:
-        return hollow.tensor(value._replace(optimizer=COPY, name=name), info, info.dtype)
+        return fakes.tensor(value._replace(optimizer=COPY, name=name), info, info.dtype)
 
     values = _tensors(engine, tensor, trainable_only)
-    return {} if engine.rank else _state_dict_with(engine, values, trainable_only)
+    return {} if engine.comm.rank else _state_dict_with(engine, values, trainable_only)
 
 
 @outside_autograd
-def sharded_state_dict(engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False) -> State:
-    """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``homes``. Collective."""
+def sharded_state_dict(
+    engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
+) -> State:
+    """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``storages``. Collective."""
     take_writes_over(engine)
-    parts = _parts_by_value(engine, {} if homes is None else {"copy": homes})
+    parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
 
     def tensor(value: Value, info: ParamInfo) -> Tensor:
-        home = engine.buckets[value.bucket].home
-        if homes is not None:
-            value, home = value._replace(optimizer=COPY, name="copy"), homes[value.bucket]
-        return TensorParts(info.shape, home.master.dtype, parts.get(value, ()), info.strides)
+        storage = engine.buckets[value.bucket].storage
+        if storages is not None:
+            value, storage = value._replace(optimizer=COPY, name="copy"), storages[value.bucket]
+        return TensorParts(info.shape, storage.master.dtype, parts.get(value, ()), info.strides)
 
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
@@ -105,7 +109,7 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
 def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     """Gather every parameter on the host in its checkpoint dtype, by ``id``; empty if not ``wanted``. Collective."""
     result: dict[int, Tensor] = {}
-    for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
+    for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
         for info in bucket.params if wanted else ():
             result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
@@ -114,7 +118,7 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
 
 def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> State:
     """Return ``module.state_dict()`` with parameters replaced by ``values``, which are by ``id`` of the parameter."""
-    with engine.placeholders_allowed():
+    with engine.passes.fence.lowered():
         state = engine.module.state_dict(keep_vars=True)
     by_id = {id(info.param): info for b in engine.buckets for info in b.params}
     by_storage = {_identity(info.param): info for info in by_id.values()}
@@ -154,17 +158,20 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 
 @outside_autograd
 def optimizer_state(
-    engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
+    engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
 ) -> State:
-    """See ``Engine.optimizer_state``. Collective."""
+    """Return the optimizer's full ``state_dict()`` on the host; by default empty except on rank 0. Collective.
+
+    With ``fakes`` tensors have no values. Raises ConfigError if ``optimizer`` does not step the engine's shards.
+    """
     sharded = sharded_optimizer(engine, optimizer)
-    engine.settle()
-    wanted, index = not only_rank_0 or engine.rank == 0, engine.optimizers.index(sharded)
+    engine.passes.wait_for_all()
+    wanted, index = not only_rank_0 or engine.comm.rank == 0, engine.optimizers.index(sharded)
     # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
     known = all_entries(engine, sharded)
     states: dict[tuple[int, int], object] = {}
-    if hollow is None:
-        work = engine.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
+    if fakes is None:
+        work = engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
         for number, bucket in enumerate(work):
             full = full_entries(
                 bucket,
@@ -177,7 +184,7 @@ def optimizer_state(
         for number, slots in sorted(known.items()):
             for slot, entry in slots.items():
                 value = Value(number, slot, index)
-                states[number, slot] = with_leaves(entry, partial(_hollow_leaf, hollow, value))
+                states[number, slot] = with_leaves(entry, partial(_fake_leaf, fakes, value))
     if not wanted:
         return {}
     bucket_numbers = {bucket: number for number, bucket in enumerate(engine.buckets)}
@@ -190,8 +197,8 @@ def optimizer_state(
     }
 
 
-def _hollow_leaf(hollow: Hollow, value: Value, leaf: Leaf) -> Tensor:
-    return hollow.tensor(value._replace(name=leaf.name), leaf, leaf.dtype)
+def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:
+    return fakes.tensor(value._replace(name=leaf.name), leaf, leaf.dtype)
 
 
 @outside_autograd
@@ -201,7 +208,7 @@ def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
     Values of a whole parameter, such as a step count, are :class:`Lone` on the rank that holds its first element.
     """
     sharded = sharded_optimizer(engine, optimizer)
-    engine.settle()
+    engine.passes.wait_for_all()
     index, parts = engine.optimizers.index(sharded), _parts_by_value(engine)
     stepped = {place.info.fqn for group in sharded.places() for place in group}
     state: dict[str, object] = {}
@@ -240,8 +247,8 @@ class _CopyIntoShards(TorchFunctionMode):
     ) -> object:
         if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
             return args[0]
-        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
-            place = self.engine.place_of(args[0])
+        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.units.owns(args[0]):
+            place = self.engine.units.place_of(args[0])
             try:
                 outside_autograd(place.bucket.write)(place.info, args[1])
             except OSError as error:
@@ -260,7 +267,7 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
         own.update(_own_nbytes(engine))
         return sum(own.values())
 
-    with loading_into_shards(engine) as copies, engine.long_work.bytes("loading weights", total) as did:
+    with loading_into_shards(engine) as copies, engine.comm.long_work.bytes("loading weights", total) as did:
         copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
 
         def load() -> _IncompatibleKeys:
@@ -281,7 +288,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
     for bucket in engine.buckets:
         for fragment in bucket.owned_fragments():
             param = bucket.params[fragment.index].param
-            found[id(param)] = found.get(id(param), 0) + fragment.numel * bucket.home.master.element_size()
+            found[id(param)] = found.get(id(param), 0) + fragment.numel * bucket.storage.master.element_size()
     return found
 
 
@@ -295,21 +302,21 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
     """Let ``module.load_state_dict`` write slices. All ranks pass the same full values. Collective."""
-    engine.settle()
+    engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
-    engine.writes.take_all_over()
-    with engine.placeholders_allowed(), _CopyIntoShards(engine) as copies:
+    engine.passes.writes.take_all_over()
+    with engine.passes.fence.lowered(), _CopyIntoShards(engine) as copies:
         yield copies
-    engine.masters_changed()
+    masters_changed(engine)
 
 
 # -- optimizers, into shards ------------------------------------------------------------------------------------------
 
 
-def load_optimizer(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
-    """See ``Engine.load_optimizer_state``. Collective."""
+def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
+    """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
-    engine.settle()
+    engine.passes.wait_for_all()
     check_optimizer(engine, optimizer, state, "the checkpoint")
     states: dict[tuple[Bucket, int], Saved] = {}
     for group, saved, place, found in _pairs(optimizer, sharded, state):
@@ -317,11 +324,11 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
         if place is not None and found:
             states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
-        sharded.load_param_states(states, engine.long_work)
+        sharded.load_param_states(states, engine.comm.long_work)
 
 
 def check_optimizer(engine: Engine, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if ``Engine.load_optimizer_state`` would refuse ``state``, which messages call ``what``."""
+    """Raise a ConfigError if `load_optimizer_state` would refuse ``state``, which messages call ``what``."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

@@ -1,7 +1,8 @@
 """Find which rank holds which part of the masters and of optimizer state, for each form in which they are saved.
 
 Each element is saved once at any stage: a rank saves its shard even of replicated masters, and of several replicas the
-first one saves. ``Hollow`` is for one file, into which each rank writes its ranges; ``TensorParts`` is for a folder.
+first one saves. ``FakeTensors`` is for one file, into which each rank writes its ranges; ``TensorParts`` is for a
+folder.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch._ops import OpOverload
 
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import Home, opened
-from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.optimizers.state_trees import Leaf, State, leaves_in, with_leaves
 from lightning_zero.planning.boxes import memory_order
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MASTER = ""  # the name of a parameter's master values
 COPY = -1  # in place of the optimizer's number: a copy of the masters
 
-Copies = Mapping[str, Sequence[Home]]  # homes of copies of all buckets' masters, by name of the copy
+Copies = Mapping[str, Sequence[MasterStorage]]  # storages of copies of all buckets' masters, by name of the copy
 Entries = Mapping[int, dict[int, State]]  # state by bucket and slot, with a Leaf for each tensor
 
 
@@ -44,12 +44,12 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of a value, in memory order. Read ``source`` while ``home`` is open."""
+    """Adjacent elements of a value, in memory order. Read ``source`` while ``storage`` is open."""
 
     value: Value
     start: int
-    source: Sliced
-    home: Home | None
+    source: FlatSlice
+    storage: MasterStorage | None
 
 
 class Range(NamedTuple):
@@ -62,24 +62,24 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts that this rank saves, home by home. Sends no message, and opens no home."""
+    """Yield the parts that this rank saves, storage by storage. Sends no message, and opens no storage."""
     if engine.comm.replica:  # the first replica saves
         return
     for number, bucket in enumerate(engine.buckets):
-        yield from _of_masters(bucket, Value(number, 0), bucket.home)
+        yield from _of_masters(bucket, Value(number, 0), bucket.storage)
         for index, sharded in enumerate(engine.optimizers):
             for slot, name, start, source in sharded.parts(bucket):
-                yield Part(Value(number, slot, index, name), start, source, bucket.home)
-        for name, homes in (copies or {}).items():
-            yield from _of_masters(bucket, Value(number, 0, COPY, name), homes[number])
+                yield Part(Value(number, slot, index, name), start, source, bucket.storage)
+        for name, storages in (copies or {}).items():
+            yield from _of_masters(bucket, Value(number, 0, COPY, name), storages[number])
 
 
-def _of_masters(bucket: Bucket, value: Value, home: Home) -> Iterator[Part]:
+def _of_masters(bucket: Bucket, value: Value, storage: MasterStorage) -> Iterator[Part]:
     for fragment in bucket.owned_fragments():
         if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
             start, low, high = part
-            source = Sliced(home.master, fragment.start + low, high - low)
-            yield Part(value._replace(slot=fragment.index), start, source, home)
+            source = FlatSlice(storage.master, fragment.start + low, high - low)
+            yield Part(value._replace(slot=fragment.index), start, source, storage)
 
 
 def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
@@ -103,11 +103,11 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """Yield this rank's ranges of ``wanted``, one open home at a time. Call ``Engine.state_dict`` before it."""
-    for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
+    """Yield this rank's ranges of ``wanted``, one open storage at a time. Call ``Engine.state_dict`` before it."""
+    for storage, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.storage):
         if own := [part for part in parts if part.value in wanted]:
-            assert home is not None
-            with opened(home):
+            assert storage is not None
+            with opened(storage):
                 for part in own:
                     yield Range(part.value, part.start, part.source.tensor)
 
@@ -151,22 +151,22 @@ def full_entries(
 # -- tensors that stand for values ------------------------------------------------------------------------------------
 
 
-class Hollow:
+class FakeTensors:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
     Tensors of ``last`` are reused, because making one takes 0.1 ms; ``last`` is useless afterwards. ``made`` pairs each
     tensor with the value that it stands for.
     """
 
-    def __init__(self, last: Hollow | None = None) -> None:
+    def __init__(self, last: FakeTensors | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self._mode: FakeTensorMode = last._mode if last is not None else FakeTensorMode()
         self._kept = {(value, made.dtype): made for value, made in last.made} if last is not None else {}
         self.made: list[tuple[Value, Tensor]] = []
-        self.copies: dict[str, Sequence[Home]] = {}
+        self.copies: dict[str, Sequence[MasterStorage]] = {}
 
-    def __reduce__(self) -> tuple[type[Hollow], tuple[()]]:
+    def __reduce__(self) -> tuple[type[FakeTensors], tuple[()]]:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:

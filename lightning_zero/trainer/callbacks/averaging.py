@@ -18,12 +18,13 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.home import ResidentHome, opened
+from lightning_zero.engine.units.master_storage import ResidentStorage, opened
+from lightning_zero.engine.whole import whole_params
 from lightning_zero.engine.whole.restage import Follow, Move
 from lightning_zero.engine.whole.state_dicts import keeping_frozen, loading_into_shards, sharded_state_dict
 from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
-from lightning_zero.trainer.replaced import in_place_of
+from lightning_zero.trainer.adapted import is_ours
 
 EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
@@ -31,10 +32,10 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
     """Hold the masters of all buckets in memory inside. The averages take as much memory."""
-    engine.settle()
+    engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
-            stack.enter_context(opened(bucket.home, changed=changed))
+            stack.enter_context(opened(bucket.storage, changed=changed))
         yield
 
 
@@ -67,7 +68,7 @@ class ShardedAverage(AveragedModel):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
-        self._homes: list[ResidentHome] = []  # of the averages, made for the last save
+        self._storages: list[ResidentStorage] = []  # of the averages, made for the last save
         self._beside_masters = device is None
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -93,7 +94,7 @@ class ShardedAverage(AveragedModel):
                 now.copy_(average)
                 if previous is not None:
                     average.copy_(previous)
-        self.engine.masters_changed()
+        whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return full tensors on rank 0, or each rank's parts if folders are saved. Collective."""
@@ -102,7 +103,7 @@ class ShardedAverage(AveragedModel):
         if settings.name is CheckpointFormat.sharded:
             state = self._own_state(trainable_only=settings.exclude_frozen)
         elif save is not None:
-            state = self._with_own_buffers(save.copy_of_masters(self._make_homes()))
+            state = self._with_own_buffers(save.copy_of_masters(self._make_storages()))
         else:
             self.exchange(swap=True)
             try:
@@ -118,7 +119,7 @@ class ShardedAverage(AveragedModel):
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
-            device = self.engine.comm.device if move.plan.home_tier is Tier.device else torch.device("cpu")
+            device = self.engine.comm.device if move.plan.storage_tier is Tier.device else torch.device("cpu")
         values = move.of(average.detach()).to(device)
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view would keep the whole storage alive
@@ -126,18 +127,18 @@ class ShardedAverage(AveragedModel):
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
         return self._with_own_buffers(
-            sharded_state_dict(self.engine, self._make_homes(), trainable_only=trainable_only)
+            sharded_state_dict(self.engine, self._make_storages(), trainable_only=trainable_only)
         )
 
-    def _make_homes(self) -> list[ResidentHome]:
-        self._homes = [ResidentHome(average.detach()) for average in self.module.parameters()]
-        return self._homes
+    def _make_storages(self) -> list[ResidentStorage]:
+        self._storages = [ResidentStorage(average.detach()) for average in self.module.parameters()]
+        return self._storages
 
     def _begin_to_change(self) -> None:
         """Let a background save copy the averages before they change."""
-        for home in self._homes:
-            home.open(to_write=True)
-        self._homes = []
+        for storage in self._storages:
+            storage.open(to_write=True)
+        self._storages = []
 
     def _with_own_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
         for name, buffer in self.module.named_buffers():
@@ -155,7 +156,7 @@ class ShardedAverage(AveragedModel):
             self.engine.load_state_dict(state, strict=strict)
         finally:
             self.exchange(swap=True)
-        self.engine.settle()  # the current weights are loaded next
+        self.engine.passes.wait_for_all()  # the current weights are loaded next
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
@@ -190,7 +191,7 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
 
 
-# -- what is replaced -------------------------------------------------------------------------------------------------
+# -- the callback -----------------------------------------------------------------------------------------------------
 
 
 class NoAverageYet:
@@ -209,68 +210,51 @@ class NoAverageYet:
         )
 
 
-def averages_shards(trainer: pl.Trainer) -> bool:
-    """Whether the trainer's strategy is ours."""
-    return hasattr(trainer.strategy, "_checkpoints")
+class AveragesShards(WeightAveraging):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Copy nothing: :func:`average_shards` makes the average."""
+        if not is_ours(trainer):
+            super().setup(trainer, pl_module, stage)
+        elif stage == "fit":
+            self._average_model = NoAverageYet()  # type: ignore[assignment]
 
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        if (average := self._sharded) is not None:
+            average.exchange(swap=True)
+        else:
+            super()._swap_models(pl_module)
 
-@in_place_of(WeightAveraging, "setup")
-def _setup(
-    theirs: Any, callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
-) -> None:
-    """Copy nothing: :func:`average_shards` makes the average."""
-    if not averages_shards(trainer):
-        theirs(callback, trainer, pl_module, stage)
-    elif stage == "fit":
-        callback._average_model = NoAverageYet()  # type: ignore[assignment]
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        if (average := self._sharded) is not None:
+            average.exchange(swap=False)
+        else:
+            super()._copy_average_to_current(pl_module)
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if isinstance(self._average_model, NoAverageYet):
+            self._average_model.loaded = checkpoint
+            return
+        if (average := self._sharded) is None:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            return
+        if checkpoint.get(EXCLUDES_FROZEN):
+            states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
+            module = average.engine.module
+            checkpoint = checkpoint | {key: keeping_frozen(module, state) for key, state in states.items()}
+        with loading_into_shards(average.engine):  # the callback calls pl_module.load_state_dict
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
-@in_place_of(WeightAveraging, "_swap_models")
-def _swap_models(theirs: Any, callback: WeightAveraging, pl_module: pl.LightningModule) -> None:
-    if isinstance(callback._average_model, ShardedAverage):
-        _average_of(callback).exchange(swap=True)
-    else:
-        theirs(callback, pl_module)
-
-
-@in_place_of(WeightAveraging, "_copy_average_to_current")
-def _copy_average_to_current(theirs: Any, callback: WeightAveraging, pl_module: pl.LightningModule) -> None:
-    if isinstance(callback._average_model, ShardedAverage):
-        _average_of(callback).exchange(swap=False)
-    else:
-        theirs(callback, pl_module)
-
-
-@in_place_of(WeightAveraging, "on_load_checkpoint")
-def _on_load_checkpoint(
-    theirs: Any,
-    callback: WeightAveraging,
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    checkpoint: dict[str, Any],
-) -> None:
-    average: Any = callback._average_model
-    if isinstance(average, NoAverageYet):
-        average.loaded = checkpoint
-        return
-    if not isinstance(average, ShardedAverage):
-        theirs(callback, trainer, pl_module, checkpoint)
-        return
-    engine = _average_of(callback).engine
-    if checkpoint.get(EXCLUDES_FROZEN):
-        states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
-        checkpoint = checkpoint | {key: keeping_frozen(engine.module, state) for key, state in states.items()}
-    with loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
-        theirs(callback, trainer, pl_module, checkpoint)
-
-
-def _average_of(callback: WeightAveraging) -> ShardedAverage:
-    """Return a callback's average. Raise RuntimeError if it belongs to another engine."""
-    average: Any = callback._average_model
-    if engine_of(average.engine.module) is not average.engine:
-        raise RuntimeError(
-            f"the averages of {type(callback).__name__} belong to a run with another strategy or other settings. Give "
-            "each Trainer a callback of its own."
-        )
-    assert isinstance(average, ShardedAverage)
-    return average
+    @property
+    def _sharded(self) -> ShardedAverage | None:
+        """The average if it is of shards. Raise RuntimeError if it belongs to another engine."""
+        average: Any = self._average_model
+        if not isinstance(average, ShardedAverage):
+            return None
+        if engine_of(average.engine.module) is not average.engine:
+            raise RuntimeError(
+                f"the averages of {type(self).__name__} belong to a run with another strategy or other settings. Give "
+                "each Trainer a callback of its own."
+            )
+        return average

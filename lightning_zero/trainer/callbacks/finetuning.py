@@ -3,21 +3,38 @@ compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Parameter
-from torch.optim import Optimizer
+import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.engine.engine import engines
 from lightning_zero.lightning_api import BaseFinetuning
-from lightning_zero.trainer.replaced import in_place_of
 
 
-@in_place_of(BaseFinetuning, "filter_on_optimizer")
-def _not_in_optimizer(theirs: Any, optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
-    params = list(params)
-    if not any(engine.owns(param) for engine in engines() for param in params):
-        return list(theirs(optimizer, params))
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in params if id(p) not in known]
+class _EqualIfSame(TorchFunctionMode):
+    """Lets ``torch.equal`` compare a sharded parameter by identity."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.equal and any(engine.units.owns(args[0]) for engine in engines()):
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))
+
+
+class FinetunesShards(BaseFinetuning):
+    @staticmethod
+    def filter_on_optimizer(*args: Any, **kwargs: Any) -> list[Any]:
+        with _EqualIfSame():
+            return BaseFinetuning.filter_on_optimizer(*args, **kwargs)
+
+    @staticmethod
+    def unfreeze_and_add_param_group(*args: Any, **kwargs: Any) -> None:
+        with _EqualIfSame():
+            BaseFinetuning.unfreeze_and_add_param_group(*args, **kwargs)

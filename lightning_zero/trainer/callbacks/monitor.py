@@ -106,7 +106,7 @@ class ZeroMonitor(Callback):
         self._end_counting()  # still open if on_train_batch_start returned -1
         first = self._recorder is not None and not self._sums["batches"]
         known = getattr(pl_module, "flops_per_batch", None) is not None
-        if first and self._count_flops and not known and not _engine(trainer).compiled.are_there:
+        if first and self._count_flops and not known and not _engine(trainer).forwards.compiled.are_there:
             self._counting = FlopCount()
             self._counting.__enter__()  # type: ignore[no-untyped-call]
 
@@ -182,7 +182,7 @@ class ZeroMonitor(Callback):
 
     def _now(self, trainer: pl.Trainer) -> dict[str, float]:
         assert self._recorder is not None
-        sums, order, now = self._sums, _engine(trainer).order, time.monotonic()
+        sums, order, now = self._sums, _engine(trainer).passes.order, time.monotonic()
         sums["seconds"] += now - self._since
         sums["steps"], self._since = trainer.global_step, now
         stood, moved = self._recorder.stands_so_far(), self._recorder.moved_so_far()
@@ -244,7 +244,7 @@ def _batches_at_once(trainer: pl.Trainer) -> int:
 
 def _kinds(engine: Engine) -> set[str]:
     """Return the kinds of :data:`STANDS` and :data:`MOVES` that can occur in this run."""
-    kinds = set(_BETWEEN_RANKS) if engine.world_size > 1 else set()
+    kinds = set(_BETWEEN_RANKS) if engine.comm.world_size > 1 else set()
     if engine.config.offload.name is not Offload.none:
         kinds.update(_OFFLOADED)
     if engine.tiers.nvme is not None:
@@ -253,7 +253,7 @@ def _kinds(engine: Engine) -> set[str]:
 
 
 def _known_peak(engine: Engine) -> float | None:
-    dtype = _DTYPES.get(engine.precision, "bf16")
+    dtype = _DTYPES.get(engine.passes.precision, "bf16")
     tf32 = torch.get_float32_matmul_precision() != "highest"
     return peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
 

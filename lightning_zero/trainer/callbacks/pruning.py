@@ -14,9 +14,8 @@ from torch import nn
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
-from lightning_zero.engine.whole.shown import show_full
+from lightning_zero.engine.whole.whole_params import show_gathered
 from lightning_zero.lightning_api import ModelPruning, pl
-from lightning_zero.trainer.replaced import in_place_of
 
 
 @contextlib.contextmanager
@@ -25,42 +24,36 @@ def _with_values(engine: Engine | None) -> Generator[None, None, None]:
     if engine is None:
         yield
         return
-    with show_full(engine, list(engine.module.parameters())):
+    with show_gathered(engine, list(engine.module.parameters())):
         yield
-    engine.sync_buffers()  # random masks differ between ranks
+    engine.passes.buffers.sync()  # random masks differ between ranks
 
 
-@in_place_of(ModelPruning, "setup")
-def _setup(theirs: Any, callback: ModelPruning, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-    with _with_values(engine_of(module)):
-        theirs(callback, trainer, module, stage)
+class PrunesShards(ModelPruning):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        with _with_values(engine_of(pl_module)):
+            super().setup(trainer, pl_module, stage)
 
+    def _run_pruning(self, current_epoch: int) -> None:
+        params = {id(p) for module, _ in self._parameters_to_prune or () for p in module.parameters(recurse=False)}
+        found = (engine for engine in engines() if any(id(p) in params for p in engine.module.parameters()))
+        with _with_values(next(found, None)):
+            super()._run_pruning(current_epoch)
 
-@in_place_of(ModelPruning, "_run_pruning")
-def _run_pruning(theirs: Any, callback: ModelPruning, current_epoch: int) -> None:
-    params = {id(p) for module, _ in callback._parameters_to_prune or () for p in module.parameters(recurse=False)}
-    found = (engine for engine in engines() if any(id(p) in params for p in engine.module.parameters()))
-    with _with_values(next(found, None)):
-        theirs(callback, current_epoch)
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        with _with_values(engine_of(module)):
+            super().make_pruning_permanent(module)
 
-
-@in_place_of(ModelPruning, "make_pruning_permanent")
-def _make_pruning_permanent(theirs: Any, callback: ModelPruning, module: nn.Module) -> None:
-    with _with_values(engine_of(module)):
-        theirs(callback, module)
-
-
-@in_place_of(ModelPruning, "on_save_checkpoint")
-def _on_save_checkpoint(
-    theirs: Any, callback: ModelPruning, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
-) -> None:
-    """Apply masks to the state dict being saved. The callback would ask the module for a new one."""
-    if engine_of(module) is None:
-        theirs(callback, trainer, module, checkpoint)
-        return
-    state = checkpoint["state_dict"]
-    module.__dict__["state_dict"] = lambda *_, **__: type(state)(state)
-    try:
-        theirs(callback, trainer, module, checkpoint)
-    finally:
-        module.__dict__.pop("state_dict", None)
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Apply masks to the state dict being saved. The callback would ask the module for a new one."""
+        if engine_of(pl_module) is None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+            return
+        state = checkpoint["state_dict"]
+        pl_module.__dict__["state_dict"] = lambda *_, **__: type(state)(state)
+        try:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        finally:
+            pl_module.__dict__.pop("state_dict", None)

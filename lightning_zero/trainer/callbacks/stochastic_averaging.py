@@ -10,16 +10,11 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.whole.shown import take_writes_over
+from lightning_zero.engine.whole import whole_params
+from lightning_zero.engine.whole.whole_params import take_writes_over
 from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
-from lightning_zero.trainer.callbacks.averaging import (
-    NoAverageYet,
-    ShardedAverage,
-    averages_shards,
-    masters,
-    stochastic,
-)
-from lightning_zero.trainer.replaced import in_place_of
+from lightning_zero.trainer.adapted import is_ours
+from lightning_zero.trainer.callbacks.averaging import NoAverageYet, ShardedAverage, masters, stochastic
 
 
 class StochasticAverage(ShardedAverage):
@@ -48,7 +43,7 @@ class StochasticAverage(ShardedAverage):
         with masters(self.engine, changed=True):
             for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
                 bucket.master.copy_(own)
-        self.engine.masters_changed()
+        whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict()
@@ -68,28 +63,24 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
             average.load_state_dict(waiting.loaded)
 
 
-@in_place_of(StochasticWeightAveraging, "setup")
-def _setup(
-    theirs: Any, callback: StochasticWeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
-) -> None:
-    """Copy nothing: :func:`average_shards` makes the average."""
-    if not averages_shards(trainer):
-        theirs(callback, trainer, pl_module, stage)
-    elif trainer.state.fn == TrainerFn.FITTING:
-        callback._average_model = NoAverageYet()  # type: ignore[assignment]
+class AveragesShardsStochastically(StochasticWeightAveraging):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Copy nothing: :func:`average_shards` makes the average."""
+        if not is_ours(trainer):
+            super().setup(trainer, pl_module, stage)
+        elif trainer.state.fn == TrainerFn.FITTING:
+            self._average_model = NoAverageYet()  # type: ignore[assignment]
 
+    @staticmethod
+    def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
+        if isinstance(average_model, StochasticAverage):
+            average_model.average(n_averaged, avg_fn)
+        else:
+            StochasticWeightAveraging.update_parameters(average_model, model, n_averaged, avg_fn)
 
-@in_place_of(StochasticWeightAveraging, "update_parameters")
-def _update_parameters(theirs: Any, average: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
-    if isinstance(average, StochasticAverage):
-        average.average(n_averaged, avg_fn)
-    else:
-        theirs(average, model, n_averaged, avg_fn)
-
-
-@in_place_of(StochasticWeightAveraging, "transfer_weights")
-def _transfer_weights(theirs: Any, average: Any, model: Any) -> None:
-    if isinstance(average, StochasticAverage):
-        average.transfer()
-    else:
-        theirs(average, model)
+    @staticmethod
+    def transfer_weights(src_pl_module: Any, dst_pl_module: Any) -> None:
+        if isinstance(src_pl_module, StochasticAverage):
+            src_pl_module.transfer()
+        else:
+            StochasticWeightAveraging.transfer_weights(src_pl_module, dst_pl_module)

@@ -39,7 +39,7 @@ from lightning_zero.planning.choose import Choice, choose_row, human_bytes, with
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units.describe import UnitGroup
-from lightning_zero.lightning_api import isolate_rng, parse_optimizers, pl
+from lightning_zero.lightning_api import isolate_rng, pl
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
@@ -136,7 +137,7 @@ def states_of(
             detach_from_lightning(made, trainer, lambda _: None)
             with mode:
                 found: Any = made.configure_optimizers()
-            optimizers = [] if found is None else parse_optimizers(found)[0]
+            optimizers = _optimizers_in(found)
             own = dict(zip(map(id, made.parameters()), module.parameters(), strict=True))
             found = planned_states(
                 units, optimizers, config.optimizer, config.reduce_bucket_bytes, lambda param: own[id(param)]
@@ -175,3 +176,12 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _optimizers_in(found: object) -> list[Optimizer]:
+    """Return the optimizers in what ``configure_optimizers`` has returned."""
+    if isinstance(found, Mapping):
+        found = found.get("optimizer")
+    if isinstance(found, list | tuple):
+        return [optimizer for part in found for optimizer in _optimizers_in(part)]
+    return [found] if isinstance(found, Optimizer) else []

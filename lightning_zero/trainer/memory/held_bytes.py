@@ -43,12 +43,12 @@ def held_bytes(engine: Engine) -> Bytes:
         if not bucket.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
         add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
-        add(plan.home_role, plan.home_tier, bucket.master)
+        add(plan.storage_role, plan.storage_tier, bucket.master)
         for sharded in engine.optimizers:
             for state in sharded.state_tensors(bucket):
                 add(Role.optim_state, tiers.master, state)
         add(Role.grad, tiers.grad, bucket.grad_store.memory)
-        add(Role.grad, Tier.device, engine.reducer.grads[bucket].local)
+        add(Role.grad, Tier.device, engine.passes.reducer.grads[bucket].local)
     if engine.tiers.nvme is not None:
         held[Role.staging, Tier.host] += engine.tiers.nvme.ring.nbytes
         held.update(_in_files(engine, engine.tiers.nvme.nbytes))
@@ -59,7 +59,7 @@ def _in_files(engine: Engine, total: int) -> Bytes:
     """Divide ``total`` bytes in files by role: bytes that are neither masters nor compute parameters are state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
-        for role, tier, nbytes in at_rest(bucket.plan, engine.rank, state=(), moment=Moment.cleared):
+        for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):
             if tier is Tier.nvme:
                 held[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES)
     held[Role.optim_state, Tier.nvme] = total - sum(held.values())

@@ -12,11 +12,11 @@
 
 Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``): no rank waits for another, and nothing
 from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead rank until its process
-group times out. Shards are copied as DCP's ``DefaultStager`` does: copying one home at a time in low-priority threads
-was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks on 2 idle cores, 2026-11-23)::
+group times out. Shards are copied as DCP's ``DefaultStager`` does: copying one storage at a time in low-priority
+threads was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks on 2 idle cores, 2026-11-23)::
 
                                       stall s   durable s   MiB
-    one home at a time                0.030     2.35        396
+    one storage at a time             0.030     2.35        396
     dcp.async_save, DefaultStager     0.024     2.01        382
     dcp.async_save                    0.560     3.45        560
     a folder, while training waits    0.582     0.582        17

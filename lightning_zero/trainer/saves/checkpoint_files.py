@@ -41,7 +41,7 @@ class CheckpointFiles:
 
     @property
     def _long_work(self) -> LongWork:
-        return LongWork(self.is_global_zero and self.config.summary)
+        return LongWork(self.is_global_zero)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

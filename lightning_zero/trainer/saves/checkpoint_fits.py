@@ -74,7 +74,7 @@ class _WritesNothing(TorchFunctionMode):
 def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, strict: bool) -> None:
     """Raise OtherModelError if ``module.load_state_dict`` would refuse ``state``, before anything is loaded."""
     engine = engine_of(module)
-    with engine.placeholders_allowed() if engine is not None else contextlib.nullcontext():
+    with engine.passes.fence.lowered() if engine is not None else contextlib.nullcontext():
         own = module.state_dict(keep_vars=True)
         found = _differences(own, state, strict)
         if not found:

@@ -17,21 +17,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
-from lightning_zero.checkpoint.hugging_face.record import record_of
+from lightning_zero.checkpoint.hugging_face.names import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.names import record_of
 from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.whole.shown import hide_whole
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.state_dicts import (
     check_optimizer,
     keeping_frozen,
     sharded_optimizer_state,
     sharded_state_dict,
 )
-from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.engine.whole.values import FakeTensors
+from lightning_zero.engine.whole.whole_params import shard_again
 from lightning_zero.lightning_api import (
     LightningOptimizer,
     NoOptimizer,
@@ -74,7 +75,7 @@ class Checkpoints:
     """Saves and loads a strategy's checkpoints. ``range_save`` is set while ``Trainer.save_checkpoint`` writes by
     ranges.
 
-    ``hollow``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
+    ``fakes``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -83,7 +84,7 @@ class Checkpoints:
         self._background = BackgroundSaves()
         self.next_may_fail = False
         self.range_save: RangeSave | None = None
-        self.hollow: Hollow | None = None
+        self.fakes: FakeTensors | None = None
         self.begin_run()
         self._waits_for_setup = False
 
@@ -97,12 +98,20 @@ class Checkpoints:
         saved, self._saved_rng = self._saved_rng, None
         return saved
 
+    def before_save(self) -> None:
+        """Wait for the save before. Raise RuntimeError if only some ranks save. Collective."""
+        module = self._strategy.lightning_module
+        if module is not None and (engine := engine_of(module)) is not None:
+            refuse_lonely_save(engine)  # before any collective
+        self.wait_for_writes()
+
     def module_state(self) -> dict[str, Any]:
         assert self._strategy.lightning_module is not None
         engine = engine_of(self._strategy.lightning_module)
         if engine is None:  # before any run
             return self._strategy.lightning_module.state_dict()
-        refuse_lonely_save(engine)
+        if self.range_save is None:  # else Trainer.save_checkpoint has done this
+            self.before_save()
         without_frozen = self._strategy.config.checkpoint.exclude_frozen
         if self._saves_folders:
             return sharded_state_dict(engine, trainable_only=without_frozen)
@@ -117,8 +126,9 @@ class Checkpoints:
             return optimizer.state_dict()
         if self._saves_folders:
             return sharded_optimizer_state(self._strategy.engine, optimizer)
-        save = self.range_save if self.range_save is not None else self._strategy.engine
-        return save.optimizer_state(optimizer)
+        if self.range_save is not None:
+            return self.range_save.optimizer_state(optimizer)
+        return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks on failure. Collective."""
@@ -324,7 +334,7 @@ class Checkpoints:
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
-        hide_whole(engine, keep=False)  # a whole copy would overwrite the loaded values when the run begins
+        shard_again(engine, keep=False)  # a whole copy would overwrite the loaded values when the run begins
         try:
             engine.load_state_dict(state, strict=strict)
         except OSError as error:
@@ -343,7 +353,7 @@ class Checkpoints:
         scheduled = [config.scheduler.optimizer for config in self._strategy.lr_scheduler_configs]
         warn_of_overruled(pairs, scheduled, self._loaded_from)
         for optimizer, state in pairs:
-            self._strategy.engine.load_optimizer_state(optimizer, state)
+            state_dicts.load_optimizer_state(self._strategy.engine, optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights loaded while frozen were rounded
             self._load_into_shards(
                 self._strategy.engine, checkpoint, averaging.current_weights(checkpoint), strict=False

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from lightning_zero.checkpoint.durable import link, naming, remove_leftovers, written_aside
 from lightning_zero.lightning_api import Callback, ModelCheckpoint, pl
 from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
-from lightning_zero.trainer.replaced import in_place_of
+from lightning_zero.trainer.adapted import is_ours
 
 # Checkpoints to remove once last.ckpt links to a newer one.
 _held: WeakKeyDictionary[ModelCheckpoint, list[str]] = WeakKeyDictionary()
@@ -23,39 +23,47 @@ def _of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
 
-def _is_ours(trainer: pl.Trainer) -> bool:
-    return hasattr(trainer.strategy, "_checkpoints")
+class KeepsFiles(ModelCheckpoint):
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        _note(self, trainer, filepath)
+        super()._save_checkpoint(trainer, filepath)
 
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        """Keep a checkpoint that ``last.ckpt`` links to until the link moves on."""
+        last = self.last_model_path
+        leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
+        if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
+            _held.setdefault(self, []).append(filepath)
+        else:
+            super()._remove_checkpoint(trainer, filepath)
 
-@in_place_of(ModelCheckpoint, "_remove_checkpoint")
-def _remove_behind_link(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
-    """Keep a checkpoint that ``last.ckpt`` links to until the link moves on."""
-    last = callback.last_model_path
-    leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
-    if _is_ours(trainer) and trainer.is_global_zero and leads_to_it:
-        _held.setdefault(callback, []).append(filepath)
-    else:
-        theirs(callback, trainer, filepath)
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        """Replace the link atomically, after background writes. Lightning removes the old link first, and does not
+        wait."""
+        if not is_ours(trainer):
+            super()._link_checkpoint(trainer, filepath, linkpath)
+            return
+        strategy: Any = trainer.strategy
+        _note(self, trainer, linkpath)
 
+        def act() -> None:
+            if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+                strategy._checkpoints.after_writes(partial(_link, linkpath, filepath))
 
-@in_place_of(ModelCheckpoint, "_link_checkpoint")
-def _link_behind_writes(theirs: Any, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-    """Replace the link atomically, after background writes. Lightning removes the old link first, and does not wait."""
-    if not _is_ours(trainer):
-        theirs(trainer, filepath, linkpath)
-        return
-    strategy: Any = trainer.strategy
-    callback = next((c for c in _of(trainer) if c.last_model_path == linkpath), None)
-    if callback is not None:
-        _note(callback, trainer, linkpath)
+        strategy._together(f"linking {linkpath}", act)
+        for path in _held.pop(self, []):
+            strategy.remove_checkpoint(path)
 
-    def act() -> None:
-        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            strategy._checkpoints.after_writes(partial(_link, linkpath, filepath))
-
-    strategy._together(f"linking {linkpath}", act)
-    for path in _held.pop(callback, []) if callback is not None else []:
-        strategy.remove_checkpoint(path)
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        """Let this job remove the checkpoint it resumed from if it is the job's own. Lightning keeps it, as the
+        user's."""
+        run_dir, start = _noted_in(trainer), trainer.ckpt_path
+        started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
+        if run_dir is not None and started_from and previous != current and self.dirpath is not None:
+            path = Path(previous).absolute()
+            if path in files_of_job(run_dir).get(self.state_key, set()):
+                return Path(self.dirpath).absolute() in path.parents
+        return super()._should_remove_checkpoint(trainer, previous, current)
 
 
 def _link(path: str, target: str) -> None:
@@ -148,12 +156,6 @@ class NoteJob(Callback):
         return [str(p) for p in written if not p.is_symlink() and os.path.realpath(p) == lead and lead not in known]
 
 
-@in_place_of(ModelCheckpoint, "_save_checkpoint")
-def _save_noted(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
-    _note(callback, trainer, filepath)
-    theirs(callback, trainer, filepath)
-
-
 def _noted_in(trainer: pl.Trainer) -> str | None:
     """Return the folder in which this job's files are noted, or None."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
@@ -173,15 +175,3 @@ def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
 
     strategy: Any = trainer.strategy
     strategy._together("noting the name of a checkpoint", act)
-
-
-@in_place_of(ModelCheckpoint, "_should_remove_checkpoint")
-def _should_remove(theirs: Any, callback: ModelCheckpoint, trainer: pl.Trainer, previous: str, current: str) -> bool:
-    """Let this job remove the checkpoint it resumed from if it is the job's own. Lightning keeps it, as the user's."""
-    run_dir = _noted_in(trainer)
-    started_from = trainer.ckpt_path is not None and os.path.realpath(trainer.ckpt_path) == os.path.realpath(previous)
-    if run_dir is not None and started_from and previous != current and callback.dirpath is not None:
-        path = Path(previous).absolute()
-        if path in files_of_job(run_dir).get(callback.state_key, set()):
-            return Path(callback.dirpath).absolute() in path.parents
-    return bool(theirs(callback, trainer, previous, current))

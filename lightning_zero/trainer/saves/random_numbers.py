@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators, of_rank
 from lightning_zero.lightning_api import pl
-from lightning_zero.trainer.replaced import Replacements
 
 KEY = "lightning_zero_rng"  # key in a checkpoint
 
@@ -66,25 +65,19 @@ class RandomNumbers:
         self._trained = -1  # trained batches at that fetch
         self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states after making it
         self._made_in_place = False  # whether the loops were restored before it was made
-        self._replaced = Replacements()
-        self._replaced.replace(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
-        self._replaced.replace(self._fit_loop, "setup_data", self._setup_data)
-        self._replaced.replace(self._fit_loop.epoch_loop, "on_run_start", self._on_run_start)
-        self._replaced.replace(self._fit_loop.epoch_loop, "_on_before_fetch", self._on_before_fetch)
+        self.watches = True
 
     def let_go(self) -> None:
         """Stop watching after the run. The run can still be saved."""
-        self._replaced.undo()
+        self.watches = False
         self._made = None
 
     # -- what Lightning does, in this order -----------------------------------------------------------------------
 
-    def _before_first_iterator(self, load_states: Callable[[], None]) -> None:
-        load_states()
+    def before_iterator(self, loader: Any) -> None:
+        """Set the generators for the first iterators. Called for each loader of batches to train on."""
         if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
-            assert self._fit_loop._combined_loader is not None
-            for loader in self._fit_loop._combined_loader.flattened:
-                _set_epoch(loader, self._next_epoch())
+            _set_epoch(loader, self._next_epoch())
         if self._saved is not None:
             (self._saved.epoch if self._saved.in_epoch else self._saved.now).restore(self._device)
         self._epoch = self._now()
@@ -99,7 +92,7 @@ class RandomNumbers:
         )
         return int(epochs.processed) + ended
 
-    def _setup_data(self, setup: Callable[[], None]) -> None:
+    def setup_data(self, setup: Callable[[], None]) -> None:
         if self._fit_loop.is_resuming and not self._made_in_place:
             # Drop the loader made for ``estimated_stepping_batches``, before Lightning had restored the loops.
             self._fit_loop._combined_loader = None
@@ -113,13 +106,13 @@ class RandomNumbers:
         if self._saved is not None:
             self._saved.now.restore(self._device)
 
-    def _on_run_start(self, start: Callable[[Any], None], fetcher: Any) -> None:
+    def on_run_start(self, start: Callable[[Any], None], fetcher: Any) -> None:
         before, states = self._iterator, self._now()
         start(fetcher)
         if self._iterator is not before:
             self._epoch = states
 
-    def _on_before_fetch(self, start: Callable[[], None]) -> None:
+    def on_before_fetch(self) -> None:
         if self._saved is not None and self._made is not None:
             iterator, states_behind = self._made
             if iterator is self._iterator:
@@ -127,7 +120,6 @@ class RandomNumbers:
             self._saved = None
         self._made = None
         self._fetching, self._trained = self._now(), self._batches_trained
-        start()
 
     @property
     def _iterator(self) -> Any:

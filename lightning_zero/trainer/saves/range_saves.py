@@ -25,21 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.archive import Hole, Skeleton, WriteAt, write_values
-from lightning_zero.checkpoint.crc import Piece
+from lightning_zero.checkpoint.archive import Hole, Piece, Skeleton, WriteAt, write_values
 from lightning_zero.checkpoint.durable import Part, aside, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.whole.state_dicts import hollow_copy
+from lightning_zero.engine.units.master_storage import MasterStorage
+from lightning_zero.engine.whole import state_dicts
+from lightning_zero.engine.whole.state_dicts import fake_copy
 from lightning_zero.engine.whole.values import (
     COPY,
     MASTER,
     Copies,
-    Hollow,
+    FakeTensors,
     Range,
     Value,
     gathered_ranges,
@@ -48,8 +48,7 @@ from lightning_zero.engine.whole.values import (
 )
 from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.progress import Did
-from lightning_zero.trainer.interruptions import refuse_lonely_save
-from lightning_zero.trainer.replaced import in_place_of
+from lightning_zero.trainer.adapted import is_ours
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
 
 T = TypeVar("T")
@@ -76,7 +75,7 @@ class RangeSave:
         io: checks the finished file.
         with_values: whether states hold values, for hooks that read them.
         noting: context that marks exceptions as raised on all ranks.
-        hollow: factory of tensors without values.
+        fakes: factory of tensors without values.
     """
 
     def __init__(
@@ -87,34 +86,34 @@ class RangeSave:
         *,
         with_values: bool,
         noting: Noting,
-        hollow: Hollow | None = None,
+        fakes: FakeTensors | None = None,
     ) -> None:
         self._engine, self._io = engine, io
         self._path, self._noting = path, noting
         self._with_values = with_values
-        self._hollow = hollow if hollow is not None else Hollow()
+        self._fakes = fakes if fakes is not None else FakeTensors()
 
     # -- what Lightning asks for ----------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:
         without_frozen = self._engine.config.checkpoint.exclude_frozen
-        return self._of(lambda hollow: self._engine.state_dict(hollow=hollow, trainable_only=without_frozen))
+        return self._of(lambda fakes: self._engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
-    def copy_of_masters(self, homes: Sequence[Home]) -> dict[str, Any]:
-        """Return the module's state with a copy of the masters, one home per bucket, in place of the masters."""
+    def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
+        """Return the module's state with a copy of the masters, one storage per bucket, in place of the masters."""
         without_frozen = self._engine.config.checkpoint.exclude_frozen
-        return self._of(lambda hollow: hollow_copy(self._engine, hollow, homes, trainable_only=without_frozen))
+        return self._of(lambda fakes: fake_copy(self._engine, fakes, storages, trainable_only=without_frozen))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._of(lambda hollow: self._engine.optimizer_state(optimizer, hollow=hollow))
+        return self._of(lambda fakes: state_dicts.optimizer_state(self._engine, optimizer, fakes=fakes))
 
-    def _of(self, ask: Callable[[Hollow], dict[str, Any]]) -> dict[str, Any]:
+    def _of(self, ask: Callable[[FakeTensors], dict[str, Any]]) -> dict[str, Any]:
         if not self._with_values:
-            return ask(self._hollow)
-        hollow = Hollow()
-        state = ask(hollow)
-        tensors = [tensor for _, tensor in hollow.made]
-        values = self._write(dict(enumerate(tensors)), hollow, keep=False)
+            return ask(self._fakes)
+        fakes = FakeTensors()
+        state = ask(fakes)
+        tensors = [tensor for _, tensor in fakes.made]
+        values = self._write(dict(enumerate(tensors)), fakes, keep=False)
         found: dict[str, Any] = _replaced(state, {id(tensor): values.get(n) for n, tensor in enumerate(tensors)})
         return found
 
@@ -122,19 +121,19 @@ class RangeSave:
         """Write the checkpoint; if its tensors have values, return False instead. Collective."""
         if self._with_values:
             return False
-        self._write(checkpoint, self._hollow, keep=True)
+        self._write(checkpoint, self._fakes, keep=True)
         return True
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def _write(self, content: Any, hollow: Hollow, *, keep: bool) -> dict[int, Tensor]:
-        """Write ``content`` with the values of ``hollow``. Raise on all ranks if it fails. Collective.
+    def _write(self, content: Any, fakes: FakeTensors, *, keep: bool) -> dict[int, Tensor]:
+        """Write ``content`` with the values of ``fakes``. Raise on all ranks if it fails. Collective.
 
         Unless ``keep``, unlink the file, and return its tensors, mapped, on rank 0.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
         with self._noting(), contextlib.ExitStack() as stack:
-            begin = partial(self._begin, stack, content, hollow, keep, begun)
+            begin = partial(self._begin, stack, content, fakes, keep, begun)
             place = self._broadcast(self._together("beginning a checkpoint", begin))
             assert place is not None
             fd = _open(place)
@@ -142,9 +141,9 @@ class RangeSave:
                 stack.callback(os.close, fd)
             shared = all(self._gather(fd is not None, "who sees the folder of a checkpoint"))
             if shared:
-                done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
+                done = self._together("writing a checkpoint", partial(self._write_own, fd, place, fakes.copies))
             else:
-                done = self._write_all(fd, place, hollow.copies)
+                done = self._write_all(fd, place, fakes.copies)
             found = self._gather(done, "checksums of a checkpoint")
             return self._together("ending a checkpoint", partial(self._end, stack, begun, place, content, found, keep))
 
@@ -152,18 +151,18 @@ class RangeSave:
         self,
         stack: contextlib.ExitStack,
         content: Any,
-        hollow: Hollow,
+        fakes: FakeTensors,
         keep: bool,
         begun: list[tuple[Part, Skeleton, list[Piece]]],
     ) -> _Place | None:
-        if self._engine.rank != 0:
+        if self._engine.comm.rank != 0:
             return None
         refuse_other_folder(self._path)
         part = stack.enter_context(aside(self._path, keep=keep))
         skeleton = Skeleton(content, part.fd)
         begun.append((part, skeleton, skeleton.fill()))
         holes: dict[Value, list[tuple[Hole, torch.dtype]]] = {}
-        for value, tensor in hollow.made:
+        for value, tensor in fakes.made:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
             if hole is not None:  # the user's state_dict may omit the tensor
                 holes.setdefault(value, []).append((hole, tensor.dtype))
@@ -173,7 +172,7 @@ class RangeSave:
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
-        long_work, name = self._engine.long_work, self._path.name
+        long_work, name = self._engine.comm.long_work, self._path.name
         with long_work.bytes(f"saving {name}", partial(self._own_nbytes, place, copies)) as did:
             write = _telling(did, partial(write_at, fd))
             for part in own_ranges(self._engine, place.dtypes, copies):
@@ -195,9 +194,9 @@ class RangeSave:
         def total() -> int:
             return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
-        with self._engine.long_work.bytes(f"saving {self._path.name}", total) as did:
+        with self._engine.comm.long_work.bytes(f"saving {self._path.name}", total) as did:
             for part in gathered_ranges(self._engine, place.dtypes, copies):
-                if self._engine.rank == 0 and not errors:
+                if self._engine.comm.rank == 0 and not errors:
                     try:
                         assert fd is not None
                         _write_range(_telling(did, partial(write_at, fd)), place, done, part)
@@ -229,7 +228,7 @@ class RangeSave:
             if not keep:
                 values = torch.load(part.path, mmap=True, weights_only=True)
         stack.close()  # gives the file its name, or unlinks it
-        if keep and self._engine.rank == 0:
+        if keep and self._engine.comm.rank == 0:
             self._io.look_at(content, str(self._path))
         return values
 
@@ -299,27 +298,22 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
     return state
 
 
-# -- the replacement of Trainer.save_checkpoint -----------------------------------------------------------------------
+# -- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-@in_place_of(pl.Trainer, "save_checkpoint")
-def _save_by_ranges(
-    theirs: Any, trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
-) -> None:
-    strategy: Any = trainer.strategy
-    checkpoints = getattr(strategy, "_checkpoints", None)
-    if checkpoints is None or checkpoints.range_save is not None:
-        theirs(trainer, filepath, weights_only, storage_options)
-        return
-    engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
-    if engine is not None:
-        refuse_lonely_save(engine)  # before any collective
-    checkpoints.wait_for_writes()
-    checkpoints.range_save = _choose(trainer, filepath) if storage_options is None else None
-    try:
-        theirs(trainer, filepath, weights_only, storage_options)
-    finally:
-        checkpoints.range_save = None
+class SavesByRanges(pl.Trainer):
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Choose how to save before the state is asked for. Collective."""
+        checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
+        if checkpoints is None or checkpoints.range_save is not None:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+            return
+        checkpoints.before_save()
+        checkpoints.range_save = _choose(self, filepath) if storage_options is None else None
+        try:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+        finally:
+            checkpoints.range_save = None
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
@@ -339,8 +333,8 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
         return None
     hooks = any(some for some, _ in found)
     checkpoints = strategy._checkpoints
-    checkpoints.hollow = hollow = Hollow(checkpoints.hollow)
-    return RangeSave(engine, io, path, with_values=hooks, noting=checkpoints.noting_failure, hollow=hollow)
+    checkpoints.fakes = fakes = FakeTensors(checkpoints.fakes)
+    return RangeSave(engine, io, path, with_values=hooks, noting=checkpoints.noting_failure, fakes=fakes)
 
 
 def _have_hooks(trainer: pl.Trainer) -> bool:

@@ -1,35 +1,37 @@
 """Where the masters of a bucket rest, with their optimizer state.
 
-A home's tensors stay the same objects for ever, so runs, state and views need not know where values rest. On the device
-and the host they are always readable. In files they have memory only while the home is open; `open` and `close` nest.
+A storage's tensors stay the same objects for ever, so runs, state and views need not know where values rest. On the
+device and the host they are always readable. In files they have memory only while the storage is open; `open` and
+`close` nest.
 
-A home belongs to the worker during a step of its bucket, else to the main thread. The worker brings a home in files to
-rest after the step, so a :class:`FileHome` locks its methods.
+A storage belongs to the worker during a step of its bucket, else to the main thread. The worker brings a storage in
+files to rest after the step, so a :class:`FileStorage` locks its methods.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.profiling import profiled
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
+from lightning_zero.optimizers.low_bits import Format
 from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.state_dtype import BLOCK
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
-from lightning_zero.tiers.write_behind import WriteBehind
 
 if TYPE_CHECKING:  # grad_store imports this module
     from lightning_zero.engine.units.grad_store import Landing
@@ -42,7 +44,7 @@ class Tiers:
     """The tiers of one engine beside the device, with their helpers.
 
     `landing` brings gradients to the host, `sender` sends masters in files to a device with streams, and `read_ahead`
-    and `write_behind` read and write parameters in files.
+    is memory for parameters in files.
     """
 
     host: HostTier | None = None
@@ -50,10 +52,12 @@ class Tiers:
     landing: Landing | None = None
     sender: Sender | None = None
     read_ahead: ReadAhead | None = None
-    write_behind: WriteBehind | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def close(self, *, but: Tiers | None = None) -> None:
         """Close all parts that `but` does not share. May be called twice."""
+        if os.getpid() != self.pid:  # a forked child would remove its parent's files and locks
+            return
         kept = () if but is None else but._parts()
         for part in self._parts():
             if part is not None and not any(part is other for other in kept):
@@ -61,11 +65,6 @@ class Tiers:
 
     def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # users before what they use
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Host memory of transfer buffers, without the ring of the files."""
-        return sum(part.nbytes for part in (self.landing, self.sender, self.read_ahead) if part is not None)
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
         """Limit the bytes that this rank may hold. None: limited only by what is available."""
@@ -75,11 +74,13 @@ class Tiers:
             self.nvme.budget = nvme
 
 
-class Home:
-    """Masters [owned numel] and optimizer state of a bucket on a tier. `master` is readable while the home is open.
+class MasterStorage:
+    """Masters [owned numel] and optimizer state of a bucket on a tier. `master` is readable while the storage is open.
 
     `changes` becomes another object whenever the masters may have changed.
     """
+
+    keeps_state = False  # `adopt` does something
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
@@ -94,7 +95,7 @@ class Home:
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the readable master into `target` [owned numel] of any dtype on the device."""
+        """Copy the master into `target` [owned numel] of any dtype on the device. The storage may be closed."""
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
@@ -107,32 +108,32 @@ class Home:
     def close(self, *, changed: bool) -> None:
         """End one `open`; the last `close` brings the tensors to rest. Pass `changed` after writes."""
 
-    def settle(self) -> None:
-        """Wait until the tensors of a closed home are at rest."""
+    def wait_for_rest(self) -> None:
+        """Wait until the tensors of a closed storage are at rest."""
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The home must be open.
+        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The storage must be open.
 
         Earlier states of `owner` are dropped. Several optimizers may step one master.
         """
 
     def free(self) -> None:
-        """Free the home's place. The master is not readable after that."""
+        """Free the storage's place. The master is not readable after that."""
 
 
 @contextlib.contextmanager
-def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open `home`, yield the master, and bring the home to rest again. Pass `changed` to write."""
-    home.open(to_write=changed)
+def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
+    """Open `storage`, yield the master, and bring the storage to rest again. Pass `changed` to write."""
+    storage.open(to_write=changed)
     try:
-        yield home.master
+        yield storage.master
     finally:
-        home.close(changed=changed)
-        home.settle()
+        storage.close(changed=changed)
+        storage.wait_for_rest()
 
 
-class ResidentHome(Home):
-    """A home in device memory, always readable. Optimizer state lies beside its parameter."""
+class ResidentStorage(MasterStorage):
+    """A storage in device memory, always readable. Optimizer state lies beside its parameter."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
         """With `is_exposed`, users' code may change the master itself, without `open`."""
@@ -149,16 +150,17 @@ class ResidentHome(Home):
         self._lent = []
 
 
-class HostHome(ResidentHome):
-    """A home in slabs of the host tier, always readable. It holds copies even where the device is the host."""
+class HostStorage(ResidentStorage):
+    """A storage in slabs of the host tier, always readable. It holds copies even where the device is the host."""
+
+    keeps_state = True
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
         self._states: dict[int, list[tuple[Tensor, Extent]]] = {}  # by owner, with extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        # Blocking, because later readers and writers of the masters do not wait for a copy under way.
-        copy_cast(values, master, wait=True)
+        copy_cast(values, master)
         super().__init__(master)
         self._reads: Event = None  # event after the last copy to the device
 
@@ -219,15 +221,17 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _by_one_thread(method: _Method) -> _Method:
     @functools.wraps(method)
-    def locked(self: FileHome, *args: object, **kwargs: object) -> object:
+    def locked(self: FileStorage, *args: object, **kwargs: object) -> object:
         with self._lock:
             return method(self, *args, **kwargs)
 
     return cast(_Method, locked)
 
 
-class FileHome(Home):
-    """A home in files. Tensors have memory from `begin_open` until the `settle` after `close`."""
+class FileStorage(MasterStorage):
+    """A storage in files. Tensors have memory from `begin_open` until the `wait_for_rest` after `close`."""
+
+    keeps_state = True
 
     def __init__(self, tier: NvmeTier, label: str, master: Tensor, sender: Sender | None = None) -> None:
         self._tier, self._sender = tier, sender
@@ -243,7 +247,7 @@ class FileHome(Home):
         self._lock = threading.RLock()
         self._place([master])
         self.close(changed=True)
-        self.settle()
+        self.wait_for_rest()
 
     def _enter(self, phase: Phase) -> None:
         if (self._phase, phase) not in LEGAL:
@@ -260,10 +264,11 @@ class FileHome(Home):
             self._enter(Phase.READING)
 
     def copy_to(self, target: Tensor) -> None:
-        if self._sender is None:  # a copy from unpinned memory has read it when the call returns
-            super().copy_to(target)
-        else:
-            self._sender.send(self.master, target)
+        with opened(self):
+            if self._sender is None:  # a copy from unpinned memory has read it when the call returns
+                super().copy_to(target)
+            else:
+                self._sender.send(self.master, target)
 
     @_by_one_thread
     def lend(self, reading: Future[None]) -> None:
@@ -273,7 +278,7 @@ class FileHome(Home):
     def open(self, *, to_write: bool = False) -> None:
         self._opens += 1
         # A write to the file still reads this memory, so it must end before anyone changes the tensors.
-        self.settle()
+        self.wait_for_rest()
         if to_write:
             self._take_back()
         self.begin_open()
@@ -297,7 +302,7 @@ class FileHome(Home):
             self._rest()
 
     @_by_one_thread
-    def settle(self) -> None:
+    def wait_for_rest(self) -> None:
         if self._phase is Phase.WRITING:
             self._wait()
             self._rest()
@@ -306,7 +311,7 @@ class FileHome(Home):
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:
-        with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
+        with recording.profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
         self._moving = []  # after an error they stay, so that the next wait raises too
@@ -355,24 +360,28 @@ class FileHome(Home):
         self._extents, self._tensors = [], []
 
 
-def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
-    """Make a home on `tier` for `values` [owned numel], in `dtype`. With `taken`, `values` may become the home."""
+def make_storage(
+    tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False
+) -> MasterStorage:
+    """Make a storage on `tier` for `values` [owned numel], in `dtype`. With `taken`, `values` may become the
+    storage."""
     if tier is Tier.host:
         assert tiers.host is not None
-        return HostHome(tiers.host, label, values, dtype)
+        return HostStorage(tiers.host, label, values, dtype)
     if tier is Tier.nvme:
         assert tiers.nvme is not None
-        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
-    return ResidentHome(values.to(dtype, copy=not taken))
+        return FileStorage(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
+    return ResidentStorage(values.to(dtype, copy=not taken))
 
 
-def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
+def copy_cast(source: Tensor, target: Tensor) -> None:
     """Copy `source` to `target` in pieces, because a cast between devices would need a whole second copy.
 
-    Casts run on the device. With `wait` the host waits for the end of a copy to host memory.
+    Casts run on the device. The host waits for the end of a copy to host memory, because later readers and writers of
+    that memory do not.
     """
     if source.device == target.device or source.dtype == target.dtype:
-        target.copy_(source, non_blocking=not wait)
+        target.copy_(source, non_blocking=target.device.type != "cpu")
         return
     from_host = source.device.type == "cpu"
     for start in range(0, source.numel(), CAST_CHUNK):
@@ -380,3 +389,42 @@ def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
         # The allocator reuses the memory of a piece for the next one: both are queued on the current stream in order.
         moved = piece.to(target.device, non_blocking=True) if from_host else piece.to(target.dtype)
         place.copy_(moved)
+
+
+class FlatSlice(NamedTuple):
+    """Adjacent elements of a flat tensor in a storage, such as those of a fragment. The tensor may rest in a file.
+
+    With a `packed` format, `whole` has a row for each block of elements (optimizers/low_bits.py).
+    """
+
+    whole: Tensor
+    start: int
+    numel: int
+    packed: Format | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values [numel]. The storage must be open."""
+        low, high = self.rows
+        return self.of(self.whole[low:high])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype if self.packed is None else torch.bfloat16
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Range of the first dimension of `whole` that holds the elements."""
+        if self.packed is None:
+            return self.start, self.start + self.numel
+        return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Unpack the values [numel] from a copy of `rows`."""
+        if self.packed is None:
+            return rows
+        first = self.start % BLOCK
+        return self.packed.values(rows)[first : first + self.numel]
+
+    def part(self, start: int, numel: int) -> FlatSlice:
+        return self._replace(start=self.start + start, numel=numel)

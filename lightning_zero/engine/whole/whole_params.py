@@ -26,12 +26,12 @@ from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import State
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
+from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 
@@ -43,10 +43,34 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 def take_writes_over(engine: Engine) -> None:
     """Wait for steps, and move users' writes to parameters into the masters. Collective."""
-    engine.settle()
+    engine.passes.wait_for_all()
     _take_over(engine)
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    engine.passes.writes.take_all_over()
+    engine.passes.writes.confirm_if_any()
+
+
+@outside_autograd
+def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
+    """Update compute parameters after masters have changed in buckets ``changed``, already copied to them. Collective.
+
+    None: copy and update all buckets.
+    """
+    if changed is None:
+        changed = set(engine.buckets)
+        for bucket in engine.comm.long_work.items(engine.buckets, "parameters from masters, in buckets"):
+            with opened(bucket.storage):
+                bucket.copy_master_to_params()
+    engine.passes.masters_changed(changed)
+
+
+def gathered_buckets(engine: Engine) -> list[Bucket]:
+    """Return the buckets that a ``gather()`` shows now."""
+    return [bucket for bucket in engine.buckets if bucket.is_plain]
+
+
+def is_whole(engine: Engine) -> bool:
+    """Return whether parameters are plain whole tensors on the host, between runs."""
+    return engine.host_copy is not None and engine.host_copy.is_shown
 
 
 def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
@@ -54,7 +78,7 @@ def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
         for bucket in unit.buckets:
             if bucket in shown:
                 # Writes are in the masters by now, or an exception has discarded them.
-                engine.writes.forget(bucket)
+                engine.passes.writes.forget(bucket)
                 bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
 
 
@@ -67,7 +91,7 @@ class _Full(NamedTuple):
 
 
 @contextlib.contextmanager
-def show_full(
+def show_gathered(
     engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
     """Show full masters in all parameters of the buckets of ``params``: :func:`lightning_zero.gather`. Collective."""
@@ -78,8 +102,8 @@ def show_full(
 
 
 def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
-    wanted = {engine.place_of(p).bucket for p in params}
-    if (from_rank is not None or grads) and wanted & set(engine.shown):
+    wanted = {engine.units.place_of(p).bucket for p in params}
+    if (from_rank is not None or grads) and wanted & set(gathered_buckets(engine)):
         raise RuntimeError(
             "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
             "Give these arguments to the outer one."
@@ -89,7 +113,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
     put_back: Callable[[], None] = lambda: None  # noqa: E731
     try:
         _show_full(engine, buckets, grads, shown)
-        if buckets and len(engine.shown) == len(engine.buckets):
+        if buckets and len(gathered_buckets(engine)) == len(engine.buckets):
             put_back = engine.passes.hooks.lift_off()
         yield
         _refuse_replaced(engine)
@@ -117,9 +141,9 @@ def _refuse_replaced(engine: Engine) -> None:
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show full masters in ``buckets``, and full gradients if asked. Fill ``shown``. Collective."""
     take_writes_over(engine)
-    engine.settle_gradients()
+    engine.passes.sharded_grads.finish_pending()
     if grads:
-        engine.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
+        engine.passes.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
@@ -145,13 +169,13 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
             bucket.comm.broadcast(full, from_rank)
         values_changed(replaced if from_rank is None else bucket.params)
         low, high = bucket.owned_range
-        with opened(bucket.home) as master:
+        with opened(bucket.storage) as master:
             own = full[low:high].to(master.device)
             if not same_bits(master, own):  # equal values need no write to a file
-                with opened(bucket.home, changed=True):
+                with opened(bucket.storage, changed=True):
                     master.copy_(own)
                     if bucket.reshards:
-                        bucket.push()
+                        bucket.copy_master_to_params()
         # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
@@ -168,7 +192,7 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
     _back_to_shards(engine, shown)
     for bucket, full in shown.items():
         if full.grad is not None:
-            engine.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
+            engine.passes.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:
@@ -206,15 +230,15 @@ class HostCopy:
         self.is_shown = False
         self.put_back: Callable[[], None] = lambda: None
         self.grads: list[tuple[nn.Parameter, ShardedGrad]] = []
-        self._seen: list[object] = []  # ``home.changes`` of the buckets when the copy was equal to the masters
+        self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy was equal to the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
         """Note that the copy holds the masters' present values."""
-        self._seen = [bucket.home.changes for bucket in buckets]
+        self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, engine: Engine) -> bool:
         """Return whether the copy holds the present masters of this rank, which no step is changing."""
-        if self._seen != [bucket.home.changes for bucket in engine.buckets]:
+        if self._seen != [bucket.storage.changes for bucket in engine.buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
         for bucket, info, original, _ in self.params:
@@ -311,11 +335,11 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
     gathers = _gathers(engine, hosts)
     group = comm.topology.shard_group_of(comm.rank)
     originals = iter(copy.params)
-    for bucket in engine.long_work.items(engine.buckets, "making the module whole, in buckets"):
+    for bucket in engine.comm.long_work.items(engine.buckets, "making the module whole, in buckets"):
         targets = [info.flattened(next(originals).original) for info in bucket.params]
         if bucket.plan.shards_master and not gathers:
             if here[0] in group:  # under hybrid sharding several groups of this host hold the same shards
-                with opened(bucket.home) as master:
+                with opened(bucket.storage) as master:
                     _write(bucket, targets, master, bucket.owned_range)
             continue
         place, numel = here.index(comm.rank), bucket.layout.numel
@@ -342,7 +366,7 @@ def show_whole(engine: Engine) -> bool:
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
-    if engine.config.gather_after_fit is False or engine.shown or engine.comm.device.type == "meta":
+    if engine.config.gather_after_fit is False or gathered_buckets(engine) or engine.comm.device.type == "meta":
         return False
     take_writes_over(engine)
     known = copy is not None and copy.still_equals(engine)
@@ -354,7 +378,7 @@ def show_whole(engine: Engine) -> bool:
         if refusal is None:
             copy, refusal = _make(engine, hosts)
         if copy is None:
-            if engine.rank == 0:
+            if engine.comm.rank == 0:
                 stays = f"the module stays sharded after this run: {refusal}. {CALLS}."
                 warnings.warn(
                     f"{stays} Set zero.gather_after_fit=false to have it so without this warning.", stacklevel=2
@@ -385,7 +409,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 def show_again(engine: Engine) -> bool:
     """Show the whole module again if it still equals this rank's masters. Not collective: other ranks may be gone."""
     copy = engine.host_copy
-    if copy is None or copy.is_shown or engine.shown or not copy.still_equals(engine):
+    if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
     _show(engine, copy)
     return True
@@ -421,16 +445,16 @@ def _take_over(engine: Engine) -> None:
             value.copy_(written[number])
     changed = {param.bucket for param in shown.values()}
     for bucket in changed:
-        with opened(bucket.home) as _:
-            bucket.push()
-    engine.masters_changed(changed)
-    engine.settle()
+        with opened(bucket.storage) as _:
+            bucket.copy_master_to_params()
+    masters_changed(engine, changed)
+    engine.passes.wait_for_all()
     copy.equals_masters(engine.buckets)
 
 
 def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
     converted = [info for info in written if info.param.dtype != info.dtype]
-    if converted and engine.rank == 0:
+    if converted and engine.comm.rank == 0:
         now, before = converted[0].param.dtype, converted[0].dtype
         warnings.warn(
             f"{converted[0].fqn} (and {len(converted) - 1} other parameters) was converted to {now} between runs: its "
@@ -440,7 +464,7 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 
 @outside_autograd
-def hide_whole(engine: Engine, *, keep: bool = True) -> bool:
+def shard_again(engine: Engine, *, keep: bool = True) -> bool:
     """Return to shards with users' writes in them. Return whether the module was whole. Collective.
 
     With ``keep`` the next ``show_whole`` reuses the copy if masters have not changed.
@@ -465,14 +489,14 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
     for param, grad in copy.grads:
         param.grad = grad
     if engine.comm.device.type != "cpu":
-        with engine.placeholders_allowed():
+        with engine.passes.fence.lowered():
             engine.module.to(engine.comm.device)
 
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
     """Shard the module inside the context; if it was whole, make it whole again at the end. Collective."""
-    was_whole = hide_whole(engine)
+    was_whole = shard_again(engine)
     try:
         yield
     except BaseException:

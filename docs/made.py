@@ -1,0 +1,166 @@
+"""Makes from the code what the documentation repeats of it; MkDocs calls it as a hook.
+
+``python docs/made.py`` writes the table of settings into ``docs/settings.md``. ``mkdocs build`` adds the pages that lie
+outside of ``docs/``, and a page of all error messages.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the current folder
+
+from lightning_zero.config import MIB, ZeroConfig  # noqa: E402
+
+BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
+# Pages of the site that lie outside of docs/, by their name there.
+OTHERS = {
+    "index.md": "README.md",
+    "images.md": "docker/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+MESSAGES = "messages.md"
+# Where more is said about a setting, by the beginning of its name.
+MORE = {
+    "zero/stage": "#groups",
+    "zero/offload": "offload.md",
+    "zero.offload": "offload.md#the-folder-for-files",
+    "zero/comm": "communication.md#nodes",
+    "zero.comm.transport": "communication.md#transports",
+    "zero.comm.grad_comm_dtype": "communication.md#gradients-in-bf16-sums-in-fp32",
+    "zero.comm.hybrid_shard": "communication.md#nodes",
+    "zero/checkpoint": "checkpoints.md",
+    "zero.checkpoint.background": "checkpoints.md#behind-training",
+    "zero.optimizer.sharding": "optimizers.md",
+    "zero.optimizer.state_dtype": "offload.md#state-in-bf16-or-8-bits",
+    "zero/compile": "#torchcompile",
+    "zero.timeline": "monitoring.md#timeline",
+    "zero.vertical_chunks": "vertical_accumulation.md",
+    "zero.init_from": "checkpoints.md#hugging-face",
+    "zero.gather_after_fit": "parameters.md#after-a-run",
+    "zero.sequence_parallel": "long_sequences.md",
+}
+
+
+def meanings(config: Any) -> dict[str, str]:
+    """Return what the docstring of a dataclass says about each attribute."""
+    _, _, attributes = inspect.cleandoc(type(config).__doc__ or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "`").replace("`None`", "`null`") for name, text in found}
+
+
+def settings(config: Any, path: str = "zero") -> Iterator[tuple[str, str, str]]:
+    """Yield name, default and meaning of each setting in a dataclass, with those of its groups behind its own."""
+    said, groups = meanings(config), []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            groups.append((value, f"{path}.{field.name}"))
+        else:
+            name = "/".join(path.rsplit(".", 1)) if field.name == "name" else f"{path}.{field.name}"
+            yield name, _shown(value), said[field.name]
+    for value, inner in groups:
+        yield from settings(value, inner)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return f"`{value.name}`"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= MIB:
+        return f"{value // MIB} MiB"
+    words = {None: "`null`", True: "`true`", False: "`false`"}
+    if isinstance(value, list | dict | float):
+        return f"`{value:g}`" if isinstance(value, float) else f"`{value}`".replace("'", "")
+    return words.get(value, f"`{value}`") if isinstance(value, bool | None) else f"`{value}`"
+
+
+def settings_table() -> str:
+    """Return the rows of all settings of ``zero``."""
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, default, meaning in settings(ZeroConfig()):
+        page = next((page for start, page in reversed(MORE.items()) if name.startswith(start)), None)
+        shown = f"[`{name}`]({page})" if page else f"`{name}`"
+        lines.append(f"| {shown} | {default} | {meaning[0].upper()}{meaning[1:]} |".replace("  ", " "))
+    return "\n".join(lines)
+
+
+def with_made(page: str) -> str:
+    """Return ``docs/settings.md`` with the table of today."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{settings_table()}\n\n{END}{tail}"
+
+
+def messages() -> str:
+    """Return the page of all messages of errors that users can mend, by the module that raises them."""
+    lines = ["# Every error message", "", "Made from the code. `...` stands for what differs.", ""]
+    for path in sorted((ROOT / "lightning_zero").rglob("*.py")):
+        found = sorted({text for node in ast.walk(ast.parse(path.read_text())) for text in _raised(node)})
+        if found:
+            lines += [f"## `{path.relative_to(ROOT / 'lightning_zero')}`", ""]
+            lines += [f"- `` {text} ``" for text in found] + [""]
+    return "\n".join(lines)
+
+
+def _raised(node: ast.AST) -> Iterator[str]:
+    """Yield the message of a ``raise`` whose exception is made of a text."""
+    call = node.exc if isinstance(node, ast.Raise) else None
+    if not isinstance(call, ast.Call) or not call.args:
+        return
+    first = call.args[0]
+    if isinstance(first, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in first.values]
+        yield re.sub(r"\s+", " ", "".join(parts)).strip()
+    elif isinstance(first, ast.Constant) and isinstance(first.value, str) and " " in first.value:
+        yield re.sub(r"\s+", " ", first.value).strip()
+
+
+# -- hooks of MkDocs ----------------------------------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that do not lie in ``docs/``."""
+    from mkdocs.structure.files import File
+
+    for name, source in OTHERS.items():
+        files.append(File.generated(config, name, content=_moved((ROOT / source).read_text(), source)))
+    files.append(File.generated(config, MESSAGES, content=messages()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links to files outside of ``docs/`` into links to their pages."""
+    name = page.file.src_uri
+    return markdown if name in {*OTHERS, MESSAGES} else _moved(markdown, f"docs/{name}")
+
+
+def _moved(text: str, source: str) -> str:
+    """Rewrite the links of a file of the repository for the site, where all pages lie in one folder."""
+    pages = {file: name for name, file in OTHERS.items()}
+
+    def link(match: re.Match[str]) -> str:
+        target, _, anchor = match[2].partition("#")
+        if not target or re.match(r"\w+:", target):
+            return match[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if file not in pages and not file.startswith("docs/"):
+            return match[1]  # a file that is no page: its name alone
+        return f"[{match[1]}]({pages.get(file, file.removeprefix('docs/'))}{anchor and '#' + anchor})"
+
+    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", link, text)
+
+
+if __name__ == "__main__":
+    place = ROOT / "docs" / "settings.md"
+    place.write_text(with_made(place.read_text()))

@@ -1,0 +1,106 @@
+"""Draw a run or a sweep by matplotlib, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from lightning_zero.planning.choose import human_bytes
+from lightning_zero.report.page import SPEEDS, human_seconds
+
+# Told apart on white and on black, also with a colour vision deficiency.
+COLOURS = ("#4c7fd6", "#d9822b", "#2a9d8f", "#c75b9b", "#8a7f66", "#9478e0")
+INK = "#1c2230"  # becomes the text colour of the page
+STYLE: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "report", "legend.frameon": False}
+STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "axes.edgecolor": INK, "figure.dpi": 120}
+STYLE |= {f"{what}color": INK for what in ("text.", "xtick.", "ytick.", "grid.", "axes.label", "axes.title")}
+STYLE |= {"figure.constrained_layout.wspace": 0.04, "figure.constrained_layout.hspace": 0.06}
+
+Values = Mapping[str, Sequence[tuple[int, float]]]  # for each metric pairs (step, value)
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
+    """Write a run's picture to ``path``, and return it as SVG for a page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    finite = {name: [(step, v) for step, v in pairs if math.isfinite(v)] for name, pairs in series.items()}
+    own = {name: pairs for name, pairs in finite.items() if not name.startswith(("zero/", "lr"))}
+    losses = {name: pairs for name, pairs in own.items() if "loss" in name}
+    held, waits, steps_per_s = results["bytes"], results["wait_s_per_step"], results.get("steps_per_s")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((11.0, 7.0), layout="constrained")
+        (loss, fast), (memory, stood) = figure.subplots(2, 2)
+        _curves(loss, "loss and validation", losses, {name: own[name] for name in own.keys() - losses.keys()})
+        speed = next((f"zero/{name}" for name in SPEEDS if f"zero/{name}" in finite), "")
+        _curves(fast, "speed", *({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu")))
+        names = [fill(f"{row['role']}, {row['tier']}", 22) for row in held]
+        sets = {key: [row[key] for row in held] for key in ("planned", "measured")}
+        _bars(memory, "memory of rank 0", names, sets, human_bytes)
+        share = f" ({100 * sum(waits.values()) * steps_per_s:.0f} %)" if steps_per_s else ""
+        title = f"compute stood still for {human_seconds(sum(waits.values()))} of a step{share}"
+        _bars(stood, title, list(waits), {"": list(waits.values())}, human_seconds)
+        figure.savefig(path, format="png")
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Type")))
+    return "<svg" + text.getvalue().partition("<svg")[2].replace(INK, "currentColor")
+
+
+def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
+    """Draw ``left``, and ``right`` on an axis of its own if there are both."""
+    lines, colours = [], iter(COLOURS)
+    for number, values in enumerate(values for values in (left, right) if values):
+        own = axes.twinx() if number else axes
+        for (name, pairs), colour in zip(sorted(values.items()), colours, strict=False):
+            marker = "o" if len(pairs) < 50 else ""
+            lines += own.plot(*zip(*pairs, strict=True), color=colour, label=name, marker=marker, markersize=3)
+        if len(values) == 1:
+            own.set_ylabel(*values, color=colour)
+        own.grid(not number)
+        own.spines["right"].set_visible(bool(number))
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(title if lines else f"{title}: nothing was logged")
+    if max(len(left), len(right)) > 1:
+        axes.legend(handles=lines)
+
+
+def _bars(
+    axes: Any, title: str, names: Sequence[str], sets: Mapping[str, Sequence[Any]], text: Callable[[float], str]
+) -> None:
+    """Draw horizontal bars from the top down with their values beside them. ``sets`` are drawn side by side."""
+    height = 0.8 / len(sets)
+    for number, (label, values) in enumerate(sets.items()):
+        places = [place + (number + 0.5) * height - 0.4 for place in range(len(names))]
+        drawn = axes.barh(places, [v or 0 for v in values], 0.95 * height, color=COLOURS[4 - 4 * number], label=label)
+        axes.bar_label(drawn, ["not measured" if v is None else text(v) for v in values], padding=3, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks([])
+    axes.grid(False)
+    axes.margins(x=0.15)
+    axes.yaxis.set_inverted(True)
+    axes.set_title(title if names else f"{title}: nothing was logged")
+    if len(sets) > 1:
+        axes.legend()
+
+
+def draw_sweep(path: Path, title: str, runs: Mapping[str, float]) -> None:
+    """Write a picture of a value of each run. ``runs``: what was swept, and the value."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((9.0, 1.2 + 0.3 * len(runs)), layout="constrained")
+        names = [fill(name, 60) for name in runs]
+        _bars(figure.subplots(), title, names, {"": list(runs.values())}, "{:.4f}".format)
+        figure.savefig(path, format="png")

@@ -1,0 +1,81 @@
+"""Collect the numbers of a run, and write ``results.json``, ``results.png`` and ``report.html``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_zero.report.figure import can_draw, draw_run
+from lightning_zero.report.page import SPEEDS, page_html
+
+RESULTS, PICTURE, PAGE = "results.json", "results.png", "report.html"
+Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, value)
+Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and measured
+
+
+def logged(folders: Iterable[Path]) -> Series:
+    """Read all metrics that Lightning's CSV logger has written, also before the run was started again."""
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                step = int(row.pop("step"))
+                for name, value in row.items():
+                    if value and name != "epoch":
+                        found.setdefault(name, {})[step] = float(value)
+    return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:
+    """Return speed, bytes and waits of a run. ``held``: what the strategy found at its end, if it came there."""
+    last = {name: values[-1][1] for name, values in series.items()}
+    speeds = {name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last}
+    if not held:
+        parts = {tuple(name.split("/")[2:]): value for name, value in last.items() if name.startswith("zero/bytes/")}
+        held = [(role, tier, None, int(nbytes)) for (role, tier), nbytes in parts.items() if nbytes]
+    # Without the first pair: the first steps wait for what is made once.
+    stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
+    return {
+        "last": {name: value for name, value in last.items() if not name.startswith("zero/")},
+        **speeds,
+        "bytes": [dict(zip(("role", "tier", "planned", "measured"), row, strict=True)) for row in held],
+        "wait_s_per_step": {name.split("/")[2]: fmean(value for _, value in pairs) for name, pairs in stood.items()},
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the working directory, with ``-dirty`` if files differ from it; ``None`` without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
+    """Write the results; of a fit also the picture and the page. ``timeline``: the folder of its timeline."""
+    _write(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    if results["task"] != "fit":
+        return
+    svg, lacks = "", ""
+    if can_draw():
+        svg = draw_run(folder / PICTURE, series, results)
+    else:
+        lacks = f" (without curves, and no {PICTURE}: matplotlib is not installed; pip install 'lightning-zero[plot]')"
+    link = None if timeline is None else os.path.relpath(Path(timeline).expanduser() / "timeline.html", folder)
+    _write(folder / PAGE, page_html(folder.resolve().name, results, svg, link))
+    print(f"report: {os.path.relpath(folder / PAGE)}{lacks}", flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, which is there as a whole or not at all."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

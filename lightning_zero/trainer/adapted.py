@@ -1,0 +1,58 @@
+"""Change what Lightning's objects do where Lightning has no hook: give those of a run a subclass with our methods.
+
+This list is complete, and was checked against Lightning 2.6.6. Lightning's own classes stay as they are.
+
+::
+
+    Trainer                    saves/range_saves                save_checkpoint
+    _FitLoop                   loops                            setup_data
+    _TrainingEpochLoop         loops                            advance, _broadcast_sigterm_tensor, on_run_start,
+                                                                _on_before_fetch
+    ModelCheckpoint            saves/kept_files                 _save_checkpoint, _link_checkpoint, _remove_checkpoint,
+                                                                _should_remove_checkpoint
+    WeightAveraging            callbacks/averaging              setup, _swap_models, _copy_average_to_current,
+                                                                on_load_checkpoint
+    StochasticWeightAveraging  callbacks/stochastic_averaging   setup, update_parameters, transfer_weights
+    ModelPruning               callbacks/pruning                setup, _run_pruning, make_pruning_permanent,
+                                                                on_save_checkpoint
+    BaseFinetuning             callbacks/finetuning             filter_on_optimizer, unfreeze_and_add_param_group
+
+The subclass comes between the user's class and Lightning's: a method of the user's, or a mock, is called first, and its
+``super()`` is ours. Under other strategies our methods call Lightning's.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+
+def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
+    """Give each object a class with our methods, for each of ``ours`` whose class of Lightning it has."""
+    for thing in objects:
+        wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
+        if wanted:
+            theirs: Any = type(thing)
+            thing.__class__ = _adapted(theirs, wanted)
+
+
+@functools.cache
+def _adapted(theirs: Any, ours: tuple[Any, ...]) -> Any:
+    # Python refuses a class and its subclass, in this order, as bases.
+    bases = ours if any(issubclass(c, theirs) for c in ours) else (theirs, *ours)
+    names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__, "__doc__": theirs.__doc__}
+    adapted = type(theirs)(theirs.__name__, bases, names)  # Lightning stores a callback's state by its class's name
+
+    def reduce(thing: Any) -> tuple[Any, ...]:
+        make, (_, *args), *rest = super(adapted, thing).__reduce_ex__(2)
+        return make, (theirs, *args), *rest
+
+    copyreg.pickle(adapted, reduce)  # type: ignore[arg-type]  # copies have the class that can be imported
+    return adapted
+
+
+def is_ours(trainer: Any) -> bool:
+    """Whether the Trainer's strategy is a ZeroStrategy."""
+    return hasattr(trainer.strategy, "_checkpoints")

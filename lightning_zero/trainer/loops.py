@@ -1,0 +1,74 @@
+"""Adapt the objects of a run. The Trainer's loops tell interruptions and random numbers when they fetch a batch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning_zero.lightning_api import FitLoop, TrainingEpochLoop
+from lightning_zero.trainer.adapted import adapt, is_ours
+from lightning_zero.trainer.callbacks.averaging import AveragesShards
+from lightning_zero.trainer.callbacks.finetuning import FinetunesShards
+from lightning_zero.trainer.callbacks.pruning import PrunesShards
+from lightning_zero.trainer.callbacks.stochastic_averaging import AveragesShardsStochastically
+from lightning_zero.trainer.interruptions import Interruptions
+from lightning_zero.trainer.saves.kept_files import KeepsFiles
+from lightning_zero.trainer.saves.random_numbers import RandomNumbers
+from lightning_zero.trainer.saves.range_saves import SavesByRanges
+
+
+def _numbers(loop: Any) -> RandomNumbers | None:
+    """Return the random numbers of the fit under way."""
+    numbers: RandomNumbers | None = getattr(loop.trainer.strategy, "_random_numbers", None)
+    return numbers if numbers is not None and numbers.watches else None
+
+
+class ZeroFitLoop(FitLoop):
+    def setup_data(self) -> None:
+        numbers = _numbers(self)
+        if numbers is None:
+            super().setup_data()
+        else:
+            numbers.setup_data(super().setup_data)
+
+
+class ZeroTrainingEpochLoop(TrainingEpochLoop):
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Send nothing: the ranks have agreed on signals just before."""
+        if not is_ours(self.trainer):
+            super()._broadcast_sigterm_tensor()
+
+    def advance(self, data_fetcher: Any) -> None:
+        """Answer signals before a batch is fetched: a stateful loader would count a fetched batch as used."""
+        interruptions = cast(Interruptions | None, getattr(self.trainer.strategy, "_interruptions", None))
+        if interruptions is not None:
+            interruptions.before_batch()
+        super().advance(data_fetcher)
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        numbers = _numbers(self)
+        if numbers is None:
+            super().on_run_start(data_fetcher)
+        else:
+            numbers.on_run_start(super().on_run_start, data_fetcher)
+
+    def _on_before_fetch(self) -> None:
+        if (numbers := _numbers(self)) is not None:
+            numbers.on_before_fetch()
+        super()._on_before_fetch()
+
+
+ADAPTED = (
+    SavesByRanges,
+    ZeroFitLoop,
+    ZeroTrainingEpochLoop,
+    KeepsFiles,
+    AveragesShards,
+    AveragesShardsStochastically,
+    FinetunesShards,
+    PrunesShards,
+)
+
+
+def adapt_run(trainer: Any) -> None:
+    """Give the Trainer, its loops and its callbacks our methods."""
+    adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)

@@ -1,0 +1,62 @@
+"""The selection of cases for the default run."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.selection import TIERS, pairwise_places
+
+PAIRED = [{"a": a, "b": b, "c": c, "d": d} for a, b, c, d in itertools.product("xyz", "pq", (1, 2, 3), (True, False))]
+
+
+def test_every_pair_occurs_in_few_cases() -> None:
+    chosen = [PAIRED[place] for place in pairwise_places(PAIRED)]
+    for one, other in itertools.combinations("abcd", 2):
+        assert {(case[one], case[other]) for case in chosen} == {(case[one], case[other]) for case in PAIRED}
+    assert len(chosen) <= 12 < len(PAIRED)
+
+
+def test_of_two_parameters_all_cases_are_taken() -> None:
+    cases = [{"a": a, "b": b} for a in range(3) for b in range(2)]
+    assert sorted(pairwise_places(cases)) == list(range(6))
+
+
+FILE = """
+import pytest
+
+@pytest.mark.parametrize("a", ["x", "y"])
+@pytest.mark.parametrize("b", [1, 2, 3])
+def test_product(a, b): ...
+
+@pytest.mark.sample
+@pytest.mark.parametrize("a", [pytest.param(0, marks=pytest.mark.full), 1, 2])
+def test_sampled(a): ...
+
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.mainly(lambda a: a == 2)
+def test_main(a): ...
+
+@pytest.mark.full
+def test_full(): ...
+"""
+
+
+def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_pycollect_makeitem")
+    (tmp_path / "test_file.py").write_text(FILE)
+    found = {}
+    for tier in TIERS:
+        command = [sys.executable, "-m", "pytest", "--co", "-q", "-c/dev/null", f"--tier={tier}", str(tmp_path)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        found[tier] = re.findall(r"::(\S+)", said)
+    product = [name for name in found["default"] if name.startswith("test_product")]
+    assert len(product) == 3
+    assert all(any(value in name for name in product) for value in "xy123")
+    assert found["default"][3] in ("test_sampled[1]", "test_sampled[2]")
+    assert found["default"][4:] == ["test_main[2]"]
+    assert sorted(found["default"] + found["rest"]) == sorted(found["all"])
+    assert len(found["all"]) == 12
