@@ -254,13 +254,14 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     sizes = [b.layout.numel * b.wire_itemsize(count) for b in trainable]
     under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes, default=0)))
     brought = [b for b in trainable if count > 1 and b.shards_master and b.layout.world_size > 1]
+    all_shards = sum(b.layout.numel * b.itemsizes.reduce // b.layout.world_size for b in brought)
     shards = (under_way * b.itemsizes.reduce // b.wire_itemsize(count) // b.layout.world_size for b in brought)
     filling = max(by_unit(trainable, filled), default=0)
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if bucket.reduces_apart(count)]
     # The largest reduction by all-to-all receives all before the local sum.
     exchanged = (size for size, bucket in zip(sizes, trainable, strict=True) if bucket.exchanges(count))
     received = limits.has_link * max(exchanged, default=0)
-    return min(sum(own), min(sum(own), under_way) + filling) + max(shards, default=0) + received
+    return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + received
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:

@@ -297,7 +297,9 @@ def test_files_of_a_site(command: Any, fake_sbatch: Any, tmp_path: Path) -> None
         (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
         (["trainer.precision=16-mixed"], "trainer.precision: expected 32-true under zero/precision=fp32"),
         pytest.param(
-            ["trainer.gradient_clip_algorithm=no"], "trainer: Lightning refuses these settings", marks=pytest.mark.full
+            ["trainer.gradient_clip_algorithm=no"],
+            "trainer: lightning.pytorch.Trainer refuses these settings",
+            marks=pytest.mark.full,
         ),
         (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
         (["data.path=other.txt"], "data.path: expected a file"),

@@ -66,4 +66,5 @@ def test_resident_memory_is_what_was_planned(row: str, precision: str, tmp_path:
     unused = RING_COUNT * RING_NBYTES if "nvme" in row else 0
     assert found["planned"] - unused - slack <= found["measured"] <= found["planned"] + slack, found
     if row == "cpu" and precision == "bf16":
-        assert found["measured"] <= 12.5 * found["parameters"] + slack
+        # 4 of the master, 8 of the state, and 4 of the gradient, whose memory stays reserved
+        assert found["planned"] <= 16.1 * found["parameters"]
