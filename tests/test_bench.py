@@ -28,6 +28,7 @@ def run(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.full
 def test_every_side_of_the_table_runs() -> None:
     eager = [side for side in bench.SIDES.split(",") if not side.endswith(COMPILED)]
     names = ",".join([*eager, "zero3+optimizer_cpu"])

@@ -67,6 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return out, run(out, "--break-row", BROKEN)
 
 
+@pytest.mark.full
 def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = whole
     found = lines(out)
@@ -131,6 +132,7 @@ def test_without_time_everything_is_listed_as_not_run(tmp_path: Path) -> None:
     assert all(f"- {p.name} (" in (tmp_path / "out/table.md").read_text() for p in tiny_parts())
 
 
+@pytest.mark.full
 def test_its_processes_need_no_hydra() -> None:
     """And import no Lightning either; the command itself has had none above."""
     check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules}"
@@ -282,6 +284,7 @@ def test_the_files_with_tests_of_a_gpu_are_found() -> None:
     assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"
 
 
+@pytest.mark.full
 def test_a_test_on_a_gpu_has_the_time_that_the_environment_gives() -> None:
     check = "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
     environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}

@@ -45,6 +45,7 @@ def accuracy(done: subprocess.CompletedProcess[str]) -> float:
     return value(done, "validation accuracy")
 
 
+@pytest.mark.full
 def test_minimal(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "minimal.py")) > 0.9
 

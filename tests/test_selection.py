@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.selection import TIERS, pairwise_places
 
 PAIRED = [{"a": a, "b": b, "c": c, "d": d} for a, b, c, d in itertools.product("xyz", "pq", (1, 2, 3), (True, False))]
@@ -45,6 +47,7 @@ def test_full(): ...
 """
 
 
+@pytest.mark.full
 def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_pycollect_makeitem")
     (tmp_path / "test_file.py").write_text(FILE)

@@ -15,7 +15,8 @@ from lightning_zero.app import check
 from lightning_zero.config import Offload, Stage
 
 
-@pytest.mark.parametrize("only", [pytest.param("zero3 nvme"), pytest.param("", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("only", ["zero3 nvme", ""])
 def test_rows_pass_and_leave_no_files(only: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_zero.env", "--check", only, "--disk", str(tmp_path)]
     # From another folder, as who has installed a wheel.
@@ -28,6 +29,7 @@ def test_rows_pass_and_leave_no_files(only: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_losses_that_differ_from_those_of_ddp_are_an_error(tmp_path: Path) -> None:
     broken = (
         "import lightning_zero.app.check as c; c.BOUND['fp32'] = -1.0; c._on_rank(0, 1, 0, False, '', [c.Row('zero1')])"

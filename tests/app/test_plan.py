@@ -102,7 +102,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(100, marks=pytest.mark.full), 120])
+@pytest.mark.parametrize("columns", [80, *(pytest.param(n, marks=pytest.mark.full) for n in (100, 120))])
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -199,6 +199,7 @@ def test_state_of_whole_tensors_is_counted_by_tensor(command: Any) -> None:
     assert zero3["adafactor"] < zero3["adamw"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("optimizer", "states"),
     [

@@ -75,9 +75,16 @@ def needed_by(option: str) -> list[str]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_file_composes_and_means_what_the_dataclasses_say(option: str) -> None:
+def test_every_file_composes_into_the_dataclasses_and_gives_targets_what_they_take(option: str) -> None:
     config = config_of(option, *needed_by(option))
     assert isinstance(config.zero, ZeroConfig)
+    nodes = {"model": config.model, "data": config.data, "optimizer": config.optimizer, "trainer": config.trainer}
+    nodes |= {f"callbacks.{k}": v for k, v in config.callbacks.items()}
+    nodes |= {f"logger.{k}": v for k, v in config.logger.items()}
+    for key, node in nodes.items():
+        target = locate(key, node["_target_"])
+        given = {k for k in node if k not in ("_target_", "_partial_")}
+        assert given <= (accepted_arguments(target) or given), key
 
 
 @pytest.mark.parametrize("name", ["plan", "submit"])
@@ -88,18 +95,6 @@ def test_every_machine_composes(name: str, option: str) -> None:
         machine = OmegaConf.to_object(compose(name, overrides=[option]).machine)
     assert isinstance(machine, MachineConfig)
     assert option == "machine=here" or machine.gpu_memory > 2**34
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_target_takes_what_its_file_gives_it(option: str) -> None:
-    config = config_of(option, *needed_by(option))
-    nodes = {"model": config.model, "data": config.data, "optimizer": config.optimizer, "trainer": config.trainer}
-    nodes |= {f"callbacks.{k}": v for k, v in config.callbacks.items()}
-    nodes |= {f"logger.{k}": v for k, v in config.logger.items()}
-    for key, node in nodes.items():
-        target = locate(key, node["_target_"])
-        given = {k for k in node if k not in ("_target_", "_partial_")}
-        assert given <= (accepted_arguments(target) or given), key
 
 
 def test_defaults_in_the_files_are_those_of_python() -> None:
@@ -328,6 +323,15 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
     assert code == 2 and sentence in said, said
 
 
+ONE_OF_A_KIND = {
+    *("trainer.max_step=3", "zero.lr=3", "qwertz=3", "zero.stage=3", "callbacks.best.monitor=x", "+seed=3"),
+    *("+trainer.max_step=3", "zero/stage=zero4", "experiment=huge", "zero/stage=3", "zero/offload=nvme"),
+    *("zero/offload=cpu zero/stage=zero2", "zero.prefetch_bytes=lots", "optimizer.lr=abc", "model.dropout=1"),
+    *("zero/precision=bf16 trainer.precision=32-true", "data._target_=nowhere.Data", "model._target_=torch.nn.Linear"),
+}
+
+
+@pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -582,6 +586,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_any_app_that_instantiates_its_trainer_takes_the_strategy(tmp_path: Path) -> None:
     """As one of lightning-hydra-template does."""
     (tmp_path / "conf").mkdir()

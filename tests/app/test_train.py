@@ -227,6 +227,7 @@ def test_resumes_at_another_stage_and_precision(
     assert bits_per_byte(done.stdout) < bits_per_byte(finished[1].stdout) + 0.1
 
 
+@pytest.mark.full
 def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL)
     mistake = ("model._target_=users_model.Lit", "+model.width=4", "+model.fail_on_rank=1")

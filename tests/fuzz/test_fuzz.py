@@ -1,4 +1,4 @@
-"""Half a minute of random programs, the same every time; and that a broken engine is found out."""
+"""Random programs, the same every time; and that a broken engine is found out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict
 from tests.fuzz.strategies import programs
 
-PROGRAMS = 60
 ENOUGH = 60  # programs, to find a mistake that is there
 
 STILL = settings(
-    max_examples=PROGRAMS,
     derandomize=True,
     database=None,
     deadline=None,
@@ -44,8 +42,9 @@ def failure(program: Program, verdict: Verdict) -> str:
     return f"{verdict.signature}\nThis program fails (`make fuzz` makes such ones small):\n\n{text}"
 
 
-def test_a_minute_of_random_programs(runner: Runner) -> None:
-    @STILL
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.full)])
+def test_random_programs_train_like_the_plain_twin(count: int, runner: Runner) -> None:
+    @settings(STILL, max_examples=count)
     @given(programs())
     def run(program: Program) -> None:
         verdict = runner.run(program)
