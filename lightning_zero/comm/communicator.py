@@ -239,7 +239,7 @@ class Communicator:
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
             if self._groups is not before:
                 self.connect(self._units)
-        self.waits.count_anew()
+        self.waits.asked.clear()  # some ranks may have asked for more
 
     def close(self) -> None:
         self.waits.close()

@@ -36,11 +36,6 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     return made
 
 
-def offload_row(name: Offload) -> OffloadConfig:
-    """Make the row of ``zero/offload`` called ``name``, with its folder from the environment."""
-    return OffloadConfig(name=name, nvme_path=offload_row_path(name))
-
-
 def offload_row_path(name: Offload) -> str | None:
     """Return the folder from the environment for a row of ``zero/offload`` that uses files."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
@@ -128,7 +123,8 @@ def with_rows(
 def _convert(key: str, value: Any) -> Any:
     """Convert a row's name or a group's mapping to a value of :class:`ZeroConfig`."""
     if key == "offload" and isinstance(value, (str, Offload)):
-        return offload_row(choose(key, value))
+        row = choose(key, value)
+        return OffloadConfig(name=row, nvme_path=offload_row_path(row))
     kind: Any = kinds_of(ZeroConfig)[key]
     is_group: bool = is_dataclass(kind)
     if not is_group or isinstance(value, kind):

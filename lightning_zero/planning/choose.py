@@ -53,10 +53,6 @@ def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
     )
 
 
-def plan_rows(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> list[Row]:
-    return [plan_row(model, stage, offload, machine, settings, rates) for stage, offload, settings in candidates]
-
-
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
@@ -65,7 +61,7 @@ def choose_row(
     ``keys``: the settings that the error names. Raises ConfigError if no row fits.
     """
     room = with_room(machine, activations_known=model.activations is not None)
-    rows = plan_rows(model, room, candidates, rates)
+    rows = [plan_row(model, stage, offload, room, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]
     if not fitting:
         raise ConfigError(_nothing_fits(rows, room, model, keys))

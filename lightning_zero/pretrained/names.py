@@ -35,7 +35,7 @@ class Match(NamedTuple):
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
     """Find the partners of the folder's tensors. Raise a ConfigError if one has another shape or is quantised."""
     model, prefix = hugging_face_model(module)
-    own = _names_of(model if model is not None else module)
+    own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
     found = stored if model is None else converted(model, stored, own)
     if model is None:
@@ -63,10 +63,6 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
 def _is_quantised(value: Tensor, own: Tensor) -> bool:
     small = value.dtype.itemsize == 1 or not value.is_floating_point()
     return small and own.is_floating_point() and value.dtype is not own.dtype and not value.is_complex()
-
-
-def _names_of(model: nn.Module) -> dict[str, Tensor]:
-    return {_without_adapters(name): value for name, value in _tensors(model)}
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -96,10 +96,6 @@ class Waits:
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, notices_broken_connections=notices_broken_connections)
 
-    def count_anew(self) -> None:
-        """Reset the counts when ranks go on after an exception, because some may have sent more. Collective."""
-        self.asked.clear()
-
     @property
     def waiting(self) -> str:
         """The name of the wait that this process is in, or empty. Another thread reads it."""

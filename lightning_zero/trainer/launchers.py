@@ -39,10 +39,6 @@ PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
 
 
-def is_interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
 def threads_of(processes: int) -> int:
     """Return Lightning's number of threads for each of ``processes`` processes on a host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -52,7 +48,8 @@ def threads_of(processes: int) -> int:
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
     """Whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
     script."""
-    if not is_interactive() or environment.creates_processes_externally:
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if not is_interactive or environment.creates_processes_externally:
         return False
     if processes > 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
-from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, plan_rows, with_room
+from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits, Phase, on_tier, peak_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
@@ -74,7 +74,7 @@ def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie()
 def test_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
     rates = CPU_RATES if machine.shared else GPU_RATES
     room = with_room(machine)
-    rows = plan_rows(of, room, CANDIDATES, rates)
+    rows = [plan_row(of, stage, offload, room, settings, rates) for stage, offload, settings in CANDIDATES]
     try:
         choice = choose_row(of, machine, CANDIDATES, rates)
     except ConfigError as error:

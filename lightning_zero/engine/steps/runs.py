@@ -275,7 +275,8 @@ class Runs:
             if (form := self.formats.get(name)) is not None:
                 state[name] = self._narrowed(run, name, states, form, held.get(name))
                 continue
-            flat = _zeros(run.tensor, _state_dtype(value, run.tensor), held.get(name))
+            dtype = run.tensor.dtype if value.is_floating_point() else value.dtype
+            flat = _zeros(run.tensor, dtype, held.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start
@@ -312,10 +313,6 @@ def _zeros(like: Tensor, dtype: torch.dtype, held: object) -> Tensor:
     if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (like.shape, dtype, like.device):
         return held.zero_()
     return torch.zeros(like.numel(), dtype=dtype, device=like.device)
-
-
-def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if value.is_floating_point() else value.dtype
 
 
 def steps_in(state: Saved) -> int:

@@ -362,15 +362,12 @@ def change_tiers(
     used = {tier for row in rows for tier in row}
     nvme = None
     if Tier.nvme in used:
-        other = not _serves(before.nvme, str(path), offload)
+        there = before.nvme
+        other = there is None or str(there.path) != str(path) or there.threads != IO_THREADS
         other = bool(comm.max_(torch.tensor([other], dtype=torch.uint8)))  # agreed: making files sends messages
         nvme = _files_for(comm, None if other else before.nvme, str(path), offload, instances, wanted, held)
     host = (before.host or HostTier(accelerator)) if Tier.host in used else None
     return with_ways(host, nvme, plans, comm, share, before), plans
-
-
-def _serves(nvme: NvmeTier | None, path: str, offload: OffloadConfig) -> bool:
-    return nvme is not None and str(nvme.path) == path and nvme.threads == IO_THREADS
 
 
 def _files_for(

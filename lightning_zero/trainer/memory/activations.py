@@ -71,7 +71,8 @@ class LiveBytes(TorchDispatchMode):
                 self._add(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and _is_number_without_value(args[0]):
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        if reads and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
             return 1.0  # a loss read for logging; reading a length or a condition fails
         result = func(*args, **(kwargs or {}))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
@@ -94,10 +95,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
-
-
-def _is_number_without_value(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.is_floating_point()
 
 
 class _Begins(torch.autograd.Function):
@@ -226,16 +223,13 @@ class _Measurement:
         for number, group in enumerate(groups):
             if number:
                 inner_module = self._module.get_submodule(group.name)
-                how = self._plainly if group.name in around else self._again if group.name in whole else self._in_chunks
+                how = None if group.name in around else self._again if group.name in whole else self._in_chunks
                 self._watch(inner_module, number, how)
         if precision in AUTOCAST_DTYPES:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
         self._saved: dict[int, int] = {}
         self._sharers = OnPaper(config.sequence_parallel)
-
-    def _plainly(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit with activation checkpointing, if that is set."""
@@ -264,8 +258,8 @@ class _Measurement:
 
         return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
-    def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any]) -> None:
-        """Run ``module`` by ``how``, and tell the recorder when it runs."""
+    def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any] | None) -> None:
+        """Run ``module`` by ``how`` (``None``: as it is), and tell the recorder when it runs."""
         inner = module.forward
         recorder = self._recorder
 
@@ -274,7 +268,7 @@ class _Measurement:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             recorder.enter(unit, backward=recorder.in_backward)
-            output = how(module, inner, args, kwargs)
+            output = inner(*args, **kwargs) if how is None else how(module, inner, args, kwargs)
             recorder.enter(0, backward=recorder.in_backward)
             return tree_map(mark, output)
 

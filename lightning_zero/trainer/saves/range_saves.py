@@ -134,7 +134,8 @@ class RangeSave:
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
         with self._noting(), contextlib.ExitStack() as stack:
             begin = partial(self._begin, stack, content, fakes, keep, begun)
-            place = self._broadcast(self._together("beginning a checkpoint", begin))
+            place = self._together("beginning a checkpoint", begin)
+            place = broadcast_object(dist.group.WORLD, place, 0, self._engine.comm.waits)
             assert place is not None
             fd = _open(place)
             if fd is not None:
@@ -243,9 +244,6 @@ class RangeSave:
 
     def _gather(self, value: T, what: str) -> list[T]:
         return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)
-
-    def _broadcast(self, value: T) -> T:
-        return broadcast_object(dist.group.WORLD, value, 0, self._engine.comm.waits)
 
 
 def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) -> None:
