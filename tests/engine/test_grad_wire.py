@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
-from lightning_zero.comm import transports
+from lightning_zero.comm import communicator, transports
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import DirectTransport, choose_transport
 from lightning_zero.config import ConfigError, make_config
@@ -55,11 +55,12 @@ WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 
 @contextlib.contextmanager
 def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator[None]:
-    """Of what is handed to reductions, and of their sums where these are made by an all-to-all."""
+    """Of the gradients that are reduced, and of their sums where an all-to-all makes them."""
     reduce = Communicator._reduce
 
     def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
-        found.append((full.dtype, total))
+        if label != communicator._FIRST:
+            found.append((full.dtype, total))
         return reduce(self, full, label, factor, total, **options)
 
     with mock.patch.object(Communicator, "_reduce", seen):

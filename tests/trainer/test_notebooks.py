@@ -79,11 +79,12 @@ def test_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOTEBOOK = """
+import os
 import sys
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # DDP, the twin, hangs in forked processes after several threads
 sys.ps1 = ">>> "  # what tells Lightning that this is a notebook
 import warnings
 warnings.simplefilter("ignore")
-import os
 import torch
 import lightning_zero
 from lightning.pytorch import Trainer
@@ -165,7 +166,6 @@ def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> Non
     assert "compute on one thread each" in found.stderr
 
 
-@pytest.mark.full
 @pytest.mark.full
 def test_a_real_kernel(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
