@@ -31,7 +31,7 @@ PRESETS |= {f"{name}_notebook": preset._replace(start_method="fork") for name, p
 
 
 def preset_config(name: str) -> ZeroConfig:
-    """The configuration that a preset stands for.
+    """Return the configuration that a preset stands for.
 
     Raises:
         ConfigError: the preset keeps something in files and LIGHTNING_ZERO_NVME_PATH names no folder.

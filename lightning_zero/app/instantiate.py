@@ -17,7 +17,7 @@ INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of log
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or the process from which Lightning starts the others."""
+    """Return whether this is rank 0, or the process from which Lightning starts the others."""
     place = launched()
     return place is None or not (place.rank or place.local_rank)
 

@@ -75,7 +75,7 @@ class _Conf(NamedTuple):
     settings: set[str]
 
     def inside(self, path: str) -> list[str]:
-        """Names one level below ``path``; the top level for ``""``."""
+        """Return the names one level below ``path``; the top level for ``""``."""
         start = f"{path}." if path else ""
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 

@@ -122,7 +122,7 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Arguments that belong to our class and are dropped for another class."""
+    """Return the arguments that belong to our class and are dropped for another class."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 

@@ -154,7 +154,7 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 
 def steps_slices(config: TrainConfig) -> bool:
-    """Whether the optimizer steps slices, so that its number of state tensors says all."""
+    """Return whether the optimizer steps slices, so that its number of state tensors says all."""
     import torch
 
     from lightning_zero.optimizers.refused import is_stepped_whole

@@ -95,7 +95,7 @@ def number_of_nodes(trainer: Mapping[str, Any]) -> int:
 
 
 def explicit_keys() -> set[str]:
-    """The keys given on the command line."""
+    """Return the keys given on the command line."""
     return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
 
 
@@ -224,7 +224,7 @@ def batches_explained(model: LightningModule, data: LightningDataModule) -> Iter
 
 
 def fails_in(model: LightningModule, error: Exception) -> bool:
-    """Whether ``error`` was raised in a file of the model's own classes."""
+    """Return whether ``error`` was raised in a file of the model's own classes."""
     own = {cls.__module__ for cls in type(model).__mro__ if cls.__module__.split(".")[0] not in ("lightning", "torch")}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") in own - {"builtins"} for frame in frames)

@@ -152,7 +152,7 @@ class Communicator:
 
     @property
     def exchanges(self) -> bool:
-        """Whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
+        """Return whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     # -- logical operations -------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ OPERATIONS = (
 
 
 def even_alone() -> bool:
-    """Whether a group of one rank sends its messages all the same. Benchmarks and tests set the variable."""
+    """Return whether a group of one rank sends its messages all the same. Benchmarks and tests set the variable."""
     return os.environ.get("LIGHTNING_ZERO_EVEN_ALONE") == "1"
 
 

@@ -49,7 +49,7 @@ class Pending:
         self._keep = keep
 
     def done(self) -> bool:
-        """Whether ``wait`` would make neither the host nor the current stream wait."""
+        """Return whether ``wait`` would make neither the host nor the current stream wait."""
         over = self._event is None or self._comm.streams.accelerator.is_over(self._event)
         return over and all(work.is_completed() for work in self._works)
 
@@ -104,7 +104,7 @@ class Reduction:
         self.nbytes = 0
 
     def done(self) -> bool:
-        """Whether ``land`` would wait for nothing."""
+        """Return whether ``land`` would wait for nothing."""
         return self._now.done()
 
     def land(self) -> bool:

@@ -112,7 +112,7 @@ def _own(full: Tensor, among: Members) -> Tensor:
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Whether messages of ``tensor`` are queued on the current stream, so that no work needs a wait."""
+    """Return whether messages of ``tensor`` are queued on the current stream, so that no work needs a wait."""
     return tensor.device.type != "cpu"
 
 

@@ -42,7 +42,7 @@ def offload_row_path(name: Offload) -> str | None:
 
 
 def is_decided(config: ZeroConfig) -> bool:
-    """Whether the stage is given, not ``auto``."""
+    """Return whether the stage is given, not ``auto``."""
     return config.stage.name is not Stage.auto
 
 

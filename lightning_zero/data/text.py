@@ -126,7 +126,7 @@ class TextData(LanguageData):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The bytes of all files, each followed by a 0: ``[n_tokens] uint8``."""
+        """Return the bytes of all files, each followed by a 0: ``[n_tokens] uint8``."""
         joined = bytearray()
         for source in self.sources:
             with open_source(source.path) as file:

@@ -23,7 +23,7 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """The driver's name of the device; empty for the host."""
+        """Return the driver's name of the device; empty for the host."""
         return ""
 
     # -- streams and events ----------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Accelerator:
         """Make the current stream, not the host, wait for ``event``."""
 
     def is_over(self, event: Event) -> bool:
-        """Whether ``event`` has happened. Does not wait."""
+        """Return whether ``event`` has happened. Does not wait."""
         return True
 
     def wait_on_host(self, event: Event) -> None:

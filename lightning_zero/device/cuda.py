@@ -104,7 +104,7 @@ def gpu_count() -> int:
 
 
 def is_in_use() -> bool:
-    """Whether this process has started to use CUDA; a fork of it then cannot use CUDA."""
+    """Return whether this process has started to use CUDA; a fork of it then cannot use CUDA."""
     return torch.cuda.is_initialized()
 
 

@@ -88,7 +88,7 @@ class LanguageModel(LightningModule):
         self.log(name, self.bits_per_byte, prog_bar=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Bits per byte of each text of the batch, ``[batch]``."""
+        """Return the bits per byte of each text of the batch, ``[batch]``."""
         return self._bits_per_byte(mean_over_tokens(self._losses(batch), dim=1))
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:

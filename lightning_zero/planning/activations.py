@@ -125,7 +125,7 @@ def peaks_with(
 
 
 def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
-    """Bytes of gradients at rest on the device."""
+    """Return the bytes of gradients at rest on the device."""
     return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
 
 

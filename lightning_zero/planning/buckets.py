@@ -112,22 +112,22 @@ class BucketPlan:
 
     @cached_property
     def reshards(self) -> bool:
-        """Whether compute parameters are gathered for each use and dropped after it."""
+        """Return whether compute parameters are gathered for each use and dropped after it."""
         return self.params_rest in (ParamsRest.storage, ParamsRest.shard)
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Whether compute parameters stay gathered and are synced after a step; on one rank this only waits."""
+        """Return whether compute parameters stay gathered and are synced after a step; on one rank this only waits."""
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """Whether the full buffer is a copy of the storage."""
+        """Return whether the full buffer is a copy of the storage."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
     def params_are_masters(self) -> bool:
-        """Whether every rank always holds the complete masters as its parameters."""
+        """Return whether every rank always holds the complete masters as its parameters."""
         return not self.copies_master and not self.gathers_after_step
 
     @property
@@ -138,7 +138,7 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """The role as which the storage counts: compute parameters, if no other memory holds the same values."""
+        """Return the role as which the storage counts: compute parameters, if no other memory holds the same values."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -148,7 +148,7 @@ class BucketPlan:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
-        """Whether parameters and masters rest in the same places and dtypes as under ``other``."""
+        """Return whether parameters and masters rest in the same places and dtypes as under ``other``."""
 
         pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
         return len(set(pairs)) == 1
@@ -159,12 +159,12 @@ class BucketPlan:
 
     @property
     def shards_master(self) -> bool:
-        """Whether a rank steps only its shard, so that gradients are reduce-scattered."""
+        """Return whether a rank steps only its shard, so that gradients are reduce-scattered."""
         return self.row.master is Placement.sharded
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether gradients wait unreduced until the last micro-batch."""
+        """Return whether gradients wait unreduced until the last micro-batch."""
         return self.row.grad is Placement.replicated
 
     @property
@@ -177,31 +177,31 @@ class BucketPlan:
 
     @property
     def owned_numel(self) -> int:
-        """Elements of masters and state that a rank holds."""
+        """Return the elements of masters and state that a rank holds."""
         return self.layout.shard_numel if self.shards_master else self.layout.numel
 
     def owned_range(self, rank: int) -> tuple[int, int]:
-        """The range of elements whose masters and state ``rank`` holds."""
+        """Return the range of elements whose masters and state ``rank`` holds."""
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Elements that have optimizer state: the owned range without padding. Rank 0 has the most."""
+        """Return the elements that have optimizer state: the owned range without padding. Rank 0 has the most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
     def state_nbytes(self, numel: int) -> int:
-        """Bytes of one resting state tensor of ``numel`` elements."""
+        """Return the bytes of one resting state tensor of ``numel`` elements."""
         return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
 
     def exchanges(self, micro_batches: int = 1) -> bool:
-        """Whether gradients are reduced by an all-to-all, in a step of ``micro_batches`` backwards."""
+        """Return whether gradients are reduced by an all-to-all, in a step of ``micro_batches`` backwards."""
         sizes = self.itemsizes
         # A local sum of gradients fits the wire dtype only if it was summed in the dtype of autograd's gradients.
         as_made = micro_batches == 1 or not self.accumulates_locally or sizes.grad == sizes.compute
         return sizes.exchanged and self._divided and self.layout.world_size <= EXCHANGE_MAX_RANKS and as_made
 
     def wire_itemsize(self, micro_batches: int = 1) -> int:
-        """Bytes per element of a gradient in a message."""
+        """Return the bytes per element of a gradient in a message."""
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
@@ -211,7 +211,7 @@ class BucketPlan:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the gathered compute parameters."""
+        """Return the bytes of the gathered compute parameters."""
         return self.layout.numel * self.itemsizes.compute
 
 

@@ -63,12 +63,12 @@ class Model:
 
     @property
     def copy_nbytes(self) -> int:
-        """Bytes of one host's copy of the whole module."""
+        """Return the bytes of one host's copy of the whole module."""
         return memory.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
 
     @property
     def flops(self) -> float:
-        """FLOPs of a forward and backward. Without measurement: 6 for each parameter and sample."""
+        """Return FLOPs of a forward and backward. Without measurement: 6 for each parameter and sample."""
         found = self.micro_batch
         return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
 
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def moments(self) -> list[Bytes]:
-        """Bytes of one rank at every moment that must fit."""
+        """Return the bytes of one rank at every moment that must fit."""
         return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property

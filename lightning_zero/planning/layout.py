@@ -70,7 +70,7 @@ class BucketLayout:
 
     @property
     def used_numel(self) -> int:
-        """Elements before the padding, with the gaps between parameters."""
+        """Return the elements before the padding, with the gaps between parameters."""
         return self.slots[-1].stop if self.slots else 0
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class BucketLayout:
                 yield Fragment(slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Element ranges that belong to no parameter. They always hold zeros."""
+        """Return the element ranges that belong to no parameter. They always hold zeros."""
         found: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:

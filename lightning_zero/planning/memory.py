@@ -116,7 +116,7 @@ def planned_bytes(
 
 
 def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequence[int]:
-    """Bytes of each state tensor that ``rank`` holds of a bucket."""
+    """Return the bytes of each state tensor that ``rank`` holds of a bucket."""
     if isinstance(states, StateOfRank):
         return states.tensors[number]
     return [bucket.state_nbytes(bucket.state_numel(rank))] * states
@@ -224,7 +224,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Bytes of all units but the root that this rank keeps for its node."""
+    """Return the bytes of all units but the root that this rank keeps for its node."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
@@ -301,13 +301,13 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Bytes of host memory that a gather needs for parameters read from files."""
+    """Return the bytes of host memory that a gather needs for parameters read from files."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Whether ranks that hold ``rest`` use at most half of GPU and host. ``gpu=0``: the device is the host."""
+    """Return whether ranks that hold ``rest`` use at most half of GPU and host. ``gpu=0``: the device is the host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -331,7 +331,7 @@ def on_tier(held: Bytes, tier: Tier) -> int:
 
 
 def copy_nbytes(params: Iterable[int]) -> int:
-    """Bytes of the copy of a module whose parameters have these bytes in their original dtypes."""
+    """Return the bytes of the copy of a module whose parameters have these bytes in their original dtypes."""
     return max(COPY_ALIGN, sum(round_up(nbytes, COPY_ALIGN) for nbytes in params))
 
 
@@ -346,7 +346,7 @@ def no_room_for(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Bytes of one rank while the copy is filled. ``gathers``: shards are spread over several hosts."""
+    """Return the bytes of one rank while the copy is filled. ``gathers``: shards are spread over several hosts."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

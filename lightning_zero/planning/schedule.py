@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
-    """Whether a unit may be prefetched beside those waiting. The first may have any size."""
+    """Return whether a unit may be prefetched beside those waiting. The first may have any size."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 

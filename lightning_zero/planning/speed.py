@@ -136,7 +136,7 @@ class Sent:
 
     @property
     def nbytes(self) -> float:
-        """Bytes over the network."""
+        """Return the bytes over the network."""
         return self.gathers + self.reductions + self.exchanged
 
 
@@ -213,7 +213,7 @@ def expected(
 
 
 def _alone(buckets: Sequence[BucketPlan], micro_batches: int) -> float:
-    """Bytes of the first gather and the last reduction, which nothing overlaps."""
+    """Return the bytes of the first gather and the last reduction, which nothing overlaps."""
     shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
     gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     reductions = by_unit(buckets, lambda b: b.layout.numel * b.wire_itemsize(micro_batches) * b.trainable)

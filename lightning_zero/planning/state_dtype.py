@@ -28,7 +28,7 @@ def param_align(state: StateDtype) -> int:
 
 
 def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
-    """Bytes of one state tensor of ``numel`` elements: 4, 2 or 257/256 for each, beside fp32 masters."""
+    """Return the bytes of one state tensor of ``numel`` elements: 4, 2 or 257/256 for each, beside fp32 masters."""
     if state is StateDtype.int8:
         return round_up(numel, BLOCK) // BLOCK * ROW
     return numel * (2 if state is StateDtype.bf16 else master_itemsize)
@@ -48,7 +48,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Bytes of buffers to step up to ``numel`` elements in pieces. On the host the buffers are kept."""
+    """Return the bytes of buffers to step up to ``numel`` elements in pieces. On the host the buffers are kept."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

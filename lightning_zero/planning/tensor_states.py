@@ -38,7 +38,7 @@ class TensorStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state of all tensors that are stepped whole."""
+        """Return the bytes of the state of all tensors that are stepped whole."""
         return sum(sum(state.nbytes) for states in self.tensors for state in states)
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan]) -> StateOfRank:
@@ -84,7 +84,7 @@ class TensorStates:
 
 
 def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
-    """Upper bounds of the bytes of each element-wise state tensor that a rank holds of a bucket."""
+    """Return the upper bounds of the bytes of each element-wise state tensor that a rank holds of a bucket."""
     if not bucket.trainable:
         return []
     starts = [slot.start for slot in bucket.layout.slots]

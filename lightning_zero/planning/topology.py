@@ -34,11 +34,11 @@ class Topology(NamedTuple):
         return next(group for group in self.shard_groups if rank in group)
 
     def node_group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that keep units for the backward together with ``rank``; empty if units are not kept."""
+        """Return the ranks that keep units for the backward together with ``rank``; empty if units are not kept."""
         return next((group for group in self.node_groups if rank in group), ())
 
     def replicate_group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same shards as ``rank``, including ``rank``."""
+        """Return the ranks that hold the same shards as ``rank``, including ``rank``."""
         place = self.shard_group_of(rank).index(rank)
         return tuple(group[place] for group in self.shard_groups)
 
@@ -90,7 +90,7 @@ def check_exchange(topology: Topology, comm: CommConfig) -> None:
 
 
 def is_even(names: Sequence[str]) -> bool:
-    """Whether all nodes have the same number of ranks."""
+    """Return whether all nodes have the same number of ranks."""
     return len(set(Counter(names).values())) == 1
 
 

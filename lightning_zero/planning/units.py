@@ -92,7 +92,7 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
 
 
 def _is_plain_list(module: nn.Module) -> bool:
-    """Whether the module is a container that is never called, so that hooks on it would not fire."""
+    """Return whether the module is a container that is never called, so that hooks on it would not fire."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 

@@ -68,7 +68,7 @@ def _made(found: dict[str, Any]) -> Any:
 
 
 def _is_ours(kind: Any) -> bool:
-    """Whether ``kind`` is a class of this package that only holds values."""
+    """Return whether ``kind`` is a class of this package that only holds values."""
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] != _PACKAGE:
         return False
     if dataclasses.is_dataclass(kind):

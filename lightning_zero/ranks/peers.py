@@ -37,7 +37,7 @@ class PeerError(RuntimeError):
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether ``error`` is a backend's report that a peer's connection is gone."""
+    """Return whether ``error`` is a backend's report that a peer's connection is gone."""
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
@@ -50,7 +50,7 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine is alive. A zombie is not."""
+    """Return whether a process of this machine is alive. A zombie is not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -96,12 +96,12 @@ class Peers:
 
     @property
     def knows_holder(self) -> bool:
-        """Whether this rank can name rank 0 even after its store is gone."""
+        """Return whether this rank can name rank 0 even after its store is gone."""
         return self._holder is not None
 
     @property
     def holder_is_dead(self) -> bool:
-        """Whether rank 0 ran on this machine and is known to have ended."""
+        """Return whether rank 0 ran on this machine and is known to have ended."""
         holder = self._holder
         return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
 

@@ -115,7 +115,7 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _whole(path: Path) -> bool:
-    """Whether a checkpoint has its last part: the table of a zip archive, or a folder's metadata file."""
+    """Return whether a checkpoint has its last part: the table of a zip archive, or a folder's metadata file."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
 
 

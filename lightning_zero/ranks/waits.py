@@ -98,7 +98,7 @@ class Waits:
 
     @property
     def waiting(self) -> str:
-        """The name of the wait that this process is in, or empty. Another thread reads it."""
+        """Return the name of the wait that this process is in, or empty. Another thread reads it."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 

@@ -147,7 +147,7 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Whether rank 0's process ends now. Its connections close a moment before it ends."""
+        """Return whether rank 0's process ends now. Its connections close a moment before it ends."""
         deadline = time.monotonic() + ENDS_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
@@ -238,7 +238,7 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
+        """Return whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
 
         return self._stays(self._waits, default=[""]) is not None
 

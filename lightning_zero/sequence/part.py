@@ -140,7 +140,7 @@ class SequencePart:
 
 
 def _has_mean(loss: Tensor) -> bool:
-    """Whether ``loss`` is computed from a mean over the tokens of all parts."""
+    """Return whether ``loss`` is computed from a mean over the tokens of all parts."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

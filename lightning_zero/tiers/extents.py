@@ -31,7 +31,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values, without padding."""
+        """Return the bytes of the values, without padding."""
         return self.numel * self.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:

@@ -43,7 +43,7 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, with padding."""
+        """Return the bytes held now, with padding."""
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:

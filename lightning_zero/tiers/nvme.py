@@ -95,22 +95,22 @@ class NvmeTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, with padding, without staging buffers."""
+        """Return the bytes held now, with padding, without staging buffers."""
         return self._nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that the disk can still give, to all its users."""
+        """Return the bytes that the disk can still give, to all its users."""
         return self._file.free_nbytes()
 
     @property
     def spare_nbytes(self) -> int:
-        """Allocated bytes of this rank's file that hold nothing."""
+        """Return the allocated bytes of this rank's file that hold nothing."""
         return self._file.nbytes - self._nbytes
 
     @property
     def disk(self) -> int:
-        """The disk's number, equal for all folders on it."""
+        """Return the disk's number, equal for all folders on it."""
         return os.stat(self._folder).st_dev
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
@@ -259,7 +259,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Whether the disk can read and write the tensor's memory directly."""
+    """Return whether the disk can read and write the tensor's memory directly."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 

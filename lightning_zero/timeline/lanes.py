@@ -29,7 +29,7 @@ class RankLanes:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the end of the step before the recording to the end of the last step."""
+        """Return the seconds from the end of the step before the recording to the end of the last step."""
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:

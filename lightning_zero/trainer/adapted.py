@@ -54,5 +54,5 @@ def _adapted(theirs: Any, ours: tuple[Any, ...]) -> Any:
 
 
 def is_ours(trainer: Any) -> bool:
-    """Whether the Trainer's strategy is a ZeroStrategy."""
+    """Return whether the Trainer's strategy is a ZeroStrategy."""
     return hasattr(trainer.strategy, "_checkpoints")

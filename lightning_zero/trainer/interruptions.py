@@ -237,7 +237,7 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 
 
 def failed_on_all_ranks(error: Exception) -> bool:
-    """Whether ``error`` is from a save that failed on all ranks."""
+    """Return whether ``error`` is from a save that failed on all ranks."""
     return ON_ALL_RANKS in error.__dict__
 
 

@@ -46,7 +46,7 @@ def threads_of(processes: int) -> int:
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
+    """Return whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
     script."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_interactive or environment.creates_processes_externally:
@@ -141,7 +141,7 @@ def _refuse_fork() -> None:
 
 
 def _threads_survive() -> bool:
-    """Whether a forked process can compute on several threads. Found out by forking one."""
+    """Return whether a forked process can compute on several threads. Found out by forking one."""
     probe = multiprocessing.get_context("fork").Process(target=_compute_on_threads, daemon=True)
     probe.start()
     probe.join(PROBE_S)

@@ -49,7 +49,7 @@ class LongSequences(SequenceSteps):
 
     @property
     def trying(self) -> SequenceCheck | None:
-        """The check, while it runs a trial step; else None."""
+        """Return the check, while it runs a trial step; else None."""
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:

@@ -190,7 +190,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """The waits that Lightning's own collectives use. They are patient: some rank may be busy for long."""
+        """Return the waits that Lightning's own collectives use. They are patient: some rank may be busy for long."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 

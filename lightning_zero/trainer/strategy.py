@@ -218,7 +218,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks. Without this Lightning would give every rank the same data."""
+        """Return whether there are several ranks. Without this Lightning would give every rank the same data."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -293,14 +293,14 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _shows_tables(self) -> bool:
-        """Whether this is rank 0 of a Trainer that prints a summary of the model."""
+        """Return whether this is rank 0 of a Trainer that prints a summary of the model."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         callbacks = getattr(trainer, "callbacks", [])
         return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
 
     @property
     def _long_work(self) -> LongWork:
-        """The progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
+        """Return the progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         bar = trainer.progress_bar_callback if trainer is not None else None
         is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))

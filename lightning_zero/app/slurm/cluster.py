@@ -163,7 +163,7 @@ class ClusterConfig:
         return self.nodes * self.tasks
 
     def env_lines(self) -> list[str]:
-        """Lines of shell that export ``env``."""
+        """Return the lines of shell that export ``env``."""
         return [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
 
 

@@ -34,7 +34,7 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box; 0 for other values."""
+        """Return the bytes of the box; 0 for other values."""
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property

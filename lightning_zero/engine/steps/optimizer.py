@@ -148,7 +148,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Whether the optimizer has stepped any of the bucket's parameters. The same on all ranks."""
+        """Return whether the optimizer has stepped any of the bucket's parameters. The same on all ranks."""
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
@@ -162,10 +162,10 @@ class Stepper(ABC):
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Bytes that state will take on `tier` on this rank, as far as known before the first step."""
+        """Return the bytes that state will take on `tier` on this rank, as far as known before the first step."""
 
     def states_per_element(self) -> int:
-        """Number of state tensors as large as the masters, or 0 where the optimizer's class is unknown."""
+        """Return the number of state tensors as large as the masters, or 0 where the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
@@ -173,7 +173,7 @@ class Stepper(ABC):
         return 0
 
     def step_peak(self) -> int:
-        """Peak bytes that a step on the device takes beside this rank's shards."""
+        """Return the peak bytes that a step on the device takes beside this rank's shards."""
         return 0
 
 

@@ -62,7 +62,7 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Runs with their param groups. Empty where this rank owns nothing of the bucket."""
+        """Return the runs with their param groups. Empty where this rank owns nothing of the bucket."""
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:

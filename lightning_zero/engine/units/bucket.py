@@ -497,7 +497,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Number of the parameter's elements in each rank's shard, for ranks that have any."""
+        """Return the number of the parameter's elements in each rank's shard, for ranks that have any."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

@@ -202,7 +202,7 @@ def _group(
 
 
 def stays_whole(param: nn.Parameter) -> bool:
-    """Whether `param` stays whole on the device at every stage, because no NaN placeholder can stand for it."""
+    """Return whether `param` stays whole on the device at every stage, because no NaN placeholder can stand for it."""
     return param.numel() <= 1 or not param.is_floating_point()
 
 

@@ -66,15 +66,15 @@ class Claimed(NamedTuple):
 class GradStore(Protocol):
     @property
     def is_there(self) -> bool:
-        """Whether there is a gradient, arrived or on its way."""
+        """Return whether there is a gradient, arrived or on its way."""
 
     @property
     def value(self) -> Tensor | None:
-        """The gradient. The host waits for one on its way to host memory."""
+        """Return the gradient. The host waits for one on its way to host memory."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The memory that the gradient takes now."""
+        """Return the memory that the gradient takes now."""
 
     def add(self, reduced: Tensor) -> None:
         """Add a reduced gradient in any dtype on the device."""

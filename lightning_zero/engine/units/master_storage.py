@@ -404,7 +404,7 @@ class FlatSlice(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The values [numel]. The storage must be open."""
+        """Return the values [numel]. The storage must be open."""
         low, high = self.rows
         return self.of(self.whole[low:high])
 
@@ -414,7 +414,7 @@ class FlatSlice(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Range of the first dimension of `whole` that holds the elements."""
+        """Return the range of the first dimension of `whole` that holds the elements."""
         if self.packed is None:
             return self.start, self.start + self.numel
         return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)

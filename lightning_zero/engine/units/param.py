@@ -69,7 +69,7 @@ class Owner(Protocol):
         ...
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
-        """Strides of the parameter's values."""
+        """Return the strides of the parameter's values."""
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
@@ -291,7 +291,7 @@ class ParamInfo:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dimensions in the order of memory, the slowest first."""
+        """Return the dimensions in the order of memory, the slowest first."""
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:

@@ -71,7 +71,7 @@ class Unit:
         self.gathered_nbytes = sum(b.full.nbytes for b in self.resharded)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in a buffer whose memory is freed when the unit is dropped."""
+        """Return whether `tensor` lies in a buffer whose memory is freed when the unit is dropped."""
         storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(storage == b.full.data.untyped_storage()._cdata for b in self.resharded)
 
@@ -202,12 +202,12 @@ class Unit:
 
     @property
     def step_done(self) -> bool:
-        """Whether a gather need not wait for an offloaded step."""
+        """Return whether a gather need not wait for an offloaded step."""
         return all(b.awaited_step.is_done for b in self.buckets)
 
     @property
     def awaits_step(self) -> bool:
-        """Whether an offloaded step was asked for and not yet waited for. The same on all ranks."""
+        """Return whether an offloaded step was asked for and not yet waited for. The same on all ranks."""
         return any(b.awaited_step.future is not None for b in self.buckets)
 
 

@@ -248,7 +248,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """The average if it is of shards. Raise RuntimeError if it belongs to another engine."""
+        """Return the average if it is of shards. Raise RuntimeError if it belongs to another engine."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None

@@ -27,7 +27,7 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def of_model(self) -> int:
-        """FLOPs that the model needs, without recomputation: a backward counts as at most twice its forward."""
+        """Return FLOPs that the model needs, without recomputation: a backward counts as at most twice its forward."""
         return self.forward + min(self.backward, 2 * self.forward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -195,7 +195,7 @@ def _decide(
 
 
 def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tuple[bool, str]:
-    """Whether a resumed run keeps its checkpoint's row, and if not, why."""
+    """Return whether a resumed run keeps its checkpoint's row, and if not, why."""
     found = [c for c in candidates if (c[0].value, c[1].value) == (saved.stage, saved.offload)]
     before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
     if not found:

@@ -66,12 +66,12 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save was begun and not yet waited for. The same on all ranks."""
+        """Return whether a save was begun and not yet waited for. The same on all ranks."""
         return self._last is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank already knows of a failure. Does not wait."""
+        """Return whether this rank already knows of a failure. Does not wait."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def begin(

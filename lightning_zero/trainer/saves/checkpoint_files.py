@@ -45,7 +45,7 @@ class CheckpointFiles:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's CheckpointIO, else ours. An AsyncCheckpointIO without an inner one gets ours."""
+        """Return the user's CheckpointIO, else ours. An AsyncCheckpointIO without an inner one gets ours."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 

@@ -106,7 +106,7 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
 
 
 def may_change_optimizers(trainer: pl.Trainer) -> bool:
-    """Whether user hooks may change param groups before optimizer states are loaded."""
+    """Return whether user hooks may change param groups before optimizer states are loaded."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return is_overridden(_HOOK, trainer.lightning_module) or any(
         isinstance(callback, BaseFinetuning)

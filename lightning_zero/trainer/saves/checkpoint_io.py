@@ -118,7 +118,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
-    """Whether ``io`` is ours, and so only writes files in torch.save's format."""
+    """Return whether ``io`` is ours, and so only writes files in torch.save's format."""
     return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
 
 
@@ -126,7 +126,7 @@ _TORCHS = torch.save
 
 
 def saves_as_torch() -> bool:
-    """Whether ``torch.save`` is torch's own. A mock of it must be called with all values."""
+    """Return whether ``torch.save`` is torch's own. A mock of it must be called with all values."""
     return torch.save is _TORCHS
 
 
@@ -140,7 +140,7 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_wrapper(io: CheckpointIO | None) -> bool:
-    """Whether ``io`` is a plugin of Lightning's that hands over to another one."""
+    """Return whether ``io`` is a plugin of Lightning's that hands over to another one."""
     return hasattr(type(io), "checkpoint_io")
 
 

@@ -191,7 +191,7 @@ class Checkpoints:
 
     @property
     def has_failed_write(self) -> bool:
-        """Whether this rank already knows that a background save has failed. Does not wait."""
+        """Return whether this rank already knows that a background save has failed. Does not wait."""
         return self._background.has_failed
 
     def wait_for_writes(self) -> None:
@@ -294,7 +294,7 @@ class Checkpoints:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether this run loads optimizer states from its checkpoint."""
+        """Return whether this run loads optimizer states from its checkpoint."""
         assert self._strategy.lightning_module is not None
         return (
             self._strategy.lightning_restore_optimizer

@@ -336,7 +336,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
 
 
 def _have_hooks(trainer: pl.Trainer) -> bool:
-    """Whether user hooks see what is saved."""
+    """Return whether user hooks see what is saved."""
     harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these do not read values
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return any(part is not None and is_overridden(_HOOK, part) for part in (trainer.lightning_module, data)) or any(

@@ -86,7 +86,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def is_folder(path: Any) -> bool:
-    """Whether ``path`` is a local folder, which may be a sharded checkpoint."""
+    """Return whether ``path`` is a local folder, which may be a sharded checkpoint."""
     return is_local(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
