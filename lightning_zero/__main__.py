@@ -16,7 +16,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that is named first, else list the commands. Processes that a run starts name none: ``train``."""
+    """Run the command of the first argument. Without one list all, or train in a process that a run has started."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"

@@ -262,7 +262,7 @@ def show(
     choice: Choice | str,
     rates: str,
 ) -> None:
-    """Print everything. ``choice``: of ``auto``, or why it has none. ``rates``: a sentence about the rates."""
+    """Print all tables. ``choice``: what ``auto`` chose, or why it could not. ``rates``: a sentence about them."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
     console = Console(width=width, highlight=False)
     model = described.model

@@ -74,7 +74,7 @@ def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iter
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
-    """Like :func:`written_aside`, with errors unchanged. If not ``keep``, remove the part at the end."""
+    """Do as :func:`written_aside`, but leave errors unchanged. Without ``keep``, remove the part at the end."""
     target = Path(path)
     missing = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Take memory from the pool of ``kind``'s stream inside. Use this memory inside :meth:`on_free_memory`."""
+        """Allocate from the pool of ``kind``'s stream inside the ``with``. Fill it inside :meth:`on_free_memory`."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
-        """Fill several tensors as :meth:`gather` does. The result is the first tensor. Collective."""
+        """Fill several tensors as :meth:`gather` does. ``finish`` returns only the first one. Collective."""
         sent = [self.gather(full, among) for full in fulls]
 
         def finish() -> Tensor:

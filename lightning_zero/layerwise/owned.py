@@ -222,7 +222,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose storage is gone, and make stand-ins by its new plan."""
+        """Drop the state of a bucket whose storage is gone, and make new stand-ins, as its new plan asks."""
         self._carriers.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:

@@ -270,7 +270,7 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return two equal shapes, which some classes step as one batch, and a third one."""
+    """Return two equal shapes, because some optimizers step equal shapes as one batch, and a third one."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 

@@ -1,4 +1,4 @@
-"""A rank's part of a sequence: its place, and means over the tokens of all parts."""
+"""Say which part of a sequence this rank has, and compute means over the tokens of all parts."""
 
 from __future__ import annotations
 

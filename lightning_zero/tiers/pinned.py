@@ -70,7 +70,7 @@ class Sender:
 
 
 class ReadAhead:
-    """Memory for reads from files ahead of their copy to the device: ``READ_AHEAD`` places of whole pages."""
+    """``READ_AHEAD`` page-aligned buffers, into which files are read before their copy to the device is issued."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
         self._accelerator = accelerator

@@ -22,7 +22,7 @@ class ComputeLane:
         self._last: Any = None  # the last moment of that
 
     def _keeper(self) -> Recorder | None:
-        """Return the recorder if it keeps spans. Forget what was begun for another one."""
+        """Return the recorder if it keeps spans. Forget spans that were begun for an earlier recorder."""
         if (recorder := recording.keeper()) is not self._recorder:
             self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
         return recorder

@@ -10,7 +10,7 @@
     passes         begins and ends passes
     gather_order   gathers and drops units, in one order on all ranks
     saved_weights  weights that autograd saves and that are dropped in between
-    gradients      reduces gradients into shards; bucket_grads: those of one bucket before that
+    gradients      reduces gradients into shards; bucket_grads: collects those of a bucket before
     sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients
     access         reads and writes of parameters by users' code outside of a unit's call
     recompute      replaces forwards of units, for activation checkpointing

@@ -201,7 +201,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of this rank's whole parameters that are not copies of masters."""
+        """Compute checksums of ``keys``' whole parameters on this rank, except where they are copies of masters."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]

@@ -92,7 +92,7 @@ class GradStore(Protocol):
         """Return the norm taken on the way to the host, 0-d on the device; None: compute it from `value`."""
 
     def all_finite(self) -> Tensor | None:
-        """Return a 0-d bool: all elements were finite on the way to the host. None: look at `value`."""
+        """Return a 0-d bool: whether the elements were finite on the way to the host. None: compute it from `value`."""
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
         """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""

@@ -154,8 +154,8 @@ def full_entries(
 class FakeTensors:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
-    Tensors of ``last`` are reused, because making one takes 0.1 ms; ``last`` is useless afterwards. ``made`` pairs each
-    tensor with the value that it stands for.
+    The argument ``last``, an earlier object, gives its tensors away, because making one takes 0.1 ms. ``made`` pairs
+    each tensor with the value that it stands for.
     """
 
     def __init__(self, last: FakeTensors | None = None) -> None:

@@ -144,7 +144,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """Return the ranks' machine, as if all hosts were the one with the least for each rank."""
+    """Describe the machine for the plan, as if all hosts had what the poorest host has for each rank."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(

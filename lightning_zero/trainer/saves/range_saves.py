@@ -4,8 +4,8 @@
 
     trainer.save_checkpoint      state_dict, optimizer states        hooks      write
       default                    no values                                      holes, then all ranks' ranges
-      users have hooks           values in a file beside the target  read it    plain, by rank 0
-      another CheckpointIO       whole, on rank 0                    read it    its own
+      users have hooks           values in a file beside the target  read it    rank 0, an ordinary file
+      another CheckpointIO       whole, on rank 0                    read it    the CheckpointIO
 
 Hooks may read and replace values, so they get tensors mapped from an unlinked file: no memory, but disk space for two
 files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
@@ -57,7 +57,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """The file that ranks write, its identity, and the holes and dtypes of each value's tensors."""
+    """Tells ranks what to write: the file, how to recognise it, and the holes and dtypes of each value's tensors."""
 
     part: str
     identity: tuple[int, int]
@@ -129,7 +129,7 @@ class RangeSave:
     def _write(self, content: Any, fakes: FakeTensors, *, keep: bool) -> dict[int, Tensor]:
         """Write ``content`` with the values of ``fakes``. Raise on all ranks if it fails. Collective.
 
-        Unless ``keep``, unlink the file, and return its tensors, mapped, on rank 0.
+        Without ``keep``, unlink the file after the write, and return its tensors, mapped into memory, on rank 0.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
         with self._noting(), contextlib.ExitStack() as stack:
