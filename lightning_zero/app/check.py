@@ -102,7 +102,7 @@ def _model() -> Any:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train a few steps and return the losses. The last gradients are kept."""
+    """Train a few steps and return the losses. The last step's gradients are not cleared."""
     import torch
     from torch.nn.functional import cross_entropy
 

@@ -37,7 +37,7 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Names of a function's or class's arguments (also its bases', if it takes ``**kwargs``); ``None``: any."""
+    """Name the arguments of a function or class (its bases' too, if it takes ``**kwargs``); ``None``: any."""
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:
         if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):

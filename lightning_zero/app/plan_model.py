@@ -60,7 +60,7 @@ def describe(
 
     Args:
         explicit: keys given on the command line.
-        states: state tensors per parameter; ``None``: found from the optimizer.
+        states: state tensors per parameter; ``None``: counted by a trial step.
         activations: measure activations.
         both_ways: with and without activation checkpointing.
     """
@@ -154,7 +154,7 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 
 def steps_slices(config: TrainConfig) -> bool:
-    """Return whether the optimizer steps slices, so that its number of state tensors says all."""
+    """Return whether the optimizer steps slices. Then the number of its state tensors gives their bytes."""
     import torch
 
     from lightning_zero.optimizers.refused import is_stepped_whole

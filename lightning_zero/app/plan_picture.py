@@ -116,7 +116,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
 
 
 def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
-    """Write the names of the rows on the left, and on the right whether each fits and who takes it."""
+    """Write the names of the rows on the left; on the right, whether a row fits, is set, or is what ``auto`` takes."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])

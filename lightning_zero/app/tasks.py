@@ -178,7 +178,7 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
-    """Give a dictionary for the metrics that the task, inside, finds; then print and write them on rank 0.
+    """Yield a dictionary, which the body fills with metrics of the task; then print and write them on rank 0.
 
     This also writes a fit that is interrupted, or fails after its first step. An error in writing ends no run.
     """

@@ -267,7 +267,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Tell the strategy about the run: for ``zero/stage=auto``, and for its last table."""
+    """Describe the run to the strategy, which needs it for ``zero/stage=auto`` and for the table at the end."""
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
     strategy.run_plan.optimizer_states = optimizer_states(config) if steps_slices(config) else None
@@ -317,7 +317,7 @@ def train_config(cfg: DictConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn mistakes in the configuration, inside of Hydra's call, into a sentence and exit code 2."""
+    """Exit with a sentence and code 2 if the body, a call of Hydra, raises for a mistake in the configuration."""
     global _entered
     _entered = True
     hydra_prints()

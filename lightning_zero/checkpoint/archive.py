@@ -71,7 +71,7 @@ class Skeleton:
         return Hole(name, record.start, record.nbytes)
 
     def _noting(self) -> Any:
-        """Return a stand-in for the module ``pickle`` for ``torch.save``, which notes the record of each storage."""
+        """Return a module for ``torch.save`` to use as ``pickle``, which notes the record of each storage."""
         noted = self._storages
 
         class Noting(pickle.Pickler):

@@ -63,7 +63,7 @@ class Part:
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file or folder beside ``path`` to be written inside; at the end it gets the name ``path``.
+    """Make an empty file or folder beside ``path``, which the body writes; at the end it gets the name ``path``.
 
     Other processes may write to it and must sync what they write; this process syncs all it finds, so that the result
     survives a power cut. Raises OSError, or RuntimeError for another error of the body, with file and cause; then
@@ -96,7 +96,7 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit what ``stack`` has entered as after ``error``, which removes an unfinished file."""
+    """Exit the contexts of ``stack`` as if they had raised ``error``: this removes an unfinished file."""
     if error is None:
         stack.close()
         return
@@ -284,8 +284,8 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
-    """Start to write a range to the disk without waiting (Linux). Otherwise the disk would idle until the last byte is
-    there. The final ``fsync`` waits and reports errors."""
+    """Start to write a range to the disk without waiting (Linux). Otherwise the disk would idle until the last byte has
+    come. The final ``fsync`` waits and reports errors."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)

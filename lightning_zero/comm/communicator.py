@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """What passes send of one bucket.
+    """Says what passes send of one bucket.
 
     Attributes:
         gathered: dtype of the gathered parameters, or None.
@@ -220,7 +220,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set ``waits.place`` inside. It stays after an exception, to tell other ranks where this one stopped."""
+        """Set ``waits.place`` for the body. After an exception it stays, to tell other ranks where this one stopped."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before

@@ -41,7 +41,7 @@ def even_alone() -> bool:
 
 
 class GroupKind(NamedTuple):
-    """What decides whether groups can be reused.
+    """The properties that groups must share to be reused.
 
     Attributes:
         in_streams: messages are queued on streams and the host does not wait.

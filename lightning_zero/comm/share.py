@@ -1,4 +1,4 @@
-"""What a rank shares with the other ranks of its machine: memory, disks and cores. Ranks tell each other."""
+"""Find by messages what a rank shares with the other ranks of its machine: memory, disks and cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of one engine, one for each kind of transfer. On the host everything here does nothing.
+"""Streams of one engine, one for each kind of transfer. On the host all methods do nothing.
 
 ::
 

@@ -194,7 +194,7 @@ class UnitConfig:
         classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else
             repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
             is divided into modules of at most an eighth of the model. The model's own class: it is one unit.
-        max_bytes: larger units that were found automatically are divided into their children if possible.
+        max_bytes: larger units that ``classes`` does not name are divided into their children if possible.
         whole_batch: class names; units of these classes, or containing one, run on the whole batch under
             ``zero.vertical_chunks``.
     """

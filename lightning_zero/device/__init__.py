@@ -3,7 +3,7 @@
 ::
 
     accelerator   the interface; its base class is the host, where everything happens at once
-    cuda          a GPU, and which GPUs there are
+    cuda          a GPU, and which GPUs a host has
     host_threads  how many threads kernels on the host take in a thread of ours
     recording     what compute waits for, what moves, and when
 """

@@ -37,7 +37,7 @@ class Accelerator:
         return None
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Queue on ``stream`` inside, and take memory from its pool."""
+        """Queue the body's work on ``stream``, and take its memory from the stream's pool."""
         return contextlib.nullcontext()
 
     def record(self) -> Event:
@@ -94,7 +94,7 @@ class Accelerator:
     # -- threads and random numbers --------------------------------------------------------------------------------
 
     def bind_thread(self) -> None:
-        """Select this device in the current thread. A new thread would use the first GPU and make a context there."""
+        """Select this device in the current thread. A new thread would use the first GPU and make a context on it."""
 
     def rng_state(self) -> Tensor | None:
         """Return the state of the device's random numbers; None on the host."""

@@ -1,4 +1,4 @@
-"""A GPU, and which GPUs there are. The only file that calls ``torch.cuda``."""
+"""Drive a GPU, and list the GPUs of this host. The only file that calls ``torch.cuda``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def set_own_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def setting_threads() -> Iterator[None]:
-    """Undo for later threads the effect of ``torch.set_num_threads`` calls inside, on this thread or others."""
+    """Undo for later threads the effect of ``torch.set_num_threads`` calls during the body, on any thread."""
     asked, over = threading.Event(), threading.Event()
 
     def keep() -> None:

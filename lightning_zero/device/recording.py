@@ -166,7 +166,7 @@ def let_go() -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Record nothing inside, because a trial is no step of the run."""
+    """Record nothing during the body, because a trial is no step of the run."""
     global recorder
     before, recorder = recorder, None
     try:
@@ -181,7 +181,7 @@ def keeper() -> Recorder | None:
 
 
 def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Record a wait of compute inside: of the host with ``on_host`` or without a device, else of the current stream."""
+    """Record the body as a wait of compute: of the host if ``on_host`` or without a device, else of the stream."""
     # Threads of this package wait beside compute. A thread of the user or of autograd computes.
     if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY
@@ -199,7 +199,7 @@ def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
 
 
 def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Record a span inside; see :func:`begin`."""
+    """Record the body as a span; see :func:`begin`."""
     opened = begin(lane, what, on_host=on_host)
     return _NOBODY if opened is None else _until_end(opened)
 

@@ -51,7 +51,7 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """What stands in for the forwards of units: ``vertical`` runs them in chunks, ``compiled`` by torch.compile."""
+    """Replacements of units' forwards: ``vertical`` runs them in chunks, ``compiled`` by torch.compile."""
 
     vertical: Vertical
     compiled: CompiledModules

@@ -14,7 +14,7 @@
                         fence          refuses what would see placeholders
                         after_step     offloaded steps, and the gathers that follow steps
     engine.optimizers   the steppers of the users' optimizers
-    engine.forwards     what stands in for units' forwards: chunks of the batch, torch.compile
+    engine.forwards     replacements of units' forwards: chunks of the batch, torch.compile
 
 ``whole/`` has functions that take an engine: :func:`gather`, optimizers' state dicts, whole parameters between runs.
 """

@@ -127,7 +127,7 @@ class Checkpoints(CheckpointFiles):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, of any front, stage and number of ranks, into ``state``. Return other entries.
+        """Load a file or a folder, saved at any stage by any number of ranks, into ``state``. Return other entries.
         Collective.
 
         Args:

@@ -100,7 +100,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the first engine: its waits tell ranks in a step of a rank that saves alone, and the reverse."""
+        """Return the first engine: by its waits ranks in a step learn of one that saves alone, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -189,7 +189,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
 
     @property
     def _engines(self) -> list[Engine]:
-        """Engines of modules that are still sharded, in the order of setup, which is the same on all ranks."""
+        """Return the engines of modules that are still sharded, in the order of setup, the same on all ranks."""
         live = set(engines())
         return [engine for reference in self._set_up if (engine := reference()) is not None and engine in live]
 

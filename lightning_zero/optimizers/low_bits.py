@@ -216,7 +216,7 @@ def _above(signed: bool) -> int:
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the floats whose top bits hold code 0 (it is 1.0) and the largest code: 0-d fp32."""
+    """Return two 0-d fp32 numbers, whose top bits are code 0 (the number is 1.0) and the largest code."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest

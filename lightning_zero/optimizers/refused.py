@@ -103,7 +103,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def _refuse_own_step(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if a step was set on the object: here the step of its class is called."""
+    """Raise a ConfigError if a step was set on the object, because the engine calls the step of its class."""
     given: Any = optimizer.__dict__.get("step")
     while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's wrapper that counts steps
         given = given.__wrapped__

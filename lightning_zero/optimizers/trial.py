@@ -317,7 +317,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """Collect plain values and tensors in the attributes of an object, and of the objects there, for comparison."""
+    """Collect, for comparison, plain values and tensors in the attributes of an object and of objects in them."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()
     return {name: _plain_of(v, seen, depth) for name, v in vars(holder).items() if name not in skipped}

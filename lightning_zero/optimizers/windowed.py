@@ -31,7 +31,7 @@ class Noted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step has changed beside tensors and their state.
+    """Says what a step has changed beside tensors and their state.
 
     ``groups`` has the new settings of each param group, ``stepped`` whether calls listed tensors of it, and ``own`` the
     optimizer's new attributes.

@@ -130,7 +130,7 @@ def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> i
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Bytes of buffers kept from finished reductions for later ones. Only a host without a device keeps any."""
+    """Return the bytes of buffers that finished reductions leave for later ones. With a device there are none."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
     room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)

@@ -205,7 +205,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Whether a gradient is reduced in a different buffer than the one where it waits for more micro-batches."""
+        """Return whether a gradient is reduced in another buffer than that where it waits for more micro-batches."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 

@@ -162,8 +162,8 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
 
     ::
 
-        window 1    there | -> tensors | step ........ | back ... | -> shards
-        window 2                       | there ....... | -> tensors | step ...
+        window 1    send  | -> tensors | step ........ | return . | -> shards
+        window 2                       | send ........ | -> tensors | step ...
 
     That is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
     gradients of the tensors that the rank owns, by window.

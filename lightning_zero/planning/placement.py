@@ -97,7 +97,7 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Replace found budgets by those that the user gave."""
+        """Replace default budgets by those that the user gave."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 

@@ -98,7 +98,7 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def sequence_group_of(rank: int, size: int) -> range:
-    """The ``size`` adjacent ranks that share a sequence with ``rank``. Shards are divided over all ranks regardless."""
+    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. Shards ignore such groups."""
     first = rank - rank % size
     return range(first, first + size)
 

@@ -55,7 +55,7 @@ class _Wait(NamedTuple):
 
 
 class _Elsewhere:
-    """Stands for the message of a foreign call until the call returns."""
+    """Stands for the message of a call outside of the engine until the call returns."""
 
     def is_completed(self) -> bool:
         return False
@@ -149,7 +149,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
-        """Tell other ranks that this rank waits for all of them in a foreign call inside. The call has no bound."""
+        """Tell other ranks that the body waits for all of them, in a call outside of the engine, which has no bound."""
         global _wait_of_process
         self._go_on(_Elsewhere())  # send everything, because nothing can be sent from inside
         self.asked[label] += 1

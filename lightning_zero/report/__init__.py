@@ -1,4 +1,4 @@
-"""Write what a run leaves to look at.
+"""Write the results of a run as numbers, a picture and a page.
 
 ::
 

@@ -33,7 +33,7 @@ def logged(folders: Iterable[Path]) -> Series:
 
 
 def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:
-    """Return speed, bytes and waits of a run. ``held``: what the strategy found at its end, if it came there."""
+    """Return speed, bytes and waits of a run. ``held``: bytes that the strategy has measured at its end, if any."""
     last = {name: values[-1][1] for name, values in series.items()}
     speeds = {name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last}
     if not held:
@@ -75,7 +75,7 @@ def write(folder: Path, results: dict[str, Any], series: Series, timeline: str |
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, which is there as a whole or not at all."""
+    """Write a file whole, or not at all."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)

@@ -34,7 +34,7 @@ def attention(
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
 
-    Inside a step it replaces torch's function. Raises ConfigError there for unsupported shapes.
+    Inside a step it replaces torch's function, and raises ConfigError for unsupported shapes.
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step of this rank's part.

@@ -121,7 +121,7 @@ class Found:
 
     @property
     def says_something(self) -> bool:
-        """Whether another step can be compared with this one: finite losses and gradients that are not all zero."""
+        """Return whether the step can be compared with another: losses are finite, and not all gradients are zero."""
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 

@@ -1,5 +1,5 @@
 """Masks and causal losses of transformers inside a step, for the whole sequence. Models with
-``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. transformers is not imported here."""
+``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. This file does not import transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_zero.sequence.part import current
 
 @contextlib.contextmanager
 def of_whole_sequences() -> Iterator[None]:
-    """Give models of transformers masks and causal losses of the whole sequence inside."""
+    """Give models of transformers masks and causal losses of the whole sequence in the body."""
     masks = sys.modules.get("transformers.masking_utils")
     losses = sys.modules.get("transformers.loss.loss_utils")
     makers = {name: masks.ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")} if masks else {}

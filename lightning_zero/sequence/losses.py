@@ -18,7 +18,7 @@ IGNORED = -100  # the label that torch ignores by default
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make means of ``function`` inside a step means over the tokens of all parts. They are collective there."""
+    """Make means of ``function`` inside a step means over the tokens of all parts. Such calls are collective."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

@@ -15,7 +15,7 @@ TOKENS, PARTS, REFUSED = 1, 2, 3  # kinds of messages, by what a mean is over
 
 
 class Window(NamedTuple):
-    """Where a check takes short sequences out of a batch.
+    """Says where a check takes short sequences out of a batch.
 
     Attributes:
         parts: the short sequence divides into this many parts.

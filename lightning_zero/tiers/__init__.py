@@ -1,4 +1,4 @@
-"""Where values rest off the device. A tier moves bytes and decides nothing.
+"""Hold values off the device. A tier moves bytes and decides nothing.
 
 ::
 

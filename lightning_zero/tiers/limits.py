@@ -1,4 +1,4 @@
-"""What this process may still take of its machine: the minimum of the machine's and its cgroups' limits."""
+"""Read how much memory and how many cores this process may still take: the least limit of machine and cgroups."""
 
 from __future__ import annotations
 

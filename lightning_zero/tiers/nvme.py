@@ -51,7 +51,7 @@ class NvmeTier:
         path: an existing, writable folder on a local disk. Raises ConfigError if it is not, is full, or another live
             job uses it.
         instance: distinguishes tiers of this process in one folder, one per model.
-        budget: bytes that this rank may hold there; None: no limit.
+        budget: bytes that this rank may hold in files; None: no limit.
         ring_count, ring_nbytes: staging buffers, all the host memory that this tier takes. Larger extents pass in
             pieces.
     """

@@ -78,8 +78,8 @@ class Interruptions:
         self._loop = trainer.fit_loop.epoch_loop
 
     def take_signals(self) -> None:
-        """Handle signals in the place of Lightning, which has just registered its handlers, and restores those of
-        before at the end. A SIGTERM goes on to the user's handler."""
+        """Handle signals in place of Lightning, which has just registered its handlers and will remove them at the end.
+        A SIGTERM also goes to the user's handler."""
         if threading.current_thread() is not threading.main_thread():
             return
         before = self._connector._original_handlers.get(signal.SIGTERM)
@@ -153,7 +153,7 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Give the loops, inside, the state in which Lightning itself saves; an exception leaves them in it.
+        """Give the loops, for the body, the state in which Lightning itself saves; an exception leaves them in it.
 
         Lightning saves before it counts the step for loggers, and counts that step on load. A batch counted as fetched
         but not begun means that earlier validations are done.

@@ -67,7 +67,7 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Prepare forking: inside, forked processes can train. Raise ConfigError if they could not."""
+        """Prepare a fork in the body, so that forked processes can train. Raise ConfigError if they could not."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)

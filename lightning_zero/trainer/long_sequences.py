@@ -74,7 +74,7 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
-        """Let torch draw different numbers on each rank of a group inside, for dropout of its positions or heads.
+        """Let torch draw other numbers on each rank of a group in the body, for dropout of its positions or heads.
 
         The seed is drawn from the state outside, which checkpoints hold and ranks share to make the same batches.
         Python's and NumPy's generators stay the same: models may choose layers by them.

@@ -52,11 +52,11 @@ class Processes:
 
         # Defined by the strategies.
         def _settings_of_front(self) -> dict[str, Any]:
-            """Settings of the Trainer or Fabric that change which collectives ranks issue."""
+            """Return the settings of the Trainer or Fabric that change which collectives ranks issue."""
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """An engine of this run, or None."""
+            """Return an engine of this run, or None."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class SequenceCheck:
 
 @contextlib.contextmanager
 def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) -> Iterator[None]:
-    """Let ``module`` run a step inside, and undo the step's effects on it and on Lightning's objects afterwards."""
+    """Let ``module`` run a step in the body, then undo the step's effects on it and on Lightning's objects."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
     told = [vars(scaler)] if scaler is not None else []

@@ -244,7 +244,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _speaks_for_all(self) -> bool:
-        """Whether an error raised in this process stops all ranks: this process starts them, all on this host."""
+        """Return whether an error in this process stops all ranks, because it starts them, all on this host."""
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
@@ -510,8 +510,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False, as under DDP: BaseFinetuning's hooks must see the checkpoint before configure_optimizers. Weights are
-        loaded later, in setup."""
+        """Return False, as under DDP: BaseFinetuning's hooks must see the checkpoint before configure_optimizers.
+        Weights are loaded later, in setup."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
     @property
     def storage(self) -> MasterStorage | None:
-        """What must be open while :meth:`tensor` is called and its result is used."""
+        """Return the storage that must be open while :meth:`tensor` is called and its result is used."""
         return self.source.storage if isinstance(self.source, Part) else None
 
     @property

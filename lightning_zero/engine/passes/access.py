@@ -270,7 +270,7 @@ class Fence:
 
 
 class Access:
-    """Answers parameters that users' code touches (:class:`~lightning_zero.engine.units.param.Owner`)."""
+    """Called when users' code touches parameters (:class:`~lightning_zero.engine.units.param.Owner`)."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of

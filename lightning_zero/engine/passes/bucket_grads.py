@@ -4,7 +4,7 @@
 
     take      stores a gradient; on a device it waits for the bucket's last gradient, for one copy of all
     copy_in   copies waiting gradients to their places, divided by the number of ranks and by the loss scale
-    complete  fills gaps with zeros and hands out the buffer
+    complete  fills gaps with zeros and returns the buffer
 
 Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a parameter's second gradient
 stays apart, so that they may be sent without loss. Then the reduced sum is divided.
@@ -118,7 +118,7 @@ class BucketGrads:
                 self.local.mul_(before / self.scale_of_sum)
 
     def _add(self, slot: int, grad: Tensor) -> None:
-        """Put one gradient into the local buffer, or add it to the one that is there."""
+        """Put one gradient into the local buffer, or add it to an earlier one."""
         if self.local is None:
             # Uninitialized: ``complete`` zeroes what no gradient has filled.
             self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)

@@ -227,7 +227,7 @@ class CompiledModules:
 
 
 def _probe() -> None:
-    """Compiled to try settings. Never called."""
+    """Do nothing: this function is compiled to try settings, and never called."""
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:

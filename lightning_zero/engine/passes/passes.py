@@ -232,7 +232,7 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """Open the passes of a step inside. ``Engine.step_scope`` hides whole parameters before it. Collective."""
+        """Open the passes of a step in the body. ``Engine.step_scope`` hides whole parameters before it. Collective."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -454,7 +454,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Give each gradient inside to ``look(info, grad)`` and store none. Steps do nothing inside. Collective."""
+        """Give the body's gradients to ``look(info, grad)`` and store none. Its steps do nothing. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -520,7 +520,7 @@ class Passes:
 
     @contextlib.contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Sum the gradients that arrive inside in fp32, and reduce the sums as the gradients of one backward."""
+        """Sum the gradients that arrive in the body in fp32, and reduce the sums as the gradients of one backward."""
         self.backward_begins()
         before, self.sums = self.sums, GradSums()
         try:

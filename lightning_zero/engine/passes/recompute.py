@@ -106,7 +106,7 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Replace changing buffers by copies inside. Copies keep their changes, which the backward may read."""
+        """Replace changing buffers by copies in the body. Copies keep their changes, which the backward may read."""
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()

@@ -41,7 +41,7 @@ class _Other(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """What outer hooks (the user's or a checkpoint's) have packed."""
+    """Holds what outer hooks (the user's or a checkpoint's) have packed."""
 
     packed: object
     unpack: Callable[..., Tensor]

@@ -441,7 +441,7 @@ class ShardedGrads:
         on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Let the step multiply a whole bucket on the host, so that the host does not wait here."""
+            """Let the step multiply a whole bucket on the host, so that the host need not wait for the factor."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))

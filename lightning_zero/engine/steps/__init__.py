@@ -5,7 +5,7 @@ r"""A step: from reduced gradients to new parameters.
     optimizer.step() --interception--> optimizer --> runs --> torch's kernels, on slices
                                            \--> after_step --> a thread (offloaded buckets)
 
-    interception      lead step() of the user's object here; wait before a step, gather after it
+    interception      replace step() of the user's object; wait before a step, gather after it
     optimizer         one step, from top to bottom
     runs              the slices of a bucket that an optimizer steps, and their state
 """

@@ -2,7 +2,7 @@
 
 Inside the patched `step` the param groups list *runs*: flat slices of the masters, of adjacent fragments that share
 param group and step count. A parameter that no rank gave a gradient is not stepped, as under DDP: no decay, no state,
-no step count. From then on its step count differs from its neighbours', and the run is cut there.
+no step count. From then on its step count differs from its neighbours', and the run is cut beside it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stepper(ABC):
         self._around = around
 
     def _patch(self) -> None:
-        """Lead the optimizer's `step` here, once a subclass knows that it can step the optimizer."""
+        """Replace the optimizer's `step`, once a subclass knows that it can step the optimizer."""
         self._stepping = Stepping(self.optimizer, self.step)
 
     # -- the user's object ----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Bytes of state of the bucket's tensors that are stepped whole, at present or under another `plan`."""
+        """Return the bytes of state of the bucket's whole tensors, at present or under another `plan`."""
         return 0
 
     def step_peak(self) -> int:

@@ -33,7 +33,7 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What the runs of a bucket were cut by."""
+    """The param groups, active slots and master by which the runs of a bucket were cut."""
 
     groups: dict[int, int]
     active: set[int] | None

@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads of a rank that has `share` cores, for its offloaded step. From three cores on, transfers get one."""
+    """Return the threads for the offloaded step of a rank with `share` cores. From three on, transfers get one."""
     return max(1, share - 1) if share > 2 else share
 
 

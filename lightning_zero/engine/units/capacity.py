@@ -237,7 +237,7 @@ def check_room(
 def _at_start(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
 ) -> memory.Bytes:
-    """Bytes that one rank takes at the start: file ring, masters and parameters. Optimizer state is made later."""
+    """Return the bytes that one rank takes at the start: file ring, masters, parameters. State is made later."""
     buckets = placed(groups, rows, config, comm)
     return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
 
@@ -250,7 +250,7 @@ def placed(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Byte budgets, the same on all ranks. Those derived from free memory are the minimum over ranks. Collective."""
+    """Return byte budgets, the same on all ranks: where free memory decides, the minimum over ranks. Collective."""
     # Equal, because budgets decide how units split over tiers. Ranks with other splits would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0

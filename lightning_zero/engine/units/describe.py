@@ -155,7 +155,7 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     """Find parameters from which weights are computed (spectral and weight norm, parametrizations).
 
-    They keep fp32: low precision is inexact here, and fails where buffers of another dtype take part.
+    They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype.
     """
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):

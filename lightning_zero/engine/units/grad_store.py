@@ -141,7 +141,7 @@ class OnDevice:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was found out about a gradient on its way to the host. Valid while the gradient is unchanged."""
+    """The results computed of a gradient on its way to the host. Valid while the gradient is unchanged."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)

@@ -59,7 +59,7 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """An engine that answers for parameters."""
+    """An engine, which is called when users' code touches its parameters."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather the values of absent `params`, and return the result of `run`, an operation on them.
@@ -207,7 +207,7 @@ def classes_of(param: nn.Parameter) -> Classes:
 
 
 def own(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Let `owner`, which is held weakly, answer for `params`."""
+    """Call `owner`, which is held weakly, when users' code touches `params`."""
     for param in params:
         _OWNERS[param] = ref(owner)
 

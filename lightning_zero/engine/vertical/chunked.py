@@ -211,7 +211,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
-        """Restore the generators after the ``with``, as if nothing had been drawn inside."""
+        """Restore the generators after the body, as if it had drawn nothing."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
 

@@ -39,7 +39,7 @@ _MOST = 8  # candidate tensors; there are too many subsets of more
 
 
 class _Escapes(TorchFunctionMode):
-    """Remembers, weakly, all tensors that functions make inside."""
+    """Remembers, weakly, all tensors that functions make in the body."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -143,7 +143,7 @@ def _agree_on_grads(engine: Engine) -> None:
 
 
 def _rows(config: ZeroConfig) -> tuple[object, ...]:
-    """Return what ranks must agree on. Nodes may differ in their folder and threads."""
+    """Return the settings that must be equal on all ranks. Nodes may have other folders and threads."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
     return config.stage.name.name, offload.name.name, *budgets

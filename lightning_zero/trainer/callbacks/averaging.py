@@ -31,7 +31,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold the masters of all buckets in memory inside. The averages take as much memory."""
+    """Hold the masters of all buckets in memory during the body. The averages take as much memory."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:

@@ -15,7 +15,7 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention inside, by torch's formulas; ``backward`` includes
+    """Counts matrix products, convolutions and attention of the body by torch's formulas; ``backward`` includes
     recomputation.
 
     torch's own ``FlopCounterMode`` leaves hooks on modules and tensors.

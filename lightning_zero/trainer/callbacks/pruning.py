@@ -20,7 +20,7 @@ from lightning_zero.lightning_api import ModelPruning, pl
 
 @contextlib.contextmanager
 def _with_values(engine: Engine | None) -> Generator[None, None, None]:
-    """Show the whole module inside: global pruning compares the parameters of all layers. Collective."""
+    """Show the whole module in the body: global pruning compares the parameters of all layers. Collective."""
     if engine is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a run needs of memory.
+"""Measure and plan the memory that a run needs.
 
 ::
 

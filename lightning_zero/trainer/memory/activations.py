@@ -50,7 +50,7 @@ class NotMeasured(ConfigError):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations create inside: ``now``, and ``most`` since :meth:`restart`.
+    """Counts bytes of storages that operations create in the body: ``now``, and ``most`` since :meth:`restart`.
 
     ``flops`` is by torch's formulas; torch's own counter keeps tensors of checkpointed calls alive.
     """

@@ -92,7 +92,7 @@ class Auto:
 
 
 class _Place(NamedTuple):
-    """What one rank has, in free bytes."""
+    """The free bytes of one rank, and its host."""
 
     host: str
     gpu: int  # 0: the rank computes on the host

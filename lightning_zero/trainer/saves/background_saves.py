@@ -7,7 +7,7 @@
     train, and wait before a step changes a shard     copies of the shards (engine/whole/snapshot.py)
     train                                             its file, to the disk
     train                                             rank 0, when all have: the index, the name
-    train                                             rank 0: last.ckpt leads there, an older one is removed
+    train                                             rank 0: last.ckpt links to it, an older one is removed
     the next step, save or end: an error, on all ranks
 
 Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``): no rank waits for another, and nothing

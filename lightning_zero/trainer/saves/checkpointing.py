@@ -161,7 +161,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
-        """Mark an exception raised inside as a save that failed on all ranks, so that all can go on together."""
+        """Mark an exception of the body as a save that failed on all ranks, so that all can go on together."""
         try:
             yield
         except (StallError, PeerError, ApartError):  # after these the ranks cannot go on
@@ -172,7 +172,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """How the next save runs in the background; None if it does not."""
+        """Return what the next save needs to run in the background; None if training waits for it."""
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None

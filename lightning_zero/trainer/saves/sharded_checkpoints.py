@@ -146,7 +146,7 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Whether loading copies the tensor at ``path``. Other tensors are kept, so they must be read before the folder
+    """Return whether loading copies the tensor at ``path``. Others are kept, so they must be read before the folder
     goes."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
