@@ -29,8 +29,8 @@ class StageConfig:
 
     Attributes:
         name: ``zero0`` replicates everything (like DDP); ``zero1`` shards optimizer state and master weights; ``zero2``
-            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest row that fits, of this
-            group and, under ``zero/offload=auto``, of that one.
+            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest row that fits; under
+            ``zero/offload=auto`` it chooses that row too.
     """
 
     name: Stage = Stage.zero3
@@ -89,8 +89,8 @@ class PrecisionConfig:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
             in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
             ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``.
-        reduce_dtype: of gradients in messages. ``None``: fp32; with one dtype everywhere, that one.
-        grad_dtype: of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
+        reduce_dtype: dtype of gradients in messages. ``None``: fp32; with one dtype everywhere, that one.
+        grad_dtype: dtype of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
         fp32_modules: class names (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So do
             inputs of parametrizations.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 at random, right on
@@ -219,9 +219,9 @@ class CommConfig:
             gathers stay within nodes but ranks hold more; ``node_backward`` shards over all ranks, but each node keeps
             units for the backward's gathers. ``auto`` takes ``node`` on several nodes of equal size if at most half of
             the memory is used, else ``flat``.
-        grad_comm_dtype: of messages with bf16 gradients that are summed in fp32. ``auto``: bf16 wherever that gives the
-            same sums as ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be needed. See
-            ``docs/communication.md``.
+        grad_comm_dtype: dtype of messages with bf16 gradients that are summed in fp32. ``auto``: bf16 wherever that
+            gives the same sums as ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be
+            needed. See ``docs/communication.md``.
     """
 
     transport: Transport = Transport.auto
@@ -276,7 +276,7 @@ class CompileConfig:
     Attributes:
         name: ``blocks`` compiles the forward of every unit but the root, one graph per class. Modules that the user has
             compiled stay so, under ``none`` too.
-        arguments: of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. The default backend
+        arguments: arguments of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. The default backend
             ``inductor`` needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
     """
 
@@ -311,8 +311,8 @@ class OptimizerConfig:
         sharding: whether a rank steps ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
             slices for optimizers known to be element-wise, else tensors. ``slices`` declares other optimizers
             element-wise: each element needs only its own value, gradient and state.
-        state_dtype: of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), ``bf16``, or
-            ``int8`` (8-bit codes with an exponent per 256 elements). Steps are computed in fp32.
+        state_dtype: dtype of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), ``bf16``,
+            or ``int8`` (8-bit codes with an exponent per 256 elements). Steps are computed in fp32.
     """
 
     sharding: Sharding = Sharding.auto

@@ -41,7 +41,7 @@ class ZeroConfig:
             gathered ahead, unless this is 0.
         keep_gathered_bytes: bytes of units, the last first, that stay gathered between forward and backward, which
             saves their second gather. The last unit always stays.
-        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has its own. Bounds the buffers of
+        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has one to itself. Bounds the buffers of
             reductions.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
             the backward; ``offload``: these inputs also wait in host memory.

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def rotations(positions: Tensor, head_width: int) -> Tensor:
-    """Cosines and sines ``[2, length, head_width / 2]`` of rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
+    """Return cosines, sines ``[2, length, head_width / 2]`` of rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
     even = torch.arange(0, head_width, 2, device=positions.device)
     angles = torch.outer(positions, ROTARY_BASE ** (-even / head_width))
     return torch.stack([angles.cos(), angles.sin()])

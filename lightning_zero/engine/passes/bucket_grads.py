@@ -152,7 +152,7 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Hand out the local buffer for a reduction, zero where no gradient came; a second time, late gradients."""
+        """Return the local buffer for a reduction, zero where no gradient came; in a second call, late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
