@@ -120,7 +120,7 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
-    """Train a row, compare its resting bytes with the plan, and return the losses."""
+    """Train a row, compare its resting bytes with the plan, and return the losses. Collective."""
     import torch
 
     import lightning_zero

@@ -252,8 +252,8 @@ class Communicator:
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
 
-        ``among``: which operations it is ordered with. Use the reductions while gathers after a step may be in
-        progress, because each rank issues these as far as its worker thread has got."""
+        ``among``: whether the message is ordered with gathers or with reductions. Take reductions while param syncs may
+        be in progress, because ranks issue these at different moments."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host

@@ -33,7 +33,7 @@ class ZeroModule(nn.Module):
 
     @outside_graphs
     def _sync_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, as DDP does, unless nothing has changed them. Evaluation changes none."""
+        """Give all ranks rank 0's buffers, as DDP does, if they have changed. Evaluation changes none. Collective."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
             self.engine.passes.buffers.sync()

@@ -38,7 +38,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward; all gradients are reduced when it returns."""
+        """Run the backward; all gradients are reduced when it returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
@@ -59,7 +59,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step unless gradients overflowed on any rank; then all ranks skip the step."""
+        """Step unless gradients overflowed on any rank; then all ranks skip the step. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:  # as torch.amp.GradScaler

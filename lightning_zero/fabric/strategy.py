@@ -160,8 +160,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single
-        module."""
+        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single module.
+        Collective."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 

@@ -175,7 +175,7 @@ class Owned:
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the state that this rank saves, by slot, with leaves for tensors."""
+        """Return the state that this rank saves, by slot, with a :class:`Leaf` in place of each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -252,7 +252,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what other ranks get of a value of state: a leaf, or a small tensor on the host."""
+    """Return what other ranks are sent of a state's value: a :class:`Leaf`, or a small tensor on the host."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()

@@ -38,7 +38,7 @@ class ZeroTrainingEpochLoop(TrainingEpochLoop):
             super()._broadcast_sigterm_tensor()
 
     def advance(self, data_fetcher: Any) -> None:
-        """Answer signals before a batch is fetched: a stateful loader would count a fetched batch as used."""
+        """Answer signals before a fetch: a stateful loader would count a fetched batch as used. Collective."""
         interruptions = cast(Interruptions | None, getattr(self.trainer.strategy, "_interruptions", None))
         if interruptions is not None:
             interruptions.before_batch()

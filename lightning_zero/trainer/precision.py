@@ -26,7 +26,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward; all gradients are reduced when ``on_after_backward`` is called."""
+        """Run the backward; all gradients are reduced when ``on_after_backward`` is called. Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.passes.reducer.set_loss_scale(self.scaler.scale)
@@ -37,7 +37,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step unless gradients overflowed on any rank; then all ranks skip the step."""
+        """Step unless gradients overflowed on any rank; then all ranks skip the step. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()

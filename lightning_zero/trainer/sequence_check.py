@@ -132,7 +132,7 @@ class SequenceCheck:
             self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the step being tried. ``loss`` is of whole sequences."""
+        """Run the backward of the step being tried. ``loss`` is of whole sequences. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler

@@ -84,7 +84,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
-        """Copy the averages into the model; with ``swap``, also the model's values into the averages."""
+        """Copy the averages into the model; with ``swap``, also the model's values into the averages. Collective."""
         self._begin_to_change()
         with masters(self.engine, changed=True):
             current = _Tensors(self.engine)

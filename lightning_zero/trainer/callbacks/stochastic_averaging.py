@@ -22,7 +22,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Average the masters in by the element-wise ``avg_fn``. The first masters are copied."""
+        """Add the masters to the averages by the element-wise ``avg_fn``; first, copy them. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):
@@ -38,7 +38,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def transfer(self) -> None:
-        """Copy the averages into the model."""
+        """Copy the averages into the model. Collective."""
         take_writes_over(self.engine)
         with masters(self.engine, changed=True):
             for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
