@@ -100,7 +100,7 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """Key an optimizer's state by parameter numbers, as torch's optimizers do."""
+    """Replace names of parameters by numbers as keys of an optimizer's state, as torch's optimizers do."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]

@@ -15,7 +15,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's share of its machine. ``cpus``: its cores if all ranks of the machine take as many."""
+    """This rank's share of its machine. ``cpus``: its cores, if all its ranks get equally many."""
 
     local_rank: int = 0
     local_ranks: int = 1

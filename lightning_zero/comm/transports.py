@@ -75,7 +75,7 @@ class Transport(Protocol):
 
 
 class PlainTransport(Transport):
-    """One library call for each logical operation."""
+    """Sends each logical operation by one library call."""
 
     def __init__(self, *, exchanges: bool = False) -> None:
         self.exchanges = exchanges

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the expected value, the given value, and the key to change."""
+    """Raised for a setting that cannot work. The message names the expected and given values and the key to change."""
 
 
 class Stage(Enum):

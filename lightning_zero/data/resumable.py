@@ -1,5 +1,5 @@
-"""The loaders of all data modules; that of training continues in the middle of an epoch, also with other ranks or
-another batch size.
+"""Load batches of all data modules. In training a loader continues in the middle of an epoch, also with another number
+of ranks or batch size.
 
 Seed and epoch alone give one permutation for all ranks, which take turns in it::
 

@@ -113,7 +113,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
-        """Return :attr:`stood` with all waits of streams that are over. Does not wait."""
+        """Return :attr:`stood`, with waits of streams that have ended. Does not wait for others."""
         with self._lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()

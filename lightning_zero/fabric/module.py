@@ -1,4 +1,4 @@
-"""The module that ``fabric.setup`` returns, inside Fabric's wrapper."""
+"""Defines the module that ``fabric.setup`` returns, inside Fabric's wrapper."""
 
 from __future__ import annotations
 

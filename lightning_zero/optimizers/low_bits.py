@@ -72,7 +72,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The format of one tensor of state. ``signed``: values may be negative."""
+    """Says how one tensor of state is stored. ``signed``: values may be negative."""
 
     dtype: StateDtype
     signed: bool
@@ -216,7 +216,7 @@ def _above(signed: bool) -> int:
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two 0-d fp32 numbers, whose top bits are code 0 (the number is 1.0) and the largest code."""
+    """Return two 0-d fp32 numbers: the first, 1.0, has code 0 in its top bits, the second the largest code."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest

@@ -2,8 +2,8 @@
 
 Bytes for each parameter that is stepped on the host, with itemsizes c (compute), m (master, state), g (gradient)::
 
-    link        to the device c, or c at every gather if parameters rest on another tier; from the device g
-    host memory the step reads master, two states and gradient, and writes master and states: 6 m + g
+    link        c to the device, once, or at every gather if parameters rest on another tier; g from the device
+    host memory 6 m + g: the step reads master, two states and gradient, and writes master and states
     disk        3 m read and written if the optimizer is in files; c read at every gather and written once if
                 parameters are
 

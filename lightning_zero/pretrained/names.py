@@ -33,7 +33,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Find the partners of the folder's tensors. Raise a ConfigError if one has another shape or is quantised."""
+    """Find what each tensor of the folder is in ``module``. Raise ConfigError for other shapes and quantised ones."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}

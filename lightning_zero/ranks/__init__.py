@@ -12,5 +12,5 @@
                messages      what ranks send each other, as JSON
                mailbox       messages to rank 0 for which nobody waits
                progress      shows the progress of long work
-    again      resume        a job's name, which stays, the checkpoint to resume from, what an end means to its script
+    again      resume        names a job across restarts, finds its last checkpoint, tells its script how it ended
 """

@@ -44,7 +44,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: Callable[[], int]) -> Iterator[Did]:
-        """Show work on bytes; the body calls the given function. ``total`` is called only if the work is shown."""
+        """Show work on bytes; the body calls the yielded function with bytes done. ``total`` is called if shown."""
         count = Count(total() if self.shows else 0)
         with self._lines(what, count.total, decimal) as at:
 

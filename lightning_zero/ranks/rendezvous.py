@@ -1,5 +1,5 @@
-"""The start of a run: store and process group, and what must be equal on all ranks. All ranks join in the store before
-they make the process group, so that a missing rank is named and does not cause a hang."""
+"""Start a run: open the store, compare what must be equal on all ranks, and make the process group. All ranks join in
+the store before they make the group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Jobs that are restarted: their name, which stays the same, and the checkpoint to resume from. SLURM and torchrun
-restart a job with the same command line, so a note in the run folder names the job that has trained there. Another job
-in the same folder starts anew."""
+"""Find a restarted job's name, which stays the same, and the checkpoint to resume from. SLURM and torchrun restart a
+job with the same command line, so a note in the run folder names the job that has trained there. Another job in the
+same folder starts anew."""
 
 from __future__ import annotations
 

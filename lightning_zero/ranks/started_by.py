@@ -1,4 +1,4 @@
-"""Who started this process, and its place in the job, read from the environment alone.
+"""Find from the environment alone who started this process, and its place in the job.
 
 Each launcher sets other variables::
 

@@ -330,7 +330,7 @@ class _Standstill:
         self._since = time.monotonic()
 
     def seconds(self, state: Hashable) -> float:
-        """Return the seconds since the thread and ``state``, which shows progress in other threads, last changed."""
+        """Return the seconds since the thread or ``state`` last changed. ``state`` shows progress in other threads."""
         frame = sys._current_frames().get(self._thread)
         stack = []
         while frame is not None:

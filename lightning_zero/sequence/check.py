@@ -1,5 +1,5 @@
 """Compare a short step in parts with the same step on whole sequences, because no list of functions that look along a
-sequence can be complete. Compared are the loss and random sums of each parameter's gradient."""
+sequence can be complete. The loss is compared, and randomly weighted sums of each parameter's gradient."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class SequencePart:
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
             dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
-            is_feature: parts compute different things from it. Then all ranks must run a backward, or none.
+            is_feature: each part uses the mean in another way. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore

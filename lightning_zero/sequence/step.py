@@ -70,7 +70,7 @@ class SequenceSteps:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Let a backward inside recompute blocks with the part of their forward."""
+        """Let a backward in the body recompute blocks with the part of a sequence that their forward had."""
         if self._part is None or current() is not None:
             yield
         else:

@@ -1,5 +1,5 @@
-"""Folders for files: whether they are usable, which rank uses which file, and what dead jobs have left. The system
-drops a rank's lock on its file when the process dies, so a file without a lock is a leftover."""
+"""Manage folders for files: check that they are usable, lock each rank's file, and remove what dead jobs have left. The
+system drops a rank's lock on its file when the process dies, so a file without a lock is a leftover."""
 
 from __future__ import annotations
 

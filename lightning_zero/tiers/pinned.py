@@ -1,5 +1,5 @@
-"""Pinned memory of a fixed size between a device and unpinned memory or files. Taken at first use and kept, because
-pinning takes longer than a copy. Without a GPU nothing is pinned."""
+"""Copy between a device and unpinned memory or files by pinned memory of a fixed size. It is taken at first use and
+kept, because pinning takes longer than a copy. Without a GPU nothing is pinned."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Give each object a class with our methods, for each of ``ours`` whose class of Lightning it has."""
+    """Give each object a subclass of its class with our methods, if one of ``ours`` is for a class that it has."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

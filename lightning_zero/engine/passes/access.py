@@ -251,7 +251,7 @@ class Fence:
             self._lowered = previous
 
     def refuse(self, what: str) -> None:
-        """Raise a RuntimeError, which names the right way, if operation ``what`` would see placeholders."""
+        """Raise a RuntimeError, which names the way out, if operation ``what`` would see placeholders."""
         if self._lowered:
             return
         plain = (

@@ -210,8 +210,8 @@ def check_room(
 ) -> None:
     """Check needs on all ranks against budgets and free bytes. Collective.
 
-    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None is enough. `spare` bytes were
-    reserved by this rank earlier and can be reused.
+    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None: there are enough. `spare` bytes
+    were reserved by this rank earlier and can be reused.
     """
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))

@@ -64,7 +64,7 @@ class Owner(Protocol):
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather the values of absent `params`, and return the result of `run`, an operation on them.
 
-        Raises RuntimeError, with the parameter and the right way, if that is not possible now.
+        Raises RuntimeError, which names the parameter and the way out, if that is not possible now.
         """
         ...
 

@@ -293,7 +293,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Add a :class:`KeptTensor` to ``state`` for each frozen parameter that it lacks: a load keeps its values."""
+    """Add a :class:`KeptTensor` for each frozen parameter that ``state`` lacks, so that a load keeps its values."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}

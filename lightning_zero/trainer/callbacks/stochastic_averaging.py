@@ -22,7 +22,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Add the masters to the averages by the element-wise ``avg_fn``; first, copy them. Collective."""
+        """Average with the masters by the element-wise ``avg_fn``; the first time, copy them. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):

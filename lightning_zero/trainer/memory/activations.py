@@ -43,7 +43,7 @@ from lightning_zero.trainer.memory.fake_module import (
 
 
 class NotMeasured(ConfigError):
-    """The module does not run on fake tensors."""
+    """Raised if the module does not run on fake tensors."""
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning_zero.planning.tensor_states import TensorState, TensorStates
 
 
 class UnknownStateError(Exception):
-    """An optimizer's state cannot be known before training; the message names the optimizer and the reason."""
+    """Raised if an optimizer's state cannot be known before training. The message names optimizer and reason."""
 
 
 def planned_states(

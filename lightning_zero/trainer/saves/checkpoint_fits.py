@@ -27,11 +27,11 @@ _CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle m
 
 
 class OtherModelError(ConfigError, RuntimeError):
-    """The checkpoint is of another model. Also a RuntimeError, which torch and DDP raise."""
+    """Raised if the checkpoint is of another model. It is a RuntimeError too, as torch and DDP raise."""
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """The checkpoint has no optimizer states to go on with. Also a KeyError, which Lightning raises."""
+    """Raised if the checkpoint has no optimizer states to go on with. It is a KeyError too, as Lightning raises."""
 
     __str__ = Exception.__str__
 

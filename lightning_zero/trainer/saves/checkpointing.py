@@ -99,7 +99,7 @@ class Checkpoints:
         return saved
 
     def before_save(self) -> None:
-        """Wait for the save before. Raise RuntimeError if only some ranks save. Collective."""
+        """Wait for the previous save. Raise RuntimeError if only some ranks save. Collective."""
         module = self._strategy.lightning_module
         if module is not None and (engine := engine_of(module)) is not None:
             refuse_lonely_save(engine)  # before any collective
