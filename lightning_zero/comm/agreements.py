@@ -49,7 +49,7 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Like :func:`gather_objects`, on a given host-side group. Collective."""
+    """Do as :func:`gather_objects`, on a given host-side group. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:

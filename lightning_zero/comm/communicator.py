@@ -297,11 +297,11 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Like :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
+        """Do as :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Like :meth:`meet` for large objects, on rank 0 alone. Other ranks get None. Collective."""
+        """Gather large objects as :meth:`meet` does, on rank 0 alone. Other ranks get None. Collective."""
         if self.world_size == 1:
             return [value]
         return collect_objects(self._parent, value, self.waits, what)

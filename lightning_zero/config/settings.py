@@ -53,8 +53,7 @@ class ZeroConfig:
         stall_timeout_s: seconds that a rank waits for others before it raises with unit, ranks and places.
         gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
             room.
-        timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and
-            a page.
+        timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and a page.
         sequence_parallel: adjacent ranks that share each sequence by positions (Ulysses) and get the same batch. Shards
             are divided over all ranks as always.
     """

@@ -158,7 +158,7 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
 
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
-    """Like :func:`difference`, for what evaluations have logged and returned.
+    """Do as :func:`difference`, for what evaluations have logged and returned.
 
     A logged value is the mean over parts, or its reduction. A returned tensor must equal that of whole sequences or
     this part of it; ``parts`` are of all ranks of the group; only this rank's returned tensors are read."""

@@ -137,8 +137,8 @@ class NvmeTier:
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Like :meth:`stage_out`, after the last write that was asked for in this way. The extent's next read raises an
-        error too."""
+        """Do as :meth:`stage_out`, after the last write that was asked for in this way. The extent's next read raises
+        an error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.done():
                 with recording.stands("disk", extent.label, on_host=True):

@@ -1,4 +1,4 @@
-"""Find what one rank writes of a checkpoint."""
+"""Find which parts of a checkpoint one rank writes."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class UnitInChunks:
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
-    """Name the units that run on the whole batch: by ``zero.unit.whole_batch``, the root, and units around others."""
+    """Name the units that run on the whole batch: the root, units around others, and ``zero.unit.whole_batch``'s."""
     wanted = set(config.unit.whole_batch)
     classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
     return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
