@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.config import (
+    Compile,
     ConfigError,
     Precision,
     Recompute,
@@ -17,7 +18,7 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, from_settings
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
@@ -78,7 +79,8 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
     def refuse(function: Callable[..., object], name: str) -> None:
         describe.refuse_cuda_graph(function, name, passes.config)
 
-    return Forwards(vertical, CompiledModules(module, forwards, from_settings(config.compile), refuse))
+    blocks = None if config.compile.name is Compile.none else compile_with(**config.compile.arguments)
+    return Forwards(vertical, CompiledModules(module, forwards, blocks, refuse))
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:

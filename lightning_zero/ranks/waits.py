@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -32,19 +32,15 @@ ASK_S = 5.0  # of waiting, until the other ranks' waits are compared; doubles ea
 class StallError(RuntimeError): ...
 
 
-class GoesOn(Protocol):
-    """Messages to send later, which another rank may need before it reaches the point where this rank waits."""
-
-    def go_on(self) -> bool:
-        """Send what can be sent now, without waiting or raising. Return whether something is left."""
-        ...
-
-
 _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def goes_on_in_waits(what: GoesOn) -> None:
-    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives."""
+def goes_on_in_waits(what: Any) -> None:
+    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives.
+
+    It sends what another rank may need before that comes to where this rank waits, without waiting or raising, and
+    returns whether something is left.
+    """
     _going_on.add(what)
 
 

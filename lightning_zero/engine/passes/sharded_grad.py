@@ -135,7 +135,8 @@ class ShardedGrad(Tensor):
         cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _IN_PLACE and not any(map(_has_elements, args[1:])):
+        is_number = (not isinstance(arg, Tensor) or (type(arg) is Tensor and not arg.dim()) for arg in args[1:])
+        if func in _IN_PLACE and all(is_number):
             many = isinstance(args[0], (list, tuple))
             for grad in args[0] if many else args[:1]:
                 act = grad.owner.change if _is_grad(grad) else _change_plain
@@ -156,10 +157,6 @@ class ShardedGrad(Tensor):
 
 def _is_grad(value: object) -> TypeGuard[ShardedGrad]:
     return isinstance(value, ShardedGrad) and value.gathered is None
-
-
-def _has_elements(value: object) -> bool:
-    return isinstance(value, Tensor) and (value.dim() > 0 or type(value) is not Tensor)
 
 
 def _change_plain(tensor: Tensor, method: str, numbers: Sequence[_Number]) -> None:
