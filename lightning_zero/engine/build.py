@@ -92,7 +92,7 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, con
         for name, inner in module.named_modules():
             if not name or any(unit.name.startswith(f"{name}.") for unit in units):
                 hooks.watch_calls(inner)
-    if passes.precision in describe.AUTOCAST_DTYPES:
+    if config.precision.name in describe.AUTOCAST_DTYPES:
         for inner in describe.fp32_modules(module, config.precision.fp32_modules):
             hooks.keep_output_dtype(inner)
     owned = {id(info.param) for unit in units for info in unit.infos}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import Precision, ZeroConfig, check_accumulation
+from lightning_zero.config import ZeroConfig, check_accumulation
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
@@ -122,12 +122,10 @@ class Passes:
         writes: Writes,
         buffers: BufferSync,
         config: ZeroConfig,
-        precision: Precision,
     ) -> None:
         self.units = units
         self.comm = comm
         self.config = config
-        self.precision = precision
         self.order = order
         self.reducer = reducer
         self.after_step = after_step
@@ -136,7 +134,7 @@ class Passes:
         self.buffers = buffers
         self.fence = Fence([b for unit in units for b in unit.buckets], in_pass=lambda: self.key is not None)
         self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
-        self.hooks = Hooks(self, precision)
+        self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
@@ -489,10 +487,9 @@ class Passes:
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
-        """Pass one gradient to the reducer, and drop ``unit`` after its last one. ``shown``: a user's hook has seen it.
+        """Pass one gradient to the reducer, and drop ``unit`` after its last one.
 
-        Raises:
-            RuntimeError: the user's hook should have seen the sum with an earlier gradient, but saw this part only.
+        ``shown``: a user's hook has seen it. Raises RuntimeError if the hook should have seen a sum and saw a part.
         """
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         sums = self.sums

@@ -360,8 +360,7 @@ class ShardedGrads:
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
 
-        Raises:
-            RuntimeError: the gradient lacks a backward that raised, or is not reduced yet.
+        Raises RuntimeError for a gradient that lacks a backward that raised, or is not reduced yet.
         """
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
@@ -389,9 +388,7 @@ class ShardedGrads:
     def gather(self, info: ParamInfo) -> Tensor:
         """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded.
 
-        Raises:
-            RuntimeError: inside a backward; or a backward raised; or the gradient is only partly reduced.
-            StallError, ApartError: other ranks make other calls.
+        Raises RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced.
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
@@ -424,11 +421,7 @@ class ShardedGrads:
     def clip_by_norm(
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective.
-
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        """
+        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective."""
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")

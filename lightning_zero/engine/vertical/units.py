@@ -67,11 +67,7 @@ class Vertical:
 
     @contextlib.contextmanager
     def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
-        """Divide units along the samples of ``batch`` during a step.
-
-        Raises:
-            ConfigError: ``count`` does not divide a training batch.
-        """
+        """Divide units along the samples of ``batch`` during a step. Raises ConfigError if it cannot be divided."""
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
@@ -158,11 +154,7 @@ class UnitInChunks:
     ) -> tuple[bool, ...]:
         """Divide ``inputs`` as earlier calls of their kind, or by a trial. Returns which results are joined.
 
-        Args:
-            plain: the uncompiled forward, because one trial is not worth a compilation.
-
-        Raises:
-            CannotDivide: no division was found.
+        ``plain``: the uncompiled forward, because one trial is not worth a compilation.
         """
         division = self._divisions.get(kind)
         if division is None:
