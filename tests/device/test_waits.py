@@ -137,7 +137,7 @@ def land_at_once(self: Landing, piece: Any) -> None:
 
 def send_through_what_is_in_use(self: Sender, source: Tensor, target: Tensor) -> None:
     self._sent = [None, None]
-    buffer = self._pair.buffer(0, target.dtype, source.numel())
+    buffer = self.buffer(0, target.dtype, source.numel())
     buffer.copy_(source)
     target.copy_(buffer, non_blocking=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
         passes.sharded_grads.place_used()
 
 
+@dataclass(eq=False, repr=False)
 class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
 
@@ -111,33 +112,24 @@ class Passes:
         look: gets each gradient inside :meth:`looking`.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Communicator,
-        *,
-        order: GatherOrder,
-        reducer: Reducer,
-        after_step: AfterStep,
-        writes: Writes,
-        buffers: BufferSync,
-        config: ZeroConfig,
-    ) -> None:
-        self.units = units
-        self.comm = comm
-        self.config = config
-        self.order = order
-        self.reducer = reducer
-        self.after_step = after_step
-        self.sharded_grads = ShardedGrads(reducer, after_step, self.forget_failed)
-        self.writes = writes
-        self.buffers = buffers
-        self.fence = Fence([b for unit in units for b in unit.buckets], in_pass=lambda: self.key is not None)
-        self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
+    units: Sequence[Unit]
+    comm: Communicator
+    _: KW_ONLY
+    order: GatherOrder
+    reducer: Reducer
+    after_step: AfterStep
+    writes: Writes
+    buffers: BufferSync
+    config: ZeroConfig
+
+    def __post_init__(self) -> None:
+        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed)
+        self.fence = Fence([b for unit in self.units for b in unit.buckets], in_pass=lambda: self.key is not None)
+        self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
         self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
-        self.saved = SavedWeights(units, _weakly(self.weights_needed))
+        self.saved = SavedWeights(self.units, _weakly(self.weights_needed))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -40,23 +41,15 @@ class Cut(NamedTuple):
     master: Tensor
 
 
+@dataclass(eq=False)
 class Runs:
-    def __init__(
-        self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
-    ) -> None:
-        """
-        Args:
-            optimizer: Holds the state, keyed by the runs' tensors.
-            per_fragment: Make every fragment a run of its own.
-            formats: Storage formats of states that rest in fewer bits than the master, by name.
-        """
-        self.optimizer = optimizer
-        self.formats = formats or {}
-        self._per_fragment = per_fragment
-        self.rounded = False  # whether the last load rounded values
-        self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
-        self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
-        self._cuts: dict[Bucket, Cut] = {}
+    optimizer: Optimizer  # holds the state, keyed by the runs' tensors
+    per_fragment: bool  # every fragment is a run of its own
+    formats: Mapping[str, Format]  # by name, of states that rest in fewer bits than the master
+    rounded: bool = False  # whether the last load rounded values
+    _steps: dict[tuple[Bucket, int], int] = field(default_factory=dict)  # step count of a parameter
+    _runs: dict[Bucket, list[tuple[int, FlatRun]]] = field(default_factory=dict)  # (param group, run), in order
+    _cuts: dict[Bucket, Cut] = field(default_factory=dict)
 
     def of(self, bucket: Bucket) -> list[FlatRun]:
         return [run for _, run in self.grouped(bucket)]
@@ -112,7 +105,7 @@ class Runs:
         with opened(bucket.storage):
             runs: list[tuple[int, FlatRun]] = []
             for group, run in wanted:
-                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+                stop = run.fragments[-1].start + run.fragments[-1].numel if self.per_fragment else run.stop
                 tensor = bucket.master[run.start : stop].detach()
                 runs.append((group, FlatRun(bucket, run, tensor)))
             self._hand_over(present, runs)
@@ -127,7 +120,7 @@ class Runs:
             if slot not in groups:
                 keys.append(None)
                 continue
-            own = slot if self._per_fragment else -1
+            own = slot if self.per_fragment else -1
             used_now = active is None or slot in active
             keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
