@@ -125,8 +125,9 @@ class StagingRing:
         except Empty:
             holders = ", ".join(repr(holder) for holder in self._lent.values())
             raise RuntimeError(
-                f"no staging buffer for {label!r} within {self._timeout_s:g} s: all {self.count} are held by {holders}. "
-                "The ring is too small for its users, which is a bug of lightning_zero (or the disk hangs: see dmesg)."
+                f"no staging buffer for {label!r} within {self._timeout_s:g} s: all {self.count} are held by "
+                f"{holders}. The ring is too small for its users, which is a bug of lightning_zero (or the disk "
+                "hangs: see dmesg)."
             ) from None
         self._lent[index] = label
         return StagingBuffer(self, index, label)

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lightning_zero.engine.passes.access import Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.hooks import Hooks, weakly
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -82,24 +82,6 @@ class OpenPass:
     second_order: bool = False
 
 
-def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
-    """Wrap ``method`` without keeping its object alive. The wrapper returns false once the object is gone."""
-    reference = WeakMethod(method)
-
-    def call(unit: Unit) -> bool:
-        alive = reference()
-        return alive is not None and alive(unit)
-
-    return call
-
-
-def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
-    """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
-    passes = passes_ref()
-    if passes is not None and passes.phase is Phase.NOTICED:
-        passes.sharded_grads.place_used()
-
-
 @dataclass(eq=False, repr=False)
 class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
@@ -129,7 +111,7 @@ class Passes:
         self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
-        self.saved = SavedWeights(self.units, _weakly(self.weights_needed))
+        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
@@ -434,8 +416,8 @@ class Passes:
             self._begin_backward(explicit=False)
             # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
             # strong reference would keep this object alive, and the pass in its backward.
-            end, passes_ref = partial(self._graph_task_ended), ref(self)
-            self._noticed = ref(end, lambda _: _graph_task_gone(passes_ref))
+            end, gone = partial(self._graph_task_ended), weakly(self._graph_task_gone, None)
+            self._noticed = ref(end, lambda _: gone())
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
             # create_graph: the new graph reads weights at moments that no hook reports. So units stay gathered. This
@@ -526,6 +508,11 @@ class Passes:
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
             self.order.release(unit)
+
+    def _graph_task_gone(self) -> None:
+        """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
+        if self.phase is Phase.NOTICED:
+            self.sharded_grads.place_used()
 
     @outside_autograd
     def _graph_task_ended(self) -> None:
