@@ -43,20 +43,13 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """What passes send of one bucket.
-
-    Attributes:
-        gathered: dtype of the gathered parameters, or None.
-        reduced: dtype of the summed gradients, or None.
-        exchanged: dtype of gradients that travel by an all-to-all where the transport can, or None.
-        sharded: each rank gets only its slice of the sum.
-    """
+    """What passes send of one bucket."""
 
     numel: int
-    gathered: torch.dtype | None
-    reduced: torch.dtype | None
-    exchanged: torch.dtype | None
-    sharded: bool
+    gathered: torch.dtype | None  # of the gathered parameters
+    reduced: torch.dtype | None  # of the summed gradients
+    exchanged: torch.dtype | None  # of gradients that travel by an all-to-all where the transport can
+    sharded: bool  # each rank gets only its slice of the sum
 
 
 class Communicator:

@@ -33,15 +33,10 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Describes a call of ``torch.compile``.
+    """Describes a call of ``torch.compile``."""
 
-    Attributes:
-        apply: compiles a function with the same settings.
-        inductor: whether the backend is torch's own compiler, inductor.
-    """
-
-    apply: Callable[[Callable[..., object]], Callable[..., object]]
-    inductor: bool
+    apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
+    inductor: bool  # the backend is torch's own compiler
     fullgraph: bool
 
 

@@ -68,18 +68,11 @@ class Scope(NamedTuple):
 
 @dataclass(slots=True)
 class OpenPass:
-    """
-    Attributes:
-        ends_with_call: the call that opened the pass may end it.
-        unused: the pass was opened after a step's last backward, and no module was called in it.
-        second_order: a backward of the pass makes a graph.
-    """
-
     key: str | None
     evaluates: bool = False
-    ends_with_call: bool = False
-    unused: bool = False
-    second_order: bool = False
+    ends_with_call: bool = False  # the call that opened the pass may end it
+    unused: bool = False  # opened after a step's last backward, and no module was called in it
+    second_order: bool = False  # a backward of the pass makes a graph
 
 
 @dataclass(eq=False, repr=False)

@@ -102,21 +102,17 @@ class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
     Attributes:
-        plan: Where each role rests. It changes when a frozen bucket becomes trainable and when the module is restaged.
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
-        storage: Masters of the owned range and their optimizer state. A view of `full` where `plan` says so.
-        node_shard: Slice of the gathered values that is kept for this node.
         owned_range: Elements whose master_param and optimizer state this rank holds.
-        gaps: Element ranges that belong to no parameter.
     """
 
     label: str
     params: list[ParamInfo]
-    plan: BucketPlan
+    plan: BucketPlan  # changes when a frozen bucket becomes trainable and when the module is restaged
     dtypes: Dtypes
     comm: Communicator
     _tiers: Tiers
-    storage: MasterStorage = field(init=False)
+    storage: MasterStorage = field(init=False)  # of the owned range; a view of `full` where `plan` says so
     grad_store: GradStore = field(init=False)
     param_store: ParamStore = field(init=False)
 

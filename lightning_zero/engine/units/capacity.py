@@ -317,18 +317,13 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """What a bucket holds at rest.
-
-    Attributes:
-        states, later: Element-wise state tensors for each parameter, now and after the first step.
-        whole, whole_later: Bytes of state of tensors that are stepped whole, now and later under another plan.
-    """
+    """What a bucket holds at rest."""
 
     plan: BucketPlan
-    states: int
-    later: int
-    whole: int = 0
-    whole_later: Callable[[BucketPlan], int] = lambda _: 0
+    states: int  # element-wise state tensors for each parameter
+    later: int  # the same after the first step
+    whole: int = 0  # bytes of state of tensors that are stepped whole
+    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # the same under another plan
 
 
 def change_tiers(

@@ -244,22 +244,16 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(eq=False)
 class Chunked:
-    """Runs one call of ``function`` in chunks.
-
-    Attributes:
-        in_chunk: context of each call of ``function``. Gradients are enabled in the calls of the backward.
-        joined: which results are concatenated. Default: those whose first dimension is a multiple of the chunk size.
-        help: what a user can do if the call cannot be divided.
-    """
+    """Runs one call of ``function`` in chunks."""
 
     function: Callable[..., object]
     inputs: Inputs
     _: KW_ONLY
     title: str
-    in_chunk: Context = contextlib.nullcontext
+    in_chunk: Context = contextlib.nullcontext  # of each call of ``function``; in a backward gradients are enabled
     in_backward: Context = contextlib.nullcontext
-    joined: Sequence[bool] | None = None
-    help: str = ""
+    joined: Sequence[bool] | None = None  # results that are concatenated; None: whose size is a multiple of a chunk's
+    help: str = ""  # what a user can do if the call cannot be divided
 
     def __post_init__(self) -> None:
         self._device_type = device_type_of(self.inputs.tensors)
