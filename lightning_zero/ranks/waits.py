@@ -220,8 +220,7 @@ class Waits:
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
             "If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only slow, "
-            "raise "
-            f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
+            f"raise zero.stall_timeout_s (now {self.stall_timeout_s:g})."
         )
 
     def _culprit(self) -> str:

@@ -67,7 +67,7 @@ def forget_the_event(self: Pending) -> None:
 
 
 def keep_nothing(self: Pending, name: str, value: Any) -> None:
-    object.__setattr__(self, name, None if name == "_keep" else value)
+    object.__setattr__(self, name, None if name == "keep" else value)
 
 
 def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:

@@ -1,11 +1,8 @@
 """Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, param syncs and whole
 masters.
 
-- *Agreeing* (in the first pass of a kind, under ``dynamic``, and off the plan): a rank that needs a unit sends the
-  unit's number, and all ranks gather each unit that any rank sent, in rank order. A rank at the end of its pass sends
-  DONE and answers until all are done. CALLED does so at the end of an outermost call, under ``dynamic``.
-- *Following*: the history of an agreed pass is the plan. A demand issues everything up to its unit in the plan, also
-  units that this rank skips. Then it gathers ahead within the byte budget.
+docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. A rank at
+the end of its pass sends DONE and answers until all are done; CALLED does so at the end of an outermost call.
 """
 
 from __future__ import annotations

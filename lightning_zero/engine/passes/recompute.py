@@ -16,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 
 Around = Callable[["UnitForward", Args, Kwargs], object]  # called with positional and keyword arguments
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitForward:
@@ -139,11 +139,11 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward, and computes it again in the backward. ``offload_inputs``: keep its inputs on the host."""
+    """Runs a unit's forward, and computes it again in the backward. ``keeping``: context that keeps the inputs."""
 
-    def __init__(self, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool) -> None:
+    def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
-        self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
+        self._keeping = keeping
 
     def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
         passes = self._passes()
@@ -152,9 +152,7 @@ class Recomputation:
         args, kwargs = without_empty_caches(self._kind, args, kwargs)
         form, tensors = take_tensors((args, kwargs))
         call = _Call(forward, passes, self._buffers, (args, kwargs), copy_containers(form), tensors)
-        if not self._offload_inputs:
-            return checkpoint(call, *tensors, use_reentrant=False)
-        with save_on_cpu(pin_memory=self._pin_memory):
+        with self._keeping():
             return checkpoint(call, *tensors, use_reentrant=False)
 
 

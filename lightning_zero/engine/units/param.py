@@ -1,13 +1,6 @@
 """What the engine knows of a parameter, and the classes that decide what happens when users' code touches one.
 
-An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change:
-
-::
-
-    nn.Parameter        plain: before sharding, inside gather(), after release()
-    PresentParameter    holds its values; works as any parameter, but accesses to ``.data`` reach the owner
-    AbsentParameter     holds a placeholder; operations that read or write values ask the owner first
-
+An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change (docs/architecture.md).
 `PresentParameter` keeps torch's disabled `__torch_function__`, so operators and `torch.compile` treat it as a plain
 parameter.
 """

@@ -35,6 +35,7 @@ from lightning_zero.engine.passes.containers import (
     take_tensors,
     tensors_inside,
 )
+from lightning_zero.engine.passes.recompute import Context
 from lightning_zero.engine.torch_modes import function_modes, under_function_modes
 
 
@@ -237,9 +238,6 @@ class Modes:
 
 def device_type_of(tensors: Sequence[Tensor]) -> str:
     return next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
-
-
-Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -53,15 +52,13 @@ class Vertical:
         divisions: divisions of calls by unit class, because most blocks are alike.
     """
 
-    def __init__(
-        self, count: int, module: nn.Module, passes: Passes, *, offload_inputs: bool = False, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, count: int, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.count = count
         self.batch: int | None = None
         self.inside = 0
         self.divisions: dict[Hashable, Division] = {}
         self._step_has_told = False
-        self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
+        self._keeping = keeping
         if count > 1:
             passes.hooks.watch_arguments(module, self._root_called)
 
@@ -97,9 +94,7 @@ class Vertical:
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
         """Run ``call``, with its inputs offloaded to the host if so configured."""
-        if not self._offload_inputs:
-            return call(trains=trains)
-        with save_on_cpu(pin_memory=self._pin_memory):
+        with self._keeping():
             return call(trains=trains)
 
 
