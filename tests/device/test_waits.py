@@ -63,7 +63,7 @@ def hold_without_waiting(self: Streams, memory: Any, event: Any) -> None:
 
 
 def forget_the_event(self: Pending) -> None:
-    self._event = None
+    self.event = None
 
 
 def keep_nothing(self: Pending, name: str, value: Any) -> None:
