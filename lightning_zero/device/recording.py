@@ -57,17 +57,12 @@ class Open(AbstractContextManager[object]):
 
 
 class Recorder:
-    """The recordings of this process, shared by all listeners.
-
-    Attributes:
-        stood: seconds that compute has waited, by kind; of a device those known so far.
-        moved: bytes that this rank has received or sent, by kind.
-    """
+    """The recordings of this process, shared by all listeners."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self.stood: defaultdict[str, float] = defaultdict(float)
-        self.moved: Counter[str] = Counter()
+        self.stood: defaultdict[str, float] = defaultdict(float)  # seconds that compute has waited, as far as known
+        self.moved: Counter[str] = Counter()  # bytes that this rank has received or sent, by kind
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
         self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
         self._later: deque[tuple[str, Any, Any]] = deque()

@@ -62,23 +62,16 @@ _wait_of_process = _Wait(0, "", None)
 
 
 class Waits:
-    """Waits of this rank for the other ranks of a group.
-
-    Attributes:
-        place: what this rank is doing, in words, for other ranks' error messages.
-        issued: operations asked for so far; while it grows this rank is not stuck.
-        waited_s: seconds that the host has spent waiting for messages.
-        asked: messages that this rank has sent or waited for, by name.
-    """
+    """Waits of this rank for the other ranks of a group."""
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stall_timeout_s = stall_timeout_s
-        self.place = "starting"
-        self.issued = 0
-        self.waited_s = 0.0
-        self.asked: Counter[str] = Counter()
+        self.place = "starting"  # what this rank is doing, in words, for other ranks' error messages
+        self.issued = 0  # operations asked for so far; while it grows this rank is not stuck
+        self.waited_s = 0.0  # that the host has spent waiting for messages
+        self.asked: Counter[str] = Counter()  # messages that this rank has sent or waited for, by name
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
         self._watchdog: Watchdog | None = None
 

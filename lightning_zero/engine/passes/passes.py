@@ -77,15 +77,7 @@ class OpenPass:
 
 @dataclass(eq=False, repr=False)
 class Passes:
-    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
-
-    Attributes:
-        aborted: an exception has ended a pass, and no pass has begun since.
-        calls_meet: make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone
-            would have its gathers matched with those of other ranks' steps.
-        sums: takes the gradients that arrive inside :meth:`adding_up`.
-        look: gets each gradient inside :meth:`looking`.
-    """
+    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
 
     units: Sequence[Unit]
     comm: Communicator
@@ -112,10 +104,12 @@ class Passes:
         self._ordinal = 0
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
-        self.aborted = False
+        self.aborted = False  # an exception has ended a pass, and no pass has begun since
+        # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
+        # gathers matched with those of other ranks' steps.
         self.calls_meet = False
-        self.sums: GradSums | None = None
-        self.look: Look | None = None
+        self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
+        self.look: Look | None = None  # gets each gradient inside :meth:`looking`
 
     @property
     def key(self) -> str | None:

@@ -42,12 +42,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitForward:
-    """Replaces the forward of one unit's module.
-
-    Attributes:
-        plain: the module's forward before sharding.
-        inner: ``plain``, or its compiled version.
-    """
+    """Replaces the forward of one unit's module: ``plain``, or ``inner``, which is the same or its compiled version."""
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
         self.unit = unit

@@ -60,20 +60,15 @@ def first_size(value: object) -> int | None:
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks.
-
-    Attributes:
-        tensors: tensors of the call, each once; empty after :meth:`let_go`.
-        candidates: indices of tensors whose first dimension is the batch size.
-        divided: which tensors are divided. At first all candidates.
-    """
+    """Divides the arguments of one call into ``count`` chunks."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
-        form, self.tensors = take_tensors((args, kwargs))
+        form, self.tensors = take_tensors((args, kwargs))  # each tensor once; none after :meth:`let_go`
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        # Those whose first dimension is the batch size. At first all of them are divided.
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
         self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 

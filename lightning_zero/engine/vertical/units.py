@@ -44,19 +44,13 @@ _HELP = (
 
 
 class Vertical:
-    """Runs units in chunks, for one engine.
-
-    Attributes:
-        batch: number of samples in the step's batch, if known.
-        inside: depth of nested chunks; units inside of chunks are not divided again.
-        divisions: divisions of calls by unit class, because most blocks are alike.
-    """
+    """Runs units in chunks, for one engine."""
 
     def __init__(self, count: int, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.count = count
-        self.batch: int | None = None
-        self.inside = 0
-        self.divisions: dict[Hashable, Division] = {}
+        self.batch: int | None = None  # number of samples in the step's batch, if known
+        self.inside = 0  # depth of nested chunks; units inside of chunks are not divided again
+        self.divisions: dict[Hashable, Division] = {}  # by unit class, because most blocks are alike
         self._step_has_told = False
         self._keeping = keeping
         if count > 1:
