@@ -34,12 +34,12 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_780,
-    "lines of the engine": 11_100,
+    "lines of the package": 38_268,
+    "lines of the engine": 10_716,
     "files of the engine": 42,
     "lines of the longest file": 600,
     "pairs of folders of the engine that import each other": 0,
-    "Any in the engine": 42,
+    "Any in the engine": 40,
     "private names of Lightning": 10,
     "keys of zero": 36,
     "public members of the strategy": 12,

@@ -43,20 +43,13 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """Says what passes send of one bucket.
-
-    Attributes:
-        gathered: dtype of the gathered parameters, or None.
-        reduced: dtype of the summed gradients, or None.
-        exchanged: dtype of gradients that travel by an all-to-all where the transport can, or None.
-        sharded: each rank gets only its slice of the sum.
-    """
+    """Says what passes send of one bucket."""
 
     numel: int
-    gathered: torch.dtype | None
-    reduced: torch.dtype | None
-    exchanged: torch.dtype | None
-    sharded: bool
+    gathered: torch.dtype | None  # of the gathered parameters
+    reduced: torch.dtype | None  # of the summed gradients
+    exchanged: torch.dtype | None  # of gradients that travel by an all-to-all where the transport can
+    sharded: bool  # each rank gets only its slice of the sum
 
 
 class Communicator:
@@ -67,8 +60,6 @@ class Communicator:
         node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0: none.
         replica: index of the copy of the shards that this rank is a part of.
         queues: messages are queued on streams of the device, so that the host waits for none.
-        counts: logical operations by kind and bucket.
-        observers: called with (kind, label) when an operation is issued.
     """
 
     _groups: Groups | None = None
@@ -107,8 +98,8 @@ class Communicator:
         self.streams = Streams(accelerator_of(device))
         self.queues = self.streams.are_there
         self.long_work = long_work
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.observers: list[Callable[[str, str], None]] = []
+        self.counts: Counter[tuple[str, str]] = Counter()  # logical operations by kind and bucket
+        self.observers: list[Callable[[str, str], None]] = []  # called with these when an operation is issued
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
         if self.world_size > 1 or self.even_alone:

@@ -41,28 +41,18 @@ def even_alone() -> bool:
 
 
 class GroupKind(NamedTuple):
-    """The properties that groups must share to be reused.
-
-    Attributes:
-        in_streams: messages are queued on streams and the host does not wait.
-        even_alone: make groups of one rank too.
-    """
+    """The properties that groups must share to be reused."""
 
     topology: Topology
     backend: str
-    in_streams: bool
-    even_alone: bool
+    in_streams: bool  # messages are queued on streams and the host does not wait
+    even_alone: bool  # make groups of one rank too
     stall_timeout_s: float
 
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``.
-
-    Attributes:
-        issued: operations that this rank has issued, for each of :data:`OPERATIONS`.
-        user: returns the communicator, or None when it is gone.
-    """
+    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``."""
 
     gather: Any
     reduce: Any
@@ -70,8 +60,8 @@ class Groups:
     replicate: Any  # ranks with the same shards on other nodes
     node_gather: Any  # ranks of this node, for what units keep until the backward
     control: Any  # host-side, all ranks
-    issued: Counter[str] = field(default_factory=Counter)
-    user: Callable[[], object | None] = lambda: None
+    issued: Counter[str] = field(default_factory=Counter)  # operations of this rank, each of :data:`OPERATIONS`
+    user: Callable[[], object | None] = lambda: None  # gives the communicator, or None when it is gone
 
     @property
     def all_issued(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,39 +19,23 @@ if TYPE_CHECKING:
     from lightning_zero.comm.communicator import Communicator
 
 
+@dataclass(eq=False)
 class Pending:
     """A logical operation in flight. Call ``wait`` to use its result on the current stream."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        label: str,
-        works: list[Any],
-        finish: Callable[[], Tensor],
-        *,
-        kind: str = "gather",
-        event: Any = None,
-        keep: Tensor | None = None,
-    ):
-        """Wrap messages that are in flight.
-
-        Args:
-            kind: for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
-            finish: called once, after the works and the event; returns the result.
-            event: the end of what is queued on a stream.
-            keep: memory that another stream reads until the event.
-        """
-        self._comm, self.label = comm, label
-        self._kind = kind
-        self._works = works
-        self._finish: Callable[[], Tensor] | None = finish
-        self._event = event
-        self._result: Tensor | None = None
-        self._keep = keep
+    _comm: Communicator
+    label: str
+    _works: list[Any]
+    _finish: Callable[[], Tensor] | None  # called once, after the works and the event; returns the result
+    _: KW_ONLY
+    kind: str = "gather"  # for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent
+    event: Any = None  # the end of what is queued on a stream
+    keep: Tensor | None = None  # memory that another stream reads until the event
+    _result: Tensor | None = None
 
     def done(self) -> bool:
         """Return whether ``wait`` would make neither the host nor the current stream wait."""
-        over = self._event is None or self._comm.streams.accelerator.is_over(self._event)
+        over = self.event is None or self._comm.streams.accelerator.is_over(self.event)
         return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> bool:
@@ -63,24 +48,24 @@ class Pending:
         is_over = all(work.is_completed() for work in self._works)
         # The caller frees the buffers next. Without this wait compute could reuse them while a stream still writes.
         self._wait_event()
-        self._works, self._finish, self._keep = [], None, None
+        self._works, self._finish, self.keep = [], None, None
         return is_over
 
     def _wait_event(self) -> None:
-        self._comm.streams.wait(self._event)
-        self._event = None
+        self._comm.streams.wait(self.event)
+        self.event = None
 
     def wait(self) -> Tensor:
         """Wait for the operation and return its result. Later calls return the same result at once."""
-        if self._works or self._event is not None:
-            with recording.stands(self._kind, self.label, on_host=bool(self._works)):
+        if self._works or self.event is not None:
+            with recording.stands(self.kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
                     self._comm.waits.wait_work(work, self.label, agrees=False)
                 self._works = []
                 # Before memory is dropped, so that compute's pool reuses it only after the event.
-                if self._event is not None:
+                if self.event is not None:
                     self._wait_event()
-        self._keep = None
+        self.keep = None
         if self._finish is not None:
             # Call it once only: ``total`` of DirectTransport adds in place and would add everything again.
             finish, self._finish = self._finish, None

@@ -217,21 +217,14 @@ class HostTransport(Transport):
         return Sent(sent.works, lambda: out.copy_(sent.finish()))
 
 
-TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
-    TransportName.plain: PlainTransport,
-    TransportName.direct: DirectTransport,
-}
-
-
 def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
     """Choose the transport for ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with few ranks, else
     ``plain``, which up to :data:`EXCHANGE_MAX_RANKS` ranks reduces by an all-to-all where terms are narrower than their
     sum."""
-    host_side = backend == "gloo"
-    if name is not TransportName.auto:
-        transport = TRANSPORTS[name]()
-    elif host_side and world_size <= DIRECT_MAX_RANKS:
+    host_side, auto = backend == "gloo", name is TransportName.auto
+    transport: Transport
+    if name is TransportName.direct or (auto and host_side and world_size <= DIRECT_MAX_RANKS):
         transport = DirectTransport()
     else:
-        transport = PlainTransport(exchanges=world_size <= EXCHANGE_MAX_RANKS)
+        transport = PlainTransport(exchanges=auto and world_size <= EXCHANGE_MAX_RANKS)
     return HostTransport(transport) if host_side and device.type != "cpu" else transport

@@ -33,23 +33,16 @@ _NOBODY: AbstractContextManager[None] = nullcontext()
 
 
 class Span(NamedTuple):
-    """A period of time.
+    """A period of time, in seconds of this process's clock (``time.perf_counter``)."""
 
-    Attributes:
-        lane: one of :data:`LANES`.
-        what: a unit or bucket, in words.
-        begin, end: seconds of this process's clock (``time.perf_counter``).
-        waits_for: one of :data:`STANDS` if compute waited, else empty.
-    """
-
-    lane: str
-    what: str
+    lane: str  # one of :data:`LANES`
+    what: str  # a unit or bucket, in words
     begin: float
     end: float
-    waits_for: str = ""
+    waits_for: str = ""  # one of :data:`STANDS` if compute waited
 
 
-class Open:
+class Open(AbstractContextManager[object]):
     """A span that has begun. ``end`` may be called on another thread."""
 
     def __init__(self, recorder: Recorder, lane: str, what: str, *, on_host: bool) -> None:
@@ -59,19 +52,17 @@ class Open:
     def end(self) -> None:
         self._recorder.add(self._lane, self._what, self._begin, self._recorder.moment(on_host=self._on_host))
 
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
 
 class Recorder:
-    """The recordings of this process, shared by all listeners.
-
-    Attributes:
-        stood: seconds that compute has waited, by kind; of a device those known so far.
-        moved: bytes that this rank has received or sent, by kind.
-    """
+    """The recordings of this process, shared by all listeners."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self.stood: defaultdict[str, float] = defaultdict(float)
-        self.moved: Counter[str] = Counter()
+        self.stood: defaultdict[str, float] = defaultdict(float)  # seconds that compute has waited, as far as known
+        self.moved: Counter[str] = Counter()  # bytes that this rank has received or sent, by kind
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
         self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
         self._later: deque[tuple[str, Any, Any]] = deque()
@@ -198,18 +189,9 @@ def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 
-def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
+def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[object]:
     """Record the body as a span; see :func:`begin`."""
-    opened = begin(lane, what, on_host=on_host)
-    return _NOBODY if opened is None else _until_end(opened)
-
-
-@contextmanager
-def _until_end(opened: Open) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        opened.end()
+    return begin(lane, what, on_host=on_host) or _NOBODY
 
 
 def profiled(kind: str, what: str) -> AbstractContextManager[None]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 from lightning_zero.config import (
+    Compile,
     ConfigError,
     Precision,
     Recompute,
@@ -17,9 +21,9 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, from_settings
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import Recomputation, UnitForward, check_blocks
+from lightning_zero.engine.passes.recompute import Context, Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.units import (
@@ -59,9 +63,10 @@ class Forwards(NamedTuple):
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
     """Wrap forwards of units that recompute, run in chunks or are compiled, if the settings ask for it."""
-    offload = config.activation_checkpointing is Recompute.offload
-    pin_memory = passes.comm.streams.are_there
-    vertical = Vertical(config.vertical_chunks, module, passes, offload_inputs=offload, pin_memory=pin_memory)
+    keeping: Context = nullcontext
+    if config.activation_checkpointing is Recompute.offload:
+        keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
+    vertical = Vertical(config.vertical_chunks, module, passes, keeping)
     names = [unit.name for unit in units]
     in_chunks, around = set[str](), set[str]()
     if config.vertical_chunks > 1:
@@ -73,12 +78,13 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
         if unit.name in in_chunks:
             forward.put_around(UnitInChunks(unit, block, vertical, passes))
         elif unit.name and unit.name not in around and config.activation_checkpointing is not Recompute.none:
-            forward.put_around(Recomputation(block, passes, offload_inputs=offload, pin_memory=pin_memory))
+            forward.put_around(Recomputation(block, passes, keeping))
 
     def refuse(function: Callable[..., object], name: str) -> None:
         describe.refuse_cuda_graph(function, name, passes.config)
 
-    return Forwards(vertical, CompiledModules(module, forwards, from_settings(config.compile), refuse))
+    blocks = None if config.compile.name is Compile.none else compile_with(**config.compile.arguments)
+    return Forwards(vertical, CompiledModules(module, forwards, blocks, refuse))
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
@@ -90,7 +96,7 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, con
         for name, inner in module.named_modules():
             if not name or any(unit.name.startswith(f"{name}.") for unit in units):
                 hooks.watch_calls(inner)
-    if passes.precision in describe.AUTOCAST_DTYPES:
+    if config.precision.name in describe.AUTOCAST_DTYPES:
         for inner in describe.fp32_modules(module, config.precision.fp32_modules):
             hooks.keep_output_dtype(inner)
     owned = {id(info.param) for unit in units for info in unit.infos}

@@ -45,7 +45,7 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units import capacity, describe
+from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.after_step import AfterStep, default_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.build import BufferSync, build_units
@@ -58,7 +58,6 @@ from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import FakeTensors
 from lightning_zero.optimizers.state_trees import Saved, State
-from lightning_zero.planning.placement import TierRow
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork
@@ -125,7 +124,28 @@ class Engine:
         precision = config.precision.name or Precision.fp32
         share = self._shard(module, group, device, node, sources, has_values, precision, long_work)
         self.optimizers: list[Stepper] = []
-        self._put_together(share, precision)
+        issued = IssuedReductions()
+        after_step = AfterStep(self.units, self.comm.streams, default_threads(share.cpus))
+        self.passes = Passes(
+            self.units,
+            self.comm,
+            order=GatherOrder(
+                self.units,
+                self.comm,
+                issued,
+                after_step,
+                prefetch_bytes=config.prefetch_bytes,
+                keep_bytes=config.keep_gathered_bytes,
+                dynamic=config.dynamic_graph,
+            ),
+            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
+            after_step=after_step,
+            writes=Writes(self.buckets, self.comm),
+            buffers=BufferSync(module, self.comm),
+            config=config,
+        )
+        self._around_step = AroundStep(self.units, self.passes)
+        self._access = Access(self.units, self.passes)
         self.forwards = build.replace_forwards(module, self.units, self.passes, self.config)
         build.register_hooks(module, self.units, self.passes, config)
         for unit in self.units:
@@ -168,7 +188,7 @@ class Engine:
                 long_work=long_work,
             )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
-            rows = self._make_tiers(groups, share)
+            self.tiers, rows = capacity.make_tiers(groups, config, self.comm, _instances(), share)
             self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
             self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
             forget()
@@ -179,36 +199,6 @@ class Engine:
             make_plain(module.parameters())
             raise
         return share
-
-    def _put_together(self, share: Share, precision: Precision) -> None:
-        config = self.config
-        issued = IssuedReductions()
-        after_step = AfterStep(self.units, self.comm.streams, default_threads(share.cpus))
-        self.passes = Passes(
-            self.units,
-            self.comm,
-            order=GatherOrder(
-                self.units,
-                self.comm,
-                issued,
-                after_step,
-                prefetch_bytes=config.prefetch_bytes,
-                keep_bytes=config.keep_gathered_bytes,
-                dynamic=config.dynamic_graph,
-            ),
-            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
-            after_step=after_step,
-            writes=Writes(self.buckets, self.comm),
-            buffers=BufferSync(self.module, self.comm),
-            config=config,
-            precision=precision,
-        )
-        self._around_step = AroundStep(self.units, self.passes)
-        self._access = Access(self.units, self.passes)
-
-    def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
-        self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
-        return rows
 
     @property
     def tiers(self) -> Tiers:
@@ -305,23 +295,15 @@ class Engine:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
         """Enter a step, in which modules and root parameters can be used. Collective.
 
         With ``evaluation`` the pass ends with the scope, otherwise with the next backward.
         """
-        if whole_params.is_whole(self):
-            return self._scope_between_runs(key, evaluation)
-        return self.passes.scope(key, evaluation=evaluation)
-
-    @contextlib.contextmanager
-    def _scope_between_runs(self, key: str, evaluation: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if evaluation:
-                stack.enter_context(whole_params.set_aside(self))
-            else:
-                whole_params.shard_again(self)  # a backward follows the scope
-            stack.enter_context(self.passes.scope(key, evaluation=evaluation))
+        if not evaluation:
+            whole_params.shard_again(self)  # a backward follows the scope
+        with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):
             yield
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:

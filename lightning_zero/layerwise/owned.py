@@ -27,18 +27,14 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 @dataclass(eq=False, slots=True)
 class WholeTensor:
-    """A parameter that is stepped whole.
-
-    The rank ``owner`` of its shard group steps it and saves its state. ``place`` is its index in the param group
-    ``group``. Ranks that do not step it have no ``stand_in``.
-    """
+    """A parameter that is stepped whole."""
 
     bucket: Bucket
     info: ParamInfo
-    owner: int
+    owner: int  # the rank of its shard group that steps it and saves its state
     group: int
-    place: int
-    stand_in: nn.Parameter | None = None
+    place: int  # index in the param group
+    stand_in: nn.Parameter | None = None  # on ranks that step it
 
     @property
     def key(self) -> nn.Parameter:

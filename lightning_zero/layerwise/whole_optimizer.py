@@ -70,16 +70,10 @@ class WholeOptimizer(Stepper):
         window_nbytes: int,
         unprobed: bool = False,
     ) -> None:
-        """
-        Args:
-            numbers: the index of each bucket, in the order of units.
-            window_nbytes: bytes of gradients that are sent at a time.
-            unprobed: accept an optimizer that could not be tried.
-        """
         super().__init__(optimizer, around)
-        self._comm, self._numbers = comm, numbers
-        self._window_nbytes = window_nbytes
-        self._unprobed = unprobed
+        self._comm, self._numbers = comm, numbers  # the index of each bucket, in the order of units
+        self._window_nbytes = window_nbytes  # of gradients that are sent at a time
+        self._unprobed = unprobed  # accept an optimizer that could not be tried
         self._try()
         self.owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []

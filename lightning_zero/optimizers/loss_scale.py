@@ -9,75 +9,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 
-class LossScaler:
-    """The scale and its history.
+class LossScaler(GradScaler):
+    """The scale and its history. The engine scales losses, and says whether gradients overflowed."""
 
-    Args:
-        growth_factor: multiplies the scale after ``growth_interval`` steps in a row without overflow.
-        backoff_factor: multiplies the scale after an overflow.
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        self.scale = float(init_scale)
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self._good_steps = 0
+    def __init__(self, init_scale: float = 2.0**16, **settings: Any) -> None:
+        """``settings`` are those of ``torch.amp.GradScaler``."""
+        super().__init__("cpu", init_scale, **settings)
 
     @classmethod
-    def like(cls, scaler: Any) -> LossScaler:
+    def like(cls, scaler: GradScaler) -> LossScaler:
         """Copy the settings of a ``torch.amp.GradScaler``."""
         if not scaler.is_enabled():
             return cls()
         return cls(
             scaler._init_scale,
-            scaler.get_growth_factor(),
-            scaler.get_backoff_factor(),
-            scaler.get_growth_interval(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
         )
 
-    def get_scale(self) -> float:
-        """Return the scale, for callbacks that log it as of ``torch.amp.GradScaler``."""
-        return self.scale
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        return self.get_scale()
 
-    def is_enabled(self) -> bool:
-        """Return True, as an enabled ``torch.amp.GradScaler`` does."""
-        return True
-
-    def update(self, *, overflowed: bool) -> None:
+    def update(self, *, overflowed: bool) -> None:  # type: ignore[override]
         """Adapt the scale after a step, or after a step was skipped because of an overflow."""
-        if overflowed:
-            self.scale *= self.backoff_factor
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == self.growth_interval:
-            grown = self.scale * self.growth_factor
-            if grown <= torch.finfo(torch.float32).max:  # beyond it every loss would be infinite
-                self.scale = grown
-            self._good_steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Use the keys of ``torch.amp.GradScaler.state_dict``."""
-        return {
-            "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self._good_steps,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale = float(state["scale"])
-        self.growth_factor = float(state["growth_factor"])
-        self.backoff_factor = float(state["backoff_factor"])
-        self.growth_interval = int(state["growth_interval"])
-        self._good_steps = int(state["_growth_tracker"])
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(self._scale, self._growth_tracker, torch.tensor(float(overflowed)), *factors)  # type: ignore[arg-type]

@@ -195,18 +195,12 @@ class Format:
 
     def store(self, values: Tensor, part: Tensor) -> bool:
         """Round ``values`` [n], of any length and dtype, to nearest into ``part``. Return whether any value changed."""
-        rounded = False
-        for low in range(0, len(values), STORE_CHUNK):
-            given = values[low : low + STORE_CHUNK]
-            numel = -(-len(given) // BLOCK) * BLOCK if self.is_packed else len(given)
-            wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
-            wide[: len(given)].copy_(given)
-            place = self.part(part, low, low + numel)
-            asked = wide.clone()
-            self.narrow(wide, place)
-            got = self.widen(place, wide)
-            rounded = rounded or not torch.equal(got.nan_to_num_(), asked.nan_to_num_())
-        return rounded
+        numel = len(part) * BLOCK if self.is_packed else len(values)
+        wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
+        wide[: len(values)].copy_(values)
+        asked = wide.clone()
+        self.narrow(wide, part)
+        return not torch.equal(self.widen(part, wide).nan_to_num_(), asked.nan_to_num_())
 
 
 def _above(signed: bool) -> int:

@@ -20,23 +20,15 @@ from lightning_zero.optimizers.trial import Trial, trying
 
 
 class Probed(NamedTuple):
-    """The results of a trial.
+    """The results of a trial."""
 
-    Attributes:
-        couples: a step of a tensor depends on the other tensors in the same call.
-        steps_all: a step may change tensors without a gradient, or their state.
-        hides_empty: a step fails if a param group has no tensors.
-        states: the states of a parameter, by param group, number of dimensions and dtype.
-        failed: the error of the trial.
-        untried: shapes of parameters that were too large to try.
-    """
-
-    couples: bool = False
-    steps_all: bool = True
-    hides_empty: bool = False
+    couples: bool = False  # a step of a tensor depends on the other tensors in the same call
+    steps_all: bool = True  # a step may change tensors without a gradient, or their state
+    hides_empty: bool = False  # a step fails if a param group has no tensors
+    # Of a parameter, by param group, number of dimensions and dtype.
     states: Mapping[tuple[int, int, torch.dtype], Sequence[StateShape]] = {}
-    failed: Exception | None = None
-    untried: Collection[tuple[int, ...]] = ()
+    failed: Exception | None = None  # the error of the trial
+    untried: Collection[tuple[int, ...]] = ()  # shapes of parameters that were too large to try
 
 
 def probe(

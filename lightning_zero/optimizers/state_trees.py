@@ -17,15 +17,10 @@ Saved = Mapping[str, Any]  # one that is only read
 
 
 class StateShape(NamedTuple):
-    """The shape of a state as a function of its parameter's shape.
+    """The shape of a state as a function of its parameter's shape."""
 
-    Attributes:
-        name: path in the state, such as ``exp_avg`` or ``Q/0``.
-        sides: for each dimension the parameter's dimension of equal length, or a negative constant length.
-    """
-
-    name: str
-    sides: tuple[int, ...]
+    name: str  # path in the state, such as ``exp_avg`` or ``Q/0``
+    sides: tuple[int, ...]  # for each dimension the parameter's dimension of equal length, or a negative length
     dtype: torch.dtype
 
     def nbytes(self, shape: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ _OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 
 class Noted(NamedTuple):
-    """The former value of a setting: the object, a copy, and a tensor's version."""
+    """The former value of a setting."""
 
     value: Any
     copied: Any
@@ -31,15 +31,11 @@ class Noted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Says what a step has changed beside tensors and their state.
+    """Says what a step has changed beside tensors and their state."""
 
-    ``groups`` has the new settings of each param group, ``stepped`` whether calls listed tensors of it, and ``own`` the
-    optimizer's new attributes.
-    """
-
-    groups: list[dict[str, Any]]
-    stepped: list[bool]
-    own: dict[str, Any]
+    groups: list[dict[str, Any]]  # new settings of each param group
+    stepped: list[bool]  # whether calls listed tensors of the group
+    own: dict[str, Any]  # new attributes of the optimizer
     called: bool
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -117,15 +118,7 @@ def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number up to ``MOST_SAMPLES`` that fits, or 0. ``fits`` must be monotonic."""
-    low, high = 0, 1
-    while high <= MOST_SAMPLES and fits(high):
-        low, high = high, 2 * high
-    if high > MOST_SAMPLES:
-        return MOST_SAMPLES
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, MOST_SAMPLES + 1), True, key=lambda samples: not fits(samples))
 
 
 def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> str:

@@ -137,8 +137,7 @@ def _no_room(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: Budge
     return (
         f"zero/offload=auto: optimizer state, master weights and gradients of this rank need {needed:,} B; the budgets "
         f"hold device {budgets.device:,} B, host {budgets.host:,} B, nvme {budgets.nvme:,} B. The plan until room ran "
-        "out at "
-        f"{names[len(rows)]} (gradients of units that are stepped from files, {kept:,} B, rest on the host):\n"
+        f"out at {names[len(rows)]} (gradients of units that are stepped from files, {kept:,} B, rest on the host):\n"
         + "\n".join(placed)
         + "\nRaise zero.offload.device_budget, host_budget or nvme_budget (with zero.offload.nvme_path), or use more "
         "ranks."

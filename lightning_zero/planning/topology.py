@@ -53,8 +53,7 @@ def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
             f"zero.comm.hybrid_shard={hybrid_shard}: expected the same number of ranks on every node, got {counts}. "
-            "Start as "
-            "many on each, or set zero.comm.hybrid_shard=flat."
+            "Start as many on each, or set zero.comm.hybrid_shard=flat."
         )
     return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
 
@@ -83,9 +82,8 @@ def check_exchange(topology: Topology, comm: CommConfig) -> None:
     if comm.grad_comm_dtype is GradCommDtype.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
         raise ConfigError(
             f"zero.comm.grad_comm_dtype: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards "
-            "(an "
-            f"all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose zero/comm=node, or "
-            "drop zero.comm.grad_comm_dtype."
+            f"(an all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose "
+            "zero/comm=node, or drop zero.comm.grad_comm_dtype."
         )
 
 

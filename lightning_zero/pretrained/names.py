@@ -21,15 +21,11 @@ INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
 
 
 class Match(NamedTuple):
-    """A match of a folder with a module.
+    """A match of a folder with a module."""
 
-    ``sources`` are by names of the module. ``missing`` names its parameters and persistent buffers without a source,
-    except adapters. ``unused`` names tensors of the folder.
-    """
-
-    sources: dict[str, StoredTensor]
-    missing: list[str]
-    unused: list[str]
+    sources: dict[str, StoredTensor]  # by names of the module
+    missing: list[str]  # its parameters and persistent buffers without a source, except adapters
+    unused: list[str]  # tensors of the folder
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:

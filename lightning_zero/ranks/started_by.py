@@ -27,18 +27,13 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """The place of a process in its job. Fields are ``None`` if the launcher does not tell them.
+    """The place of a process in its job. Fields are ``None`` if the launcher does not tell them."""
 
-    Attributes:
-        by: ``torchrun``, ``srun``, ``mpirun`` or ``plain``.
-        local_world_size: processes of the job on this node.
-    """
-
-    by: str
+    by: str  # ``torchrun``, ``srun``, ``mpirun`` or ``plain``
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
-    local_world_size: int | None = None
+    local_world_size: int | None = None  # processes of the job on this node
     nodes: int | None = None
 
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -32,19 +32,15 @@ ASK_S = 5.0  # of waiting, until the other ranks' waits are compared; doubles ea
 class StallError(RuntimeError): ...
 
 
-class GoesOn(Protocol):
-    """Messages to send later, which another rank may need before it reaches the point where this rank waits."""
-
-    def go_on(self) -> bool:
-        """Send what can be sent now, without waiting or raising. Return whether something is left."""
-        ...
-
-
 _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def goes_on_in_waits(what: GoesOn) -> None:
-    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives."""
+def goes_on_in_waits(what: Any) -> None:
+    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives.
+
+    It sends what another rank may need before that comes to where this rank waits, without waiting or raising, and
+    returns whether something is left.
+    """
     _going_on.add(what)
 
 
@@ -66,23 +62,16 @@ _wait_of_process = _Wait(0, "", None)
 
 
 class Waits:
-    """Waits of this rank for the other ranks of a group.
-
-    Attributes:
-        place: what this rank is doing, in words, for other ranks' error messages.
-        issued: operations asked for so far; while it grows this rank is not stuck.
-        waited_s: seconds that the host has spent waiting for messages.
-        asked: messages that this rank has sent or waited for, by name.
-    """
+    """Waits of this rank for the other ranks of a group."""
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stall_timeout_s = stall_timeout_s
-        self.place = "starting"
-        self.issued = 0
-        self.waited_s = 0.0
-        self.asked: Counter[str] = Counter()
+        self.place = "starting"  # what this rank is doing, in words, for other ranks' error messages
+        self.issued = 0  # operations asked for so far; while it grows this rank is not stuck
+        self.waited_s = 0.0  # that the host has spent waiting for messages
+        self.asked: Counter[str] = Counter()  # messages that this rank has sent or waited for, by name
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
         self._watchdog: Watchdog | None = None
 
@@ -224,8 +213,7 @@ class Waits:
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
             "If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only slow, "
-            "raise "
-            f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
+            f"raise zero.stall_timeout_s (now {self.stall_timeout_s:g})."
         )
 
     def _culprit(self) -> str:

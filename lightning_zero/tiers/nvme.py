@@ -264,16 +264,11 @@ def _in_place(tensor: Tensor) -> bool:
 
 
 class Regions:
-    """Which bytes of a growing file are taken. Freed regions are reused before the file grows.
-
-    Attributes:
-        end: of the last region.
-        holes: ``(low, high)`` of freed bytes before ``end``, in order, never adjacent.
-    """
+    """Which bytes of a growing file are taken. Freed regions are reused before the file grows."""
 
     def __init__(self) -> None:
-        self.end = 0
-        self.holes: list[tuple[int, int]] = []
+        self.end = 0  # of the last region
+        self.holes: list[tuple[int, int]] = []  # freed bytes [low, high) before ``end``, in order, never adjacent
 
     def take(self, nbytes: int, ensure: Callable[[int], None]) -> int:
         """Return the offset of a new region: the first hole that is large enough, or the end. ``ensure`` is called with

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
+from queue import Empty, LifoQueue
 from typing import Any
 
 import torch
@@ -113,35 +113,32 @@ class StagingRing:
         self.nbytes = count * self.buffer_nbytes
         self.pages = HostPages(self.nbytes)
         self._timeout_s = timeout_s
-        self._free = list(range(count))  # lent last in, first out: the last one may still be in cache
+        self._free: LifoQueue[int] = LifoQueue()  # last in, first out: the last one may still be in cache
+        for index in range(count):
+            self._free.put(index)
         self._lent: dict[int, str] = {}
-        self._changed = threading.Condition()
 
     def acquire(self, label: str = "") -> StagingBuffer:
         """Wait for a free buffer and return it. Raises RuntimeError, with the holders' names, after ``timeout_s``."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._free, self._timeout_s):
-                holders = ", ".join(repr(holder) for holder in self._lent.values())
-                raise RuntimeError(
-                    f"no staging buffer for {label!r} within {self._timeout_s:g} s: all {self.count} are held by "
-                    f"{holders}. The ring is too small for its users, which is a bug of lightning_zero (or the disk "
-                    "hangs: see dmesg)."
-                )
-            index = self._free.pop()
-            self._lent[index] = label
+        try:
+            index = self._free.get(timeout=self._timeout_s)
+        except Empty:
+            holders = ", ".join(repr(holder) for holder in self._lent.values())
+            raise RuntimeError(
+                f"no staging buffer for {label!r} within {self._timeout_s:g} s: all {self.count} are held by "
+                f"{holders}. The ring is too small for its users, which is a bug of lightning_zero (or the disk "
+                "hangs: see dmesg)."
+            ) from None
+        self._lent[index] = label
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
         """Free the memory. Every buffer must be back."""
-        with self._changed:
-            if self._lent:
-                raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")
-            self.pages.close()
+        if self._lent:
+            raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")
+        self.pages.close()
 
     def _take_back(self, index: int) -> None:
-        with self._changed:
-            if index not in self._lent:
-                raise RuntimeError("a staging buffer was released twice")
-            del self._lent[index]
-            self._free.append(index)
-            self._changed.notify()
+        if self._lent.pop(index, None) is None:
+            raise RuntimeError("a staging buffer was released twice")
+        self._free.put(index)

@@ -16,22 +16,21 @@ from lightning_zero.planning.memory import PAIR_NBYTES, READ_AHEAD
 from lightning_zero.tiers.pages import PAGE, HostPages
 
 
-class PinnedPair:
-    """Two buffers of ``PAIR_NBYTES``: one is filled while the other is emptied."""
+class _Pinned:
+    """Pinned memory that is taken at first use."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, total: int) -> None:
+        self._accelerator, self._total = accelerator, total
         self._pages: HostPages | None = None
+
+    def _taken(self) -> HostPages:
+        if self._pages is None:
+            self._pages = HostPages(self._total, self._accelerator)
+        return self._pages
 
     @property
     def nbytes(self) -> int:
         return 0 if self._pages is None else self._pages.nbytes
-
-    def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
-        if self._pages is None:
-            self._pages = HostPages(2 * PAIR_NBYTES, self._accelerator)
-        return self._pages.tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
     def close(self) -> None:
         if self._pages is not None:
@@ -39,18 +38,24 @@ class PinnedPair:
             self._pages = None
 
 
-class Sender:
+class PinnedPair(_Pinned):
+    """Two buffers of ``PAIR_NBYTES``: one is filled while the other is emptied."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator, 2 * PAIR_NBYTES)
+
+    def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return the buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
+        return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
+
+
+class Sender(PinnedPair):
     """Sends unpinned host memory to the device, cast on the host. Only the calling thread waits for pieces."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._pair = PinnedPair(accelerator)
+        super().__init__(accelerator)
         self._sent: list[Any] = [None, None]  # the ends of the last copies out of the buffers
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self._pair.nbytes
 
     def send(self, source: Tensor, target: Tensor) -> None:
         """Copy ``source`` [n] to ``target`` [n] on the current stream. The caller may change ``source`` afterwards."""
@@ -60,28 +65,20 @@ class Sender:
                 piece = source[low : low + length]
                 if self._sent[turn % 2] is not None:
                     self._accelerator.wait_on_host(self._sent[turn % 2])
-                buffer = self._pair.buffer(turn, target.dtype, piece.numel())
+                buffer = self.buffer(turn, target.dtype, piece.numel())
                 buffer.copy_(piece)
                 target[low : low + length].copy_(buffer, non_blocking=True)
                 self._sent[turn % 2] = self._accelerator.record()
 
-    def close(self) -> None:
-        self._pair.close()
 
-
-class ReadAhead:
+class ReadAhead(_Pinned):
     """``READ_AHEAD`` page-aligned buffers, into which files are read before their copy to the device is issued."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
-        self._accelerator = accelerator
         self._nbytes = round_up(nbytes, PAGE)
-        self._pages: HostPages | None = None
+        super().__init__(accelerator, READ_AHEAD * self._nbytes)
         self._free: list[tuple[int, Any]] = [(place, None) for place in range(READ_AHEAD)]
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._pages is None else self._pages.nbytes
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
         """Return memory [numel] to read into, and a function to call with the event of its copy once that is queued. If
@@ -91,19 +88,13 @@ class ReadAhead:
             if not self._free or nbytes * 4 < self._nbytes:
                 # torch's pinned allocator does not reuse it before the copy ends.
                 return self._accelerator.host_memory(torch.Size([numel]), dtype), lambda _: None
-            if self._pages is None:
-                self._pages = HostPages(READ_AHEAD * self._nbytes, self._accelerator)
+            pages = self._taken()
             place, event = self._free.pop(0)  # the one whose copy was queued first
         if event is not None:
             self._accelerator.wait_on_host(event)
-        tensor = self._pages.tensor(place * self._nbytes, dtype, numel)
+        tensor = pages.tensor(place * self._nbytes, dtype, numel)
         return tensor, lambda event: self._give_back(place, event)
 
     def _give_back(self, place: int, event: Any) -> None:
         with self._lock:
             self._free.append((place, event))
-
-    def close(self) -> None:
-        if self._pages is not None:
-            self._pages.close()
-            self._pages = None

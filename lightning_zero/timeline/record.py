@@ -101,18 +101,16 @@ class Timeline:
         now = self._recorder.moment()
         self._recorder.add(MARK, "", now, now)
 
-    def _take(self) -> list[Span]:
-        assert self._recorder is not None
-        try:
-            return self._recorder.take_spans()
-        finally:
-            self.close()
-
     def _end(self) -> None:
+        assert self._recorder is not None
         closed = time.perf_counter()
         self._wait_for_all()
+        try:
+            taken = self._recorder.take_spans()
+        finally:
+            self.close()
         # Drop the main thread's waits inside ``wait_for_all``, which a run without a timeline does not have.
-        spans = [span for span in self._take() if not (span.waits_for and span.begin >= closed)]
+        spans = [span for span in taken if not (span.waits_for and span.begin >= closed)]
         moved = [s._replace(begin=s.begin + self._offset.seconds, end=s.end + self._offset.seconds) for s in spans]
         mine = [tuple(span) for span in moved], self._offset.error
         found = self._comm.collect(mine, "what a timeline has recorded")

@@ -152,7 +152,7 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{DEVICE}.cuda:Cuda.wait_on_host", "event.synchronize()", 1, {"row": "optimizer_cpu"}),
     (f"{COMM}.streams:Streams._on", "self.accelerator.wait(event)", 2, {"order": SIDES}),
     (f"{COMM}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
-    (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self._event)", 2, {}),
+    (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self.event)", 2, {}),
     (f"{COMM}.communicator:Communicator._run", "self.streams.wait(event)", 2, {"stage": 2}),
     (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu", "order": SIDES}),
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),

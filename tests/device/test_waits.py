@@ -63,11 +63,11 @@ def hold_without_waiting(self: Streams, memory: Any, event: Any) -> None:
 
 
 def forget_the_event(self: Pending) -> None:
-    self._event = None
+    self.event = None
 
 
 def keep_nothing(self: Pending, name: str, value: Any) -> None:
-    object.__setattr__(self, name, None if name == "_keep" else value)
+    object.__setattr__(self, name, None if name == "keep" else value)
 
 
 def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
@@ -137,7 +137,7 @@ def land_at_once(self: Landing, piece: Any) -> None:
 
 def send_through_what_is_in_use(self: Sender, source: Tensor, target: Tensor) -> None:
     self._sent = [None, None]
-    buffer = self._pair.buffer(0, target.dtype, source.numel())
+    buffer = self.buffer(0, target.dtype, source.numel())
     buffer.copy_(source)
     target.copy_(buffer, non_blocking=True)
 

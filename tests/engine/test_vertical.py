@@ -768,19 +768,6 @@ def test_an_error_in_a_chunk_says_what_was_divided() -> None:
     engine.release()
 
 
-def test_an_error_about_dtypes_in_a_chunk_names_the_setting() -> None:
-    class Refuses(Dropping):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.lerp(x.float(), self.inner.weight, 0.5)
-
-    module = Layers(Refuses(), Refuses())
-    engine = vertical(module, k=2, stage=3, precision="bf16")
-    with autocast("bf16"), pytest.raises(RuntimeError) as raised:
-        module(torch.randn(16, 8))
-    assert [note for note in raised.value.__notes__ if "zero.precision.fp32_modules=[..., Refuses]" in note]
-    engine.release()
-
-
 def test_another_first_dimension_than_the_batch_is_refused() -> None:
     class Turned(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -378,7 +378,7 @@ def test_the_copy_is_as_large_as_the_plan_says(precision: str, tmp_path: Path) -
     planned = copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
     of.fit(module, loader())
     engine = engine_of(module)
-    assert engine is not None and whole_params.is_whole(engine) and engine.host_copy is not None
+    assert engine is not None and engine.host_copy is not None and engine.host_copy.is_shown
     assert engine.host_copy.nbytes == planned
 
 
@@ -389,13 +389,13 @@ def test_memory_that_cannot_be_had_leaves_it_sharded(tmp_path: Path) -> None:
     with mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=error)):
         of.fit(module, loader())
     engine = engine_of(module)
-    assert engine is not None and not whole_params.is_whole(engine)
+    assert engine is not None and engine.host_copy is None
     of.test(module, loader(), verbose=False)
-    assert whole_params.is_whole(engine)
+    assert engine.host_copy is not None and engine.host_copy.is_shown
     of.fit_loop.max_epochs = 2
     with mock.patch.object(whole_params, "_open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
         of.fit(module, loader())
-    assert not whole_params.is_whole(engine)
+    assert engine.host_copy is None
 
 
 class Fails(Lit):

@@ -33,26 +33,18 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Describes a call of ``torch.compile``.
+    """Describes a call of ``torch.compile``."""
 
-    Attributes:
-        apply: compiles a function with the same settings.
-        inductor: whether the backend is torch's own compiler, inductor.
-    """
-
-    apply: Callable[[Callable[..., object]], Callable[..., object]]
-    inductor: bool
+    apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
+    inductor: bool  # the backend is torch's own compiler
     fullgraph: bool
 
 
 def compile_with(**settings: Any) -> Compile:
 
     def apply(function: Callable[..., object]) -> Callable[..., object]:
-        options = settings.get("options")
-        given = (
-            {**settings, "options": dict(options)} if isinstance(options, dict) else settings
-        )  # torch pops some of them
-        return torch.compile(function, **given)
+        options = {"options": dict(settings["options"])} if settings.get("options") else {}  # torch pops some of them
+        return torch.compile(function, **settings | options)
 
     return Compile(apply, settings.get("backend", "inductor") == "inductor", settings.get("fullgraph", False))
 
@@ -70,12 +62,6 @@ def how_compiled(function: object) -> Compile | None:
         backend = backend._torchdynamo_orig_backend
     inductor = getattr(backend, "compiler_name", "") == "inductor"
     return Compile(context, inductor, bool(getattr(context, "fullgraph", False)))
-
-
-def from_settings(config: CompileConfig) -> Compile | None:
-    if config.name is Blocks.none:
-        return None
-    return compile_with(**config.arguments)
 
 
 def needs_compiler(module: nn.Module) -> bool:
@@ -215,7 +201,8 @@ class CompiledModules:
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:
         """Compile a module after sharding; replaces ``module.compile``."""
         how = compile_with(**settings)
-        self._refuse(how.apply(_probe), type(module).__name__)  # before any change; torch may refuse the settings, too
+        # Before any change; torch may refuse the settings, too. What is compiled here is never called.
+        self._refuse(how.apply(lambda: None), type(module).__name__)
         if module in self._inside:
             _refuse_fullgraph(module, how)
         self._later[module] = settings
@@ -224,10 +211,6 @@ class CompiledModules:
         else:
             vars(module)[_CALL] = how.apply(module._call_impl)
         self._compiled(module, how)
-
-
-def _probe() -> None:
-    """Do nothing: this function is compiled to try settings, and never called."""
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:

@@ -159,7 +159,7 @@ def dtype_hooks(
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         nonlocal before_cast
         before_cast = _float_dtype_of(args, kwargs)
-        return _in_fp32(args, kwargs)
+        return map_tensors((args, kwargs), lambda t: t.float() if t.is_floating_point() else t)
 
     def after(module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         given = before_cast if takes_one else _float_dtype_of(args, kwargs)
@@ -172,10 +172,3 @@ def dtype_hooks(
 
 def _float_dtype_of(args: Args, kwargs: Kwargs) -> torch.dtype | None:
     return next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
-
-
-def _in_fp32(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    return map_tensors(args, wide), map_tensors(kwargs, wide)

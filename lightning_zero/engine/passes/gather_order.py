@@ -1,17 +1,15 @@
 """Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, param syncs and whole
 masters.
 
-- *Agreeing* (in the first pass of a kind, under ``dynamic``, and off the plan): a rank that needs a unit sends the
-  unit's number, and all ranks gather each unit that any rank sent, in rank order. A rank at the end of its pass sends
-  DONE and answers until all are done. CALLED does so at the end of an outermost call, under ``dynamic``.
-- *Following*: the history of an agreed pass is the plan. A demand issues everything up to its unit in the plan, also
-  units that this rank skips. Then it gathers ahead within the byte budget.
+docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. A rank at
+the end of its pass sends DONE and answers until all are done; CALLED does so at the end of an outermost call.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.gradients import IssuedReductions
@@ -24,43 +22,31 @@ DONE = -1
 CALLED = -2
 
 
+@dataclass(eq=False, repr=False)
 class GatherOrder:
-    """Gathers units for their uses, and drops them afterwards. The root stays gathered until the pass ends.
+    """Gathers units for their uses, and drops them afterwards. The root stays gathered until the pass ends."""
 
-    Attributes:
-        ahead, missed: number of demands whose gather had, and had not, been issued before.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Communicator,
-        issued: IssuedReductions,
-        after_step: AfterStep,
-        *,
-        prefetch_bytes: int,
-        keep_bytes: int,
-        dynamic: bool,
-    ) -> None:
-        self.units = units
-        self.comm = comm
-        self._issued = issued
-        self._after_step = after_step
-        self.prefetch_bytes = prefetch_bytes
-        self.keep_bytes = keep_bytes
-        self.dynamic = dynamic
-        self.plans: dict[str, Plan] = {}
-        self._key = ""
-        self._cyclic = False
-        self._cursor: Cursor | None = None
-        self._agreeing = False
-        self._history: list[int] = []
-        self._one_path = True  # all ranks have asked for the same units so far
-        self._idle: deque[Unit] = deque()  # units that were gathered and not used yet
-        self._guess: Cursor | None = None  # under dynamic: the last pass, as a hint of the next unit
-        self.ahead = self.missed = 0
-        self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
-        self._leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
+    units: Sequence[Unit]
+    comm: Communicator
+    _issued: IssuedReductions
+    _after_step: AfterStep
+    _: KW_ONLY
+    prefetch_bytes: int
+    keep_bytes: int
+    dynamic: bool
+    plans: dict[str, Plan] = field(default_factory=dict)
+    ahead: int = 0  # demands whose gather had been issued before
+    missed: int = 0  # other demands
+    holds_next: bool = False  # the next gather was not issued ahead, because its unit awaits a step
+    _key: str = ""
+    _cyclic: bool = False
+    _cursor: Cursor | None = None
+    _agreeing: bool = False
+    _history: list[int] = field(default_factory=list)
+    _one_path: bool = True  # all ranks have asked for the same units so far
+    _idle: deque[Unit] = field(default_factory=deque)  # units that were gathered and not used yet
+    _guess: Cursor | None = None  # under dynamic: the last pass, as a hint of the next unit
+    _leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
 
     def plans_changed(self) -> None:
         """Forget the plans after buckets got new plans."""

@@ -108,9 +108,7 @@ class GradNorms:
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
         """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
 
-        Raises:
-            RuntimeError: a backward has raised; or the gradient is only partly reduced.
-            StallError, ApartError: other ranks make other calls.
+        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced.
         """
         if norm_type not in self.tables:
             self._finish_pending()
@@ -135,9 +133,7 @@ class GradNorms:
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
         """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 of fp64). Collective.
 
-        Raises:
-            ValueError: ``norm_type`` is not above 0.
-            RuntimeError: on all ranks, if gradients are not reduced yet or are shown whole.
+        Raises RuntimeError on all ranks if gradients are not reduced yet or are shown whole.
         """
         if not norm_type > 0.0:
             raise ValueError(

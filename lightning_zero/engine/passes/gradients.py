@@ -28,12 +28,9 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 
 class IssuedReductions:
-    """Counts the reductions issued in the open pass.
+    """Counts the reductions that this rank (``here``) and, as far as ranks have told, every rank has issued in a pass.
 
-    Attributes:
-        here: number of reductions that this rank has issued.
-        everywhere: number that every rank has issued, as far as the ranks have told each other.
-        one_path: all ranks follow a plan that was recorded while all ranks took the same path.
+    ``one_path``: all ranks follow a plan that was recorded while all ranks took the same path.
     """
 
     def __init__(self) -> None:

@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.config import Precision
 from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
 from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -41,11 +38,21 @@ if TYPE_CHECKING:
 ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods replaced on the instance of guarded modules
 _LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy of the module must not have
-_DTYPES_DIFFER = re.compile(
-    r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"
-    r"|not implemented for '(BFloat16|Half)'",
-    re.IGNORECASE,
-)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
+    """Wrap a bound ``method`` so that it does not keep its object alive. Once that is gone it returns ``gone``."""
+    reference = WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        alive = reference()
+        return gone if alive is None else alive(*args, **kwargs)
+
+    return call
 
 
 class _Running(NamedTuple):
@@ -57,11 +64,10 @@ class _Running(NamedTuple):
 
 
 class Hooks:
-    def __init__(self, passes: Passes, precision: Precision) -> None:
+    def __init__(self, passes: Passes) -> None:
         # Weakly: modules hold these hooks, and passes hold parameters. The garbage collector does not see the part of
         # that cycle inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
-        self._precision = precision
         self._handles: list[RemovableHandle] = []
         self.watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
@@ -296,14 +302,13 @@ class Hooks:
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, or be called while another exception is handled.
         if output is None and error is not None and error is not handled:
-            _explain_dtypes(error, self._precision)
             self._raised()
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         if unit.index == 0:
-            passes_ref = self._passes
+            begins = weakly(passes.backward_begins, None)
             for tensor in outputs:
-                tensor.register_hook(lambda _: _backward_begins(passes_ref))
+                tensor.register_hook(lambda _: begins())
         passes.post_forward(
             unit, outermost=outermost, awaits_backward=lambda: bool(outputs) or self._hides_outputs(unit, args, kwargs)
         )
@@ -331,33 +336,3 @@ class Hooks:
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos)
         )
-
-
-def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
-    passes = passes_ref()
-    if passes is not None:
-        passes.backward_begins()
-
-
-def _explain_dtypes(error: BaseException, precision: Precision) -> None:
-    """Add a note on fp32 modules to an error about dtypes that a forward has raised."""
-    told = any("zero/precision" in note for note in getattr(error, "__notes__", ()))
-    if precision not in AUTOCAST_DTYPES or told or not _DTYPES_DIFFER.search(str(error)):
-        return
-    module = _innermost_module(error)
-    if module is not None:
-        name = type(module).__name__
-        error.add_note(
-            f"Under zero/precision={precision.name} parameters are used in {precision.name}, autocast alone leaves "
-            f"them in fp32. If {name} needs fp32, add its class to those that keep it: "
-            f"zero.precision.fp32_modules=[..., {name}]."
-        )
-
-
-def _innermost_module(error: BaseException) -> nn.Module | None:
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        found = owner if isinstance(owner, nn.Module) else found
-        traceback = traceback.tb_next
-    return found

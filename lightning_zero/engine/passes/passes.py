@@ -10,23 +10,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import Precision, ZeroConfig, check_accumulation
+from lightning_zero.config import ZeroConfig, check_accumulation
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.hooks import Hooks, weakly
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -68,78 +68,35 @@ class Scope(NamedTuple):
 
 @dataclass(slots=True)
 class OpenPass:
-    """
-    Attributes:
-        ends_with_call: the call that opened the pass may end it.
-        unused: the pass was opened after a step's last backward, and no module was called in it.
-        second_order: a backward of the pass makes a graph.
-    """
-
     key: str | None
     evaluates: bool = False
-    ends_with_call: bool = False
-    unused: bool = False
-    second_order: bool = False
+    ends_with_call: bool = False  # the call that opened the pass may end it
+    unused: bool = False  # opened after a step's last backward, and no module was called in it
+    second_order: bool = False  # a backward of the pass makes a graph
 
 
-def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
-    """Wrap ``method`` without keeping its object alive. The wrapper returns false once the object is gone."""
-    reference = WeakMethod(method)
-
-    def call(unit: Unit) -> bool:
-        alive = reference()
-        return alive is not None and alive(unit)
-
-    return call
-
-
-def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
-    """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
-    passes = passes_ref()
-    if passes is not None and passes.phase is Phase.NOTICED:
-        passes.sharded_grads.place_used()
-
-
+@dataclass(eq=False, repr=False)
 class Passes:
-    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods.
+    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
 
-    Attributes:
-        aborted: an exception has ended a pass, and no pass has begun since.
-        calls_meet: make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone
-            would have its gathers matched with those of other ranks' steps.
-        sums: takes the gradients that arrive inside :meth:`adding_up`.
-        look: gets each gradient inside :meth:`looking`.
-    """
+    units: Sequence[Unit]
+    comm: Communicator
+    _: KW_ONLY
+    order: GatherOrder
+    reducer: Reducer
+    after_step: AfterStep
+    writes: Writes
+    buffers: BufferSync
+    config: ZeroConfig
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Communicator,
-        *,
-        order: GatherOrder,
-        reducer: Reducer,
-        after_step: AfterStep,
-        writes: Writes,
-        buffers: BufferSync,
-        config: ZeroConfig,
-        precision: Precision,
-    ) -> None:
-        self.units = units
-        self.comm = comm
-        self.config = config
-        self.precision = precision
-        self.order = order
-        self.reducer = reducer
-        self.after_step = after_step
-        self.sharded_grads = ShardedGrads(reducer, after_step, self.forget_failed)
-        self.writes = writes
-        self.buffers = buffers
-        self.fence = Fence([b for unit in units for b in unit.buckets], in_pass=lambda: self.key is not None)
-        self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
-        self.hooks = Hooks(self, precision)
+    def __post_init__(self) -> None:
+        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed)
+        self.fence = Fence([b for unit in self.units for b in unit.buckets], in_pass=lambda: self.key is not None)
+        self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
+        self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
-        self.saved = SavedWeights(units, _weakly(self.weights_needed))
+        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
@@ -147,10 +104,12 @@ class Passes:
         self._ordinal = 0
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
-        self.aborted = False
+        self.aborted = False  # an exception has ended a pass, and no pass has begun since
+        # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
+        # gathers matched with those of other ranks' steps.
         self.calls_meet = False
-        self.sums: GradSums | None = None
-        self.look: Look | None = None
+        self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
+        self.look: Look | None = None  # gets each gradient inside :meth:`looking`
 
     @property
     def key(self) -> str | None:
@@ -444,8 +403,8 @@ class Passes:
             self._begin_backward(explicit=False)
             # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
             # strong reference would keep this object alive, and the pass in its backward.
-            end, passes_ref = partial(self._graph_task_ended), ref(self)
-            self._noticed = ref(end, lambda _: _graph_task_gone(passes_ref))
+            end, gone = partial(self._graph_task_ended), weakly(self._graph_task_gone, None)
+            self._noticed = ref(end, lambda _: gone())
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
             # create_graph: the new graph reads weights at moments that no hook reports. So units stay gathered. This
@@ -489,10 +448,9 @@ class Passes:
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
-        """Pass one gradient to the reducer, and drop ``unit`` after its last one. ``shown``: a user's hook has seen it.
+        """Pass one gradient to the reducer, and drop ``unit`` after its last one.
 
-        Raises:
-            RuntimeError: the user's hook should have seen the sum with an earlier gradient, but saw this part only.
+        ``shown``: a user's hook has seen it. Raises RuntimeError if the hook should have seen a sum and saw a part.
         """
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         sums = self.sums
@@ -537,6 +495,11 @@ class Passes:
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
             self.order.release(unit)
+
+    def _graph_task_gone(self) -> None:
+        """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
+        if self.phase is Phase.NOTICED:
+            self.sharded_grads.place_used()
 
     @outside_autograd
     def _graph_task_ended(self) -> None:

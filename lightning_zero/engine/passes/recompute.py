@@ -16,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -39,15 +38,11 @@ if TYPE_CHECKING:
 
 
 Around = Callable[["UnitForward", Args, Kwargs], object]  # called with positional and keyword arguments
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitForward:
-    """Replaces the forward of one unit's module.
-
-    Attributes:
-        plain: the module's forward before sharding.
-        inner: ``plain``, or its compiled version.
-    """
+    """Replaces the forward of one unit's module: ``plain``, or ``inner``, which is the same or its compiled version."""
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
         self.unit = unit
@@ -139,11 +134,11 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward, and computes it again in the backward. ``offload_inputs``: keep its inputs on the host."""
+    """Runs a unit's forward, and computes it again in the backward. ``keeping``: context that keeps the inputs."""
 
-    def __init__(self, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool) -> None:
+    def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
-        self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
+        self._keeping = keeping
 
     def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
         passes = self._passes()
@@ -152,9 +147,7 @@ class Recomputation:
         args, kwargs = without_empty_caches(self._kind, args, kwargs)
         form, tensors = take_tensors((args, kwargs))
         call = _Call(forward, passes, self._buffers, (args, kwargs), copy_containers(form), tensors)
-        if not self._offload_inputs:
-            return checkpoint(call, *tensors, use_reentrant=False)
-        with save_on_cpu(pin_memory=self._pin_memory):
+        with self._keeping():
             return checkpoint(call, *tensors, use_reentrant=False)
 
 

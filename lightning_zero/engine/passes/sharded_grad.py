@@ -135,7 +135,8 @@ class ShardedGrad(Tensor):
         cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _IN_PLACE and not any(map(_has_elements, args[1:])):
+        is_number = (not isinstance(arg, Tensor) or (type(arg) is Tensor and not arg.dim()) for arg in args[1:])
+        if func in _IN_PLACE and all(is_number):
             many = isinstance(args[0], (list, tuple))
             for grad in args[0] if many else args[:1]:
                 act = grad.owner.change if _is_grad(grad) else _change_plain
@@ -156,10 +157,6 @@ class ShardedGrad(Tensor):
 
 def _is_grad(value: object) -> TypeGuard[ShardedGrad]:
     return isinstance(value, ShardedGrad) and value.gathered is None
-
-
-def _has_elements(value: object) -> bool:
-    return isinstance(value, Tensor) and (value.dim() > 0 or type(value) is not Tensor)
 
 
 def _change_plain(tensor: Tensor, method: str, numbers: Sequence[_Number]) -> None:
@@ -363,8 +360,7 @@ class ShardedGrads:
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
 
-        Raises:
-            RuntimeError: the gradient lacks a backward that raised, or is not reduced yet.
+        Raises RuntimeError for a gradient that lacks a backward that raised, or is not reduced yet.
         """
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
@@ -392,9 +388,7 @@ class ShardedGrads:
     def gather(self, info: ParamInfo) -> Tensor:
         """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded.
 
-        Raises:
-            RuntimeError: inside a backward; or a backward raised; or the gradient is only partly reduced.
-            StallError, ApartError: other ranks make other calls.
+        Raises RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced.
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
@@ -427,11 +421,7 @@ class ShardedGrads:
     def clip_by_norm(
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective.
-
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        """
+        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective."""
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")

@@ -447,20 +447,10 @@ class ShardedOptimizer(Stepper):
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
             if narrow:
-                self._step_narrow(shadow, run, grad, factor, rounding, memory)
+                start, names = run.run.start, run.bucket.params
+                places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
+                state, step = shadow.state[run.tensor], self.runs.step_count(run)
+                one = NarrowStep(run.tensor, grad, state, self.runs.formats, places, step, factor, rounding)
+                one.by(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
-
-    def _step_narrow(
-        self,
-        shadow: Optimizer,
-        run: FlatRun,
-        grad: Tensor,
-        factor: Tensor | None,
-        rounding: tuple[int, int] | None,
-        memory: PieceMemory,
-    ) -> None:
-        start, names = run.run.start, run.bucket.params
-        places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
-        state, formats, step = shadow.state[run.tensor], self.runs.formats, self.runs.step_count(run)
-        NarrowStep(run.tensor, grad, state, formats, places, step, factor, rounding).by(shadow, memory)

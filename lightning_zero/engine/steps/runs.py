@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,23 +41,15 @@ class Cut(NamedTuple):
     master: Tensor
 
 
+@dataclass(eq=False)
 class Runs:
-    def __init__(
-        self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
-    ) -> None:
-        """
-        Args:
-            optimizer: Holds the state, keyed by the runs' tensors.
-            per_fragment: Make every fragment a run of its own.
-            formats: Storage formats of states that rest in fewer bits than the master, by name.
-        """
-        self.optimizer = optimizer
-        self.formats = formats or {}
-        self._per_fragment = per_fragment
-        self.rounded = False  # whether the last load rounded values
-        self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
-        self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
-        self._cuts: dict[Bucket, Cut] = {}
+    optimizer: Optimizer  # holds the state, keyed by the runs' tensors
+    per_fragment: bool  # every fragment is a run of its own
+    formats: Mapping[str, Format]  # by name, of states that rest in fewer bits than the master
+    rounded: bool = False  # whether the last load rounded values
+    _steps: dict[tuple[Bucket, int], int] = field(default_factory=dict)  # step count of a parameter
+    _runs: dict[Bucket, list[tuple[int, FlatRun]]] = field(default_factory=dict)  # (param group, run), in order
+    _cuts: dict[Bucket, Cut] = field(default_factory=dict)
 
     def of(self, bucket: Bucket) -> list[FlatRun]:
         return [run for _, run in self.grouped(bucket)]
@@ -112,7 +105,7 @@ class Runs:
         with opened(bucket.storage):
             runs: list[tuple[int, FlatRun]] = []
             for group, run in wanted:
-                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+                stop = run.fragments[-1].start + run.fragments[-1].numel if self.per_fragment else run.stop
                 tensor = bucket.master[run.start : stop].detach()
                 runs.append((group, FlatRun(bucket, run, tensor)))
             self._hand_over(present, runs)
@@ -127,7 +120,7 @@ class Runs:
             if slot not in groups:
                 keys.append(None)
                 continue
-            own = slot if self._per_fragment else -1
+            own = slot if self.per_fragment else -1
             used_now = active is None or slot in active
             keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
@@ -150,17 +143,15 @@ class Runs:
             if not is_elementwise(name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
                 continue
-            if (form := self.formats.get(name)) is not None:
+            form = self.formats.get(name)
+            if form is not None:
                 result[name] = form.zeros(target.tensor.numel(), target.tensor.device)
-                for low, high, source in pieces:
-                    part = form.part(states[id(source)][name], low - source.run.start, high - source.run.start)
-                    form.part(result[name], low - target.run.start, high - target.run.start).copy_(part)
-                continue
-            result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
+            else:
+                result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
+            part_of = form.part if form is not None else lambda whole, low, high: whole[low:high]
             for low, high, source in pieces:
-                part = states[id(source)][name][low - source.run.start : high - source.run.start]
-                start = low - target.run.start
-                result[name][start : start + part.numel()].copy_(part)
+                part = part_of(states[id(source)][name], low - source.run.start, high - source.run.start)
+                part_of(result[name], low - target.run.start, high - target.run.start).copy_(part)
         return result
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
@@ -187,44 +178,24 @@ class Runs:
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
         """Yield this rank's state of each fragment. Element-wise state comes as :class:`FlatSlice`."""
         for run in self.of(bucket):
-            state = self.optimizer.state.get(run.tensor, {})
-            for fragment in run.run.fragments if state else ():
-                start = fragment.start - run.run.start
-                yield (
-                    fragment,
-                    {
-                        name: self._sliced(name, value, start, fragment.numel)
-                        if is_elementwise(name, value, run.tensor)
-                        else value
-                        for name, value in state.items()
-                    },
-                )
-        yield from self._states_of_empty(bucket)
-
-    def _sliced(self, name: str, value: Tensor, start: int, numel: int) -> FlatSlice:
-        form = self.formats.get(name)
-        return FlatSlice(value, start, numel, form if form is not None and form.is_packed else None)
-
-    def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield the state of empty parameters, which lie in no run.
-
-        A plain optimizer counts their steps and keeps empty tensors. So copy from a parameter with equally many steps.
-        """
+            for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
+                yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
+        # Empty parameters lie in no run. A plain optimizer counts their steps and keeps empty tensors. So slice the
+        # state of a run with equally many steps.
         for info in bucket.params:
             steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
-            state = self._state_after(steps) if steps else {}
-            if state:
-                empty = {n: self._sliced(n, v, 0, 0) if is_elementwise(n, v, run) else v for run, n, v in state}
-                yield Fragment(info.slot, 0, 0, 0, 0), empty
+            with_state = (run for of in self._runs.values() for _, run in of if self.optimizer.state.get(run.tensor))
+            alike = next((run for run in with_state if self.step_count(run) == steps), None) if steps else None
+            if alike is not None:
+                yield Fragment(info.slot, 0, 0, 0, 0), self._sliced(alike, 0, 0)
 
-    def _state_after(self, steps: int) -> list[tuple[Tensor, str, Any]]:
-        """Find a run with `steps` steps. Return run tensor, name and value for each entry of its state."""
-        for runs in self._runs.values():
-            for _, run in runs:
-                state = self.optimizer.state.get(run.tensor, {})
-                if state and self.step_count(run) == steps:
-                    return [(run.tensor, name, value) for name, value in state.items()]
-        return []
+    def _sliced(self, run: FlatRun, start: int, numel: int) -> State:
+        found: State = {}
+        for name, value in self.optimizer.state[run.tensor].items():
+            form = self.formats.get(name)
+            packed = form if form is not None and form.is_packed else None
+            found[name] = FlatSlice(value, start, numel, packed) if is_elementwise(name, value, run.tensor) else value
+        return found
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
         """Replace all state. For each parameter `states` has plain values and whole tensors (any shape of its numel).

@@ -234,10 +234,7 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue the param syncs whose steps have ended. Return whether some are left.
-
-        Called while this rank waits for others (:class:`GoesOn`), who may need these gathers before they come.
-        """
+        """Issue the param syncs whose steps have ended. Return whether some are left. See :func:`goes_on_in_waits`."""
         if self._failed is not None or self._issuing:
             return False
         try:

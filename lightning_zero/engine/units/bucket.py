@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -97,37 +97,27 @@ class GradFragment(NamedTuple):
     values: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
     Attributes:
-        plan: Where each role rests. It changes when a frozen bucket becomes trainable and when the module is restaged.
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
-        storage: Masters of the owned range and their optimizer state. A view of `full` where `plan` says so.
-        node_shard: Slice of the gathered values that is kept for this node.
         owned_range: Elements whose master_param and optimizer state this rank holds.
-        gaps: Element ranges that belong to no parameter.
     """
 
-    storage: MasterStorage
-    grad_store: GradStore
-    param_store: ParamStore
+    label: str
+    params: list[ParamInfo]
+    plan: BucketPlan  # changes when a frozen bucket becomes trainable and when the module is restaged
+    dtypes: Dtypes
+    comm: Communicator
+    _tiers: Tiers
+    storage: MasterStorage = field(init=False)  # of the owned range; a view of `full` where `plan` says so
+    grad_store: GradStore = field(init=False)
+    param_store: ParamStore = field(init=False)
 
-    def __init__(
-        self,
-        label: str,
-        params: Sequence[ParamInfo],
-        plan: BucketPlan,
-        dtypes: Dtypes,
-        comm: Communicator,
-        tiers: Tiers,
-    ) -> None:
-        self.label = label
-        self.params = list(params)
-        self.plan = plan
-        self.dtypes = dtypes
-        self.comm = comm
-        self._tiers = tiers
+    def __post_init__(self) -> None:
+        plan, dtypes, comm = self.plan, self.dtypes, self.comm
         self.awaited_step = AwaitedStep()
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold whole masters

@@ -203,7 +203,8 @@ def build_units(
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
-    some_meta = comm.max_(torch.tensor([any(t.is_meta for t in _tensors_of(module))], dtype=torch.uint8)).item()
+    is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    some_meta = comm.max_(torch.tensor([is_meta], dtype=torch.uint8)).item()
     in_order = [*list(enumerate(groups))[1:], (0, groups[0])]  # root last: it owns what units share
     for index, group in comm.long_work.items(in_order, "sharding, in units"):
         if some_meta and comm.device.type != "meta":
@@ -212,14 +213,12 @@ def build_units(
         unit = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers, sources or {}))
         unit.reshard()  # at once, so that the device holds only one whole unit at a time
         built[index] = unit
-    _fill_buffers(module, sources or {})
+    for name, buffer in module.named_buffers():
+        if name in (sources or {}) and not buffer.is_meta:
+            with torch.no_grad():
+                buffer.copy_((sources or {})[name])
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     return [built[index] for index in range(len(groups))]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _build_buckets(
@@ -283,10 +282,3 @@ def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
         if fragment.index in found:
             target = own[fragment.start : fragment.start + fragment.numel]
             bucket.params[fragment.index].copy_part(found[fragment.index], fragment.offset, target)
-
-
-def _fill_buffers(module: nn.Module, sources: Mapping[str, Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in sources and not buffer.is_meta:
-            with torch.no_grad():
-                buffer.copy_(sources[name])

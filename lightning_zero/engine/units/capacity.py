@@ -61,7 +61,9 @@ def make_tiers(
     path = path_of(offload, comm, share)
     rows = choose_rows(groups, config, comm, share, path)
     used = {tier for row in rows for tier in row}
-    rest = _at_start(groups, rows, config, comm)
+    plans = placed(groups, rows, config, comm)
+    # Optimizer state is made later, and checked then.
+    rest = memory.planned_bytes(plans, state_tensors=0, moment=Moment.cleared)
     if used != {Tier.device}:
         staging = rest[Role.staging, Tier.host]
         needed = memory.on_tier(rest, Tier.host) - staging
@@ -69,14 +71,8 @@ def make_tiers(
     host = HostTier(comm.streams.accelerator, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
-        make = partial(make_files, str(path), offload, comm.rank, instances)
-        nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
-        try:
-            check_files(comm, nvme, memory.on_tier(rest, Tier.nvme), offload.nvme_budget)
-        except BaseException:
-            nvme.close()
-            raise
-    return with_ways(host, nvme, placed(groups, rows, config, comm), comm, share), rows
+        nvme = _files(comm, None, str(path), offload, instances, memory.on_tier(rest, Tier.nvme))
+    return with_ways(host, nvme, plans, comm, share), rows
 
 
 def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
@@ -120,17 +116,39 @@ def with_ways(
     return Tiers(host, nvme, landing, sender, read_ahead)
 
 
-def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
-    """Make a file tier. Raises ConfigError if the folder cannot be used."""
-    return NvmeTier(
-        path,
-        rank=rank,
-        instance=next(n for n in range(len(instances) + 1) if n not in instances),
-        budget=offload.nvme_budget,
-        ring_count=memory.RING_COUNT,
-        ring_nbytes=memory.RING_NBYTES,
-        threads=IO_THREADS,
-    )
+def _files(
+    comm: Communicator,
+    before: NvmeTier | None,
+    path: str,
+    offload: OffloadConfig,
+    instances: Collection[int],
+    needed: int,
+    held: int = 0,
+) -> NvmeTier:
+    """Make a file tier, or take `before`, with room for `needed` bytes, of which it holds `held`. Collective.
+
+    Raises ConfigError if the folder cannot be used, or has no room.
+    """
+    nvme = before
+    if nvme is None:
+        make = partial(
+            NvmeTier,
+            path,
+            rank=comm.rank,
+            instance=next(n for n in range(len(instances) + 1) if n not in instances),
+            budget=offload.nvme_budget,
+            ring_count=memory.RING_COUNT,
+            ring_nbytes=memory.RING_NBYTES,
+            threads=IO_THREADS,
+        )
+        nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
+    try:
+        check_files(comm, nvme, needed - held, offload.nvme_budget, held=held)
+    except BaseException:
+        if before is None:
+            nvme.close()
+        raise
+    return nvme
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
@@ -234,14 +252,6 @@ def check_room(
             )
 
 
-def _at_start(
-    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
-) -> memory.Bytes:
-    """Return the bytes that one rank takes at the start: file ring, masters, parameters. State is made later."""
-    buckets = placed(groups, rows, config, comm)
-    return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
-
-
 def placed(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
 ) -> list[BucketPlan]:
@@ -307,18 +317,13 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """What a bucket holds at rest.
-
-    Attributes:
-        states, later: Element-wise state tensors for each parameter, now and after the first step.
-        whole, whole_later: Bytes of state of tensors that are stepped whole, now and later under another plan.
-    """
+    """What a bucket holds at rest."""
 
     plan: BucketPlan
-    states: int
-    later: int
-    whole: int = 0
-    whole_later: Callable[[BucketPlan], int] = lambda _: 0
+    states: int  # element-wise state tensors for each parameter
+    later: int  # the same after the first step
+    whole: int = 0  # bytes of state of tensors that are stepped whole
+    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # the same under another plan
 
 
 def change_tiers(
@@ -365,34 +370,10 @@ def change_tiers(
         there = before.nvme
         other = there is None or str(there.path) != str(path) or there.threads != IO_THREADS
         other = bool(comm.max_(torch.tensor([other], dtype=torch.uint8)))  # agreed: making files sends messages
-        nvme = _files_for(comm, None if other else before.nvme, str(path), offload, instances, wanted, held)
+        needed, rests = memory.on_tier(wanted, Tier.nvme), 0 if other else memory.on_tier(held, Tier.nvme)
+        nvme = _files(comm, None if other else there, str(path), offload, instances, needed, rests)
     host = (before.host or HostTier(accelerator)) if Tier.host in used else None
     return with_ways(host, nvme, plans, comm, share, before), plans
-
-
-def _files_for(
-    comm: Communicator,
-    before: NvmeTier | None,
-    path: str,
-    offload: OffloadConfig,
-    instances: Collection[int],
-    wanted: memory.Bytes,
-    held: memory.Bytes,
-) -> NvmeTier:
-    needed = memory.on_tier(wanted, Tier.nvme)
-    if before is not None:
-        rests = memory.on_tier(held, Tier.nvme)
-        check_files(comm, before, needed - rests, offload.nvme_budget, held=rests)
-        return before
-    nvme = comm.together(
-        "files for what is offloaded", partial(make_files, path, offload, comm.rank, instances), undo=NvmeTier.close
-    )
-    try:
-        check_files(comm, nvme, needed, offload.nvme_budget)
-    except BaseException:
-        nvme.close()
-        raise
-    return nvme
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:

@@ -88,7 +88,10 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     names = choose_units(module, config.unit)
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
-    for param, fqns in _users_of_parameters(module):
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(param, []).append(fqn)
+    for param, fqns in names_of.items():
         if is_lazy(param):
             raise ConfigError(
                 f"parameter {fqns[0]} has no shape yet: its module is lazy. Run a batch through the module before it "
@@ -163,15 +166,6 @@ def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
         for hook in inner._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm | WeightNorm):  # torch's older, hook-based form
                 yield from (p for name, p in inner.named_parameters(recurse=False) if name.startswith(f"{hook.name}_"))
-
-
-def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for fqn, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(fqn)
-        params[id(param)] = param
-    return [(params[key], fqns) for key, fqns in names.items()]
 
 
 def _group(

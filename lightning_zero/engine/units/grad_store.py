@@ -3,7 +3,7 @@
 ::
 
                first add of a step              further adds              scale_later (clipping)
-    OnDevice   kept                             added                     the caller scales at once
+    GradStore  kept                             added                     the caller scales at once
     OnHost     norms taken, copied to host      copied in pieces,         scaled in pieces by the step,
                memory without a host wait       added by a thread         or at the next read
 
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,48 +63,19 @@ class Claimed(NamedTuple):
         return Arrived(self.grad, self.factor.value)
 
 
-class GradStore(Protocol):
-    @property
-    def is_there(self) -> bool:
-        """Return whether there is a gradient, arrived or on its way."""
+class GradStore:
+    """A store on the device.
 
-    @property
-    def value(self) -> Tensor | None:
-        """Return the gradient. The host waits for one on its way to host memory."""
+    ``value`` is the gradient; for one on its way to host memory the host waits. ``memory`` is what the gradient takes.
+    """
 
-    @property
-    def memory(self) -> Tensor | None:
-        """Return the memory that the gradient takes now."""
-
-    def add(self, reduced: Tensor) -> None:
-        """Add a reduced gradient in any dtype on the device."""
-
-    def clear(self) -> None:
-        """Drop the gradient."""
-
-    def free(self) -> None:
-        """Free the store's place on a tier. The store is not used after that."""
-
-    def claim(self) -> Claimed:
-        """Take the present gradient for an offloaded step, before which the gradient may be cleared."""
-
-    def norm(self, norm_type: float) -> Tensor | None:
-        """Return the norm taken on the way to the host, 0-d on the device; None: compute it from `value`."""
-
-    def all_finite(self) -> Tensor | None:
-        """Return a 0-d bool: whether the elements were finite on the way to the host. None: compute it from `value`."""
-
-    def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""
-
-
-class OnDevice:
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
         self.value: Tensor | None = None
 
     @property
     def is_there(self) -> bool:
+        """Whether there is a gradient, arrived or on its way."""
         return self.value is not None
 
     @property
@@ -112,6 +83,7 @@ class OnDevice:
         return self.value
 
     def add(self, reduced: Tensor) -> None:
+        """Add a reduced gradient in any dtype on the device."""
         if self.value is None:
             # A transport may return a view of what it received, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
@@ -121,21 +93,27 @@ class OnDevice:
             self.value.add_(reduced)
 
     def clear(self) -> None:
+        """Drop the gradient."""
         self.value = None
 
     def free(self) -> None:
+        """Free the store's place on a tier. The store is not used after that."""
         self.clear()
 
     def claim(self) -> Claimed:
+        """Take the present gradient for an offloaded step, before which the gradient may be cleared."""
         return Claimed(self._streams, self.value, None, None)
 
     def norm(self, norm_type: float) -> Tensor | None:
+        """Return the norm taken on the way to the host, 0-d on the device; None: compute it from `value`."""
         return None
 
     def all_finite(self) -> Tensor | None:
+        """Return a 0-d bool: all elements were finite on the way to the host. None: look at `value`."""
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
+        """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""
         return False
 
 
@@ -148,25 +126,29 @@ class _Seen:
     all_finite: Tensor | None = None
 
 
-class OnHost:
+class OnHost(GradStore):
     """Store in host memory, pinned for a GPU, and of the gradient's size to the byte.
 
     Norms and the finite check that callers have asked for before are computed on the device before the copy. On the
     host each would be a pass over memory after the backward.
     """
 
+    is_there = False  # type: ignore[assignment]
+
     def __init__(self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing) -> None:
         self._landing, self._dtype = landing, dtype
         self._streams = landing.streams
         self._tier, self._extent = tier, tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0]
-        self.memory: Tensor = tier.resident(self._extent)
-        self.is_there = False
         self._arrival: Event | Future[None] = None  # event or future; None: arrived
         self._factor: Factor | None = None
         self._seen = _Seen()
 
     @property
-    def value(self) -> Tensor | None:
+    def memory(self) -> Tensor:
+        return self._tier.resident(self._extent)
+
+    @property
+    def value(self) -> Tensor | None:  # type: ignore[override]
         if not self.is_there:
             return None
         if self._arrival is not None:
@@ -256,7 +238,7 @@ def make_grad_store(
         assert tiers.host is not None and tiers.landing is not None
         assert plan.shards_master, "a norm that is found on the way is of elements that no other rank counts"
         return OnHost(tiers.host, label, numel, dtype, tiers.landing)
-    return OnDevice(dtype, streams)
+    return GradStore(dtype, streams)
 
 
 class Landing:

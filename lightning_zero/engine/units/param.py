@@ -1,13 +1,6 @@
 """What the engine knows of a parameter, and the classes that decide what happens when users' code touches one.
 
-An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change:
-
-::
-
-    nn.Parameter        plain: before sharding, inside gather(), after release()
-    PresentParameter    holds its values; works as any parameter, but accesses to ``.data`` reach the owner
-    AbsentParameter     holds a placeholder; operations that read or write values ask the owner first
-
+An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change (docs/architecture.md).
 `PresentParameter` keeps torch's disabled `__torch_function__`, so operators and `torch.compile` treat it as a plain
 parameter.
 """
@@ -31,22 +24,9 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 # Functions that read only metadata or make a new tensor like the parameter.
 _SIZES = {"size", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "__len__"}
-_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_coalesced", "is_inference"}
-_NAMES = {
-    "get_device",
-    "data_ptr",
-    "is_conj",
-    "is_neg",
-    "is_same_size",
-    "has_names",
-    "result_type",
-    "can_cast",
-    "_is_view",
-}
+_KINDS = {"get_device", "data_ptr", "has_names", "result_type", "can_cast", "_is_view"}
 _HOOKS = {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "__hash__"}
-_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new"}
-_NEW = {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"}
-_PASSIVE = frozenset(_SIZES | _KINDS | _NAMES | _HOOKS | _LIKE | _NEW)
+_PASSIVE = frozenset(_SIZES | _KINDS | _HOOKS)
 _LIKE_OTHER = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to"})  # x.view_as(p): only p's metadata
 _ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # all others are metadata
 
@@ -229,6 +209,8 @@ def _is_passive(func: Any, args: Sequence[object], kwargs: Mapping[str, object] 
         return getattr(func.__self__, "__name__", "") not in _ATTRIBUTES_OF_VALUES
     if name == "type":
         return len(args) == 1 and not kwargs  # with arguments `type` converts
+    if name.endswith("_like") or (name.startswith(("new", "is_")) and name != "is_nonzero"):
+        return True
     return name in _PASSIVE or (name in _LIKE_OTHER and not isinstance(args[0], _Absent))
 
 

@@ -151,17 +151,6 @@ class ParamStore:
         """Free the store's place on a tier. The store is not used after that."""
 
 
-class FullIsMaster(ParamStore):
-    def __init__(self, own: Tensor) -> None:
-        self._own = own
-
-    def prepare(self, own: Tensor) -> None:
-        """Do nothing: the slice is the master."""
-
-    def read(self, target: Tensor) -> None:
-        target.copy_(self._own)
-
-
 class InMasterStorage(ParamStore):
     """The parameters are cast from the masters for each use. Frozen parameters are in the storage themselves."""
 
@@ -175,17 +164,17 @@ class InMasterStorage(ParamStore):
         self._storage.copy_to(target)
 
 
-class FullCopy(ParamStore):
+class FullIsMaster(InMasterStorage):
+    def prepare(self, own: Tensor) -> None:
+        """Do nothing: the slice is up to date."""
+
+
+class FullCopy(FullIsMaster):
     """The full buffer is a copy of the masters. Users' code may write to the buffer, so reads use the storage."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
-        self._storage, self._own, self._send = storage, own, send
-
-    def prepare(self, own: Tensor) -> None:
-        """Do nothing: `update` has filled the slice."""
-
-    def read(self, target: Tensor) -> None:
-        self._storage.copy_to(target)
+        super().__init__(storage)
+        self._own, self._send = own, send
 
     def update(self, master: Tensor) -> None:
         self._send(self._own)
@@ -276,7 +265,7 @@ def make_param_store(
     """
     match plan.params_rest:
         case ParamsRest.full_is_master:
-            return FullIsMaster(own)
+            return FullIsMaster(storage)
         case ParamsRest.full:
             return FullCopy(storage, own, send)
         case ParamsRest.storage:

@@ -1,11 +1,8 @@
 """A unit: buckets that are gathered and dropped together, and the states of a unit.
 
-::
-
-    SHARDED --unshard_begin--> GATHERING --unshard_wait--> GATHERED --reshard--> SHARDED
-
-At stages 1 and 2 compute parameters are replicated: a unit is never SHARDED, and is GATHERING from the optimizer step,
-which changes this rank's slice, until the other slices arrive. At stage 0 a unit stays GATHERED.
+docs/architecture.md draws the states. At stages 1 and 2 compute parameters are replicated: a unit is never SHARDED, and
+is GATHERING from the optimizer step, which changes this rank's slice, until the other slices arrive. At stage 0 a unit
+stays GATHERED.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from lightning_zero.engine.passes.containers import (
     take_tensors,
     tensors_inside,
 )
+from lightning_zero.engine.passes.recompute import Context
 from lightning_zero.engine.torch_modes import function_modes, under_function_modes
 
 
@@ -58,20 +60,15 @@ def first_size(value: object) -> int | None:
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks.
-
-    Attributes:
-        tensors: tensors of the call, each once; empty after :meth:`let_go`.
-        candidates: indices of tensors whose first dimension is the batch size.
-        divided: which tensors are divided. At first all candidates.
-    """
+    """Divides the arguments of one call into ``count`` chunks."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
-        form, self.tensors = take_tensors((args, kwargs))
+        form, self.tensors = take_tensors((args, kwargs))  # each tensor once; none after :meth:`let_go`
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        # Those whose first dimension is the batch size. At first all of them are divided.
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
         self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 
@@ -238,33 +235,21 @@ def device_type_of(tensors: Sequence[Tensor]) -> str:
     return next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
 
 
-Context = Callable[[], contextlib.AbstractContextManager[object]]
-
-
+@dataclass(eq=False)
 class Chunked:
-    """Runs one call of ``function`` in chunks.
+    """Runs one call of ``function`` in chunks."""
 
-    Args:
-        in_chunk: context of each call of ``function``. Gradients are enabled in the calls of the backward.
-        joined: which results are concatenated. Default: those whose first dimension is a multiple of the chunk size.
-        help: what a user can do if the call cannot be divided.
-    """
+    function: Callable[..., object]
+    inputs: Inputs
+    _: KW_ONLY
+    title: str
+    in_chunk: Context = contextlib.nullcontext  # of each call of ``function``; in a backward gradients are enabled
+    in_backward: Context = contextlib.nullcontext
+    joined: Sequence[bool] | None = None  # results that are concatenated; None: whose size is a multiple of a chunk's
+    help: str = ""  # what a user can do if the call cannot be divided
 
-    def __init__(
-        self,
-        function: Callable[..., object],
-        inputs: Inputs,
-        *,
-        title: str,
-        in_chunk: Context = contextlib.nullcontext,
-        in_backward: Context = contextlib.nullcontext,
-        joined: Sequence[bool] | None = None,
-        help: str = "",
-    ) -> None:
-        self._function, self._inputs, self._title, self._help = function, inputs, title, help
-        self._in_chunk, self._in_backward = in_chunk, in_backward
-        self._joined = joined
-        self._device_type = device_type_of(inputs.tensors)
+    def __post_init__(self) -> None:
+        self._device_type = device_type_of(self.inputs.tensors)
         self._modes = Modes(self._device_type)
         self._has_graph = torch.is_grad_enabled()
         self._states: list[RandomState] = []
@@ -273,20 +258,20 @@ class Chunked:
     def __call__(self, *, trains: bool) -> Any:
         """Run the call and return its result. ``trains``: parameters require gradients, so a backward may follow."""
         trigger = torch.zeros((), requires_grad=True) if trains else None
-        tensors = self._inputs.let_go()  # autograd keeps the tensors, or their copies on the host
+        tensors = self.inputs.let_go()  # autograd keeps the tensors, or their copies on the host
         found = _Function.apply(self, trigger, *tensors)  # type: ignore[no-untyped-call]
         form, self._form = self._form, None
         return put_tensors(form, found, tensors)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        inputs, parts = self._inputs, list[list[Tensor]]()
-        with explained(inputs, self._title, self._help):
+        inputs, parts = self.inputs, list[list[Tensor]]()
+        with explained(inputs, self.title, self.help):
             for index in range(inputs.count):
                 given = inputs.chunk(tensors, index)
                 if self._has_graph:
                     self._states.append(RandomState(tensors))
-                with self._modes.again(), self._in_chunk():
-                    form, found = take_tensors(inputs.call(self._function, given), given)
+                with self._modes.again(), self.in_chunk():
+                    form, found = take_tensors(inputs.call(self.function, given), given)
                 if index == 0:
                     self._form = form
                     self._decide(found)
@@ -296,13 +281,13 @@ class Chunked:
                         "or objects"
                     )
                 parts.append(found)
-            return tuple(map(_together, zip(*parts, strict=True), self._joined or ()))
+            return tuple(map(_together, zip(*parts, strict=True), self.joined or ()))
 
     def _decide(self, found: Sequence[Tensor]) -> None:
-        if self._joined is None:
-            self._joined = [tensor.ndim > 0 and tensor.shape[0] % self._inputs.chunk_size == 0 for tensor in found]
-        if len(self._joined) != len(found):
-            raise CannotDivide(f"expected {len(self._joined)} tensors as results, as at first, got {len(found)}")
+        if self.joined is None:
+            self.joined = [tensor.ndim > 0 and tensor.shape[0] % self.inputs.chunk_size == 0 for tensor in found]
+        if len(self.joined) != len(found):
+            raise CannotDivide(f"expected {len(self.joined)} tensors as results, as at first, got {len(found)}")
 
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
@@ -310,14 +295,14 @@ class Chunked:
         """Run all chunks again with their backwards, for ``grads`` of the results. Returns gradients of the inputs."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"{self._title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
+                f"{self.title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
                 "Expected a backward of the loss, got torch.autograd.grad() or backward(inputs=...). Use "
                 "loss.backward(), or set zero.vertical_chunks=1."
             )
         sums: list[Tensor | None] = [None] * len(tensors)
-        with self._in_backward(), self._states[0].put_back(self._device_type):
+        with self.in_backward(), self._states[0].put_back(self._device_type):
             for index, state in enumerate(self._states):
-                chunk = zip(self._inputs.chunk(tensors, index), needed, strict=True)
+                chunk = zip(self.inputs.chunk(tensors, index), needed, strict=True)
                 given = [tensor.detach().requires_grad_(need) for tensor, need in chunk]
                 state.restore(self._device_type)
                 self._backward_of(index, given, grads)
@@ -328,15 +313,15 @@ class Chunked:
         return [total if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)]
 
     def _backward_of(self, index: int, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        args, kwargs = self._inputs.arguments(given)
-        with torch.enable_grad(), self._modes.again(), self._in_chunk():
-            _, found = take_tensors(self._function(*args, **kwargs), given)
+        args, kwargs = self.inputs.arguments(given)
+        with torch.enable_grad(), self._modes.again(), self.in_chunk():
+            _, found = take_tensors(self.function(*args, **kwargs), given)
         del args, kwargs
         roots: list[Tensor] = []
         of_roots: list[Tensor] = []
-        for tensor, grad, joined in zip(found, grads, self._joined or (), strict=True):
+        for tensor, grad, joined in zip(found, grads, self.joined or (), strict=True):
             if grad is not None and tensor.requires_grad:
-                of_chunk = grad.chunk(self._inputs.count)[index] if joined else grad / self._inputs.count
+                of_chunk = grad.chunk(self.inputs.count)[index] if joined else grad / self.inputs.count
                 roots.append(tensor)
                 of_roots.append(of_chunk.to(tensor.dtype))
         if roots:
@@ -344,14 +329,14 @@ class Chunked:
 
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
         """Add a chunk's gradient of the input ``whole`` to ``total``: a slice, or an fp32 sum of undivided inputs."""
-        if not self._inputs.divided[number]:
+        if not self.inputs.divided[number]:
             return (
                 grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
                 if total is None
                 else total.add_(grad)
             )
         total = torch.zeros_like(whole) if total is None else total
-        size = self._inputs.chunk_size
+        size = self.inputs.chunk_size
         total.narrow(0, index * size, size).copy_(grad)
         return total
 

@@ -104,9 +104,7 @@ class Trial:
     def division(self, first: Division | None) -> Division:
         """Find how to divide the call. ``first``: the division of a call of the same kind, which is tried first.
 
-        Raises:
-            CannotDivide: no set of tensors can be divided, or the call changes its arguments.
-            Exception: the first part alone raises it.
+        Raises CannotDivide, or what the first part alone raises.
         """
         inputs = self._inputs
         if len(inputs.candidates) > _MOST:

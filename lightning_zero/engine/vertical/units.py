@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -45,33 +44,21 @@ _HELP = (
 
 
 class Vertical:
-    """Runs units in chunks, for one engine.
+    """Runs units in chunks, for one engine."""
 
-    Attributes:
-        batch: number of samples in the step's batch, if known.
-        inside: depth of nested chunks; units inside of chunks are not divided again.
-        divisions: divisions of calls by unit class, because most blocks are alike.
-    """
-
-    def __init__(
-        self, count: int, module: nn.Module, passes: Passes, *, offload_inputs: bool = False, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, count: int, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.count = count
-        self.batch: int | None = None
-        self.inside = 0
-        self.divisions: dict[Hashable, Division] = {}
+        self.batch: int | None = None  # number of samples in the step's batch, if known
+        self.inside = 0  # depth of nested chunks; units inside of chunks are not divided again
+        self.divisions: dict[Hashable, Division] = {}  # by unit class, because most blocks are alike
         self._step_has_told = False
-        self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
+        self._keeping = keeping
         if count > 1:
             passes.hooks.watch_arguments(module, self._root_called)
 
     @contextlib.contextmanager
     def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
-        """Divide units along the samples of ``batch`` during a step.
-
-        Raises:
-            ConfigError: ``count`` does not divide a training batch.
-        """
+        """Divide units along the samples of ``batch`` during a step. Raises ConfigError if it cannot be divided."""
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
@@ -101,9 +88,7 @@ class Vertical:
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
         """Run ``call``, with its inputs offloaded to the host if so configured."""
-        if not self._offload_inputs:
-            return call(trains=trains)
-        with save_on_cpu(pin_memory=self._pin_memory):
+        with self._keeping():
             return call(trains=trains)
 
 
@@ -158,11 +143,7 @@ class UnitInChunks:
     ) -> tuple[bool, ...]:
         """Divide ``inputs`` as earlier calls of their kind, or by a trial. Returns which results are joined.
 
-        Args:
-            plain: the uncompiled forward, because one trial is not worth a compilation.
-
-        Raises:
-            CannotDivide: no division was found.
+        ``plain``: the uncompiled forward, because one trial is not worth a compilation.
         """
         division = self._divisions.get(kind)
         if division is None:

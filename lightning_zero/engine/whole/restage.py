@@ -96,19 +96,17 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         engine.passes.after_step.use_threads(default_threads(share.cpus))
     except BaseException as error:
         weakref.finalize(engine, before.close)  # some values are still there
-        engine.passes.after_step.fail(_partly_moved(error))
+        engine.passes.after_step.fail(
+            RuntimeError(
+                f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its "
+                "values are where they were and others where they are to be, so that training cannot go on. Build the "
+                "module anew, and go on from the last checkpoint."
+            )
+        )
         raise
     engine.config = config
     passes.plans_changed(config)
     comm.connect([bucket.sends for bucket in unit.buckets] for unit in engine.units)
-
-
-def _partly_moved(error: BaseException) -> RuntimeError:
-    return RuntimeError(
-        f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its values are "
-        "where they were and others where they are to be, so that training cannot go on. Build the module anew, and go "
-        "on from the last checkpoint."
-    )
 
 
 # -- before any change ------------------------------------------------------------------------------------------------

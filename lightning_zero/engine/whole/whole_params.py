@@ -68,11 +68,6 @@ def gathered_buckets(engine: Engine) -> list[Bucket]:
     return [bucket for bucket in engine.buckets if bucket.is_plain]
 
 
-def is_whole(engine: Engine) -> bool:
-    """Return whether parameters are plain whole tensors on the host, between runs."""
-    return engine.host_copy is not None and engine.host_copy.is_shown
-
-
 def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
     for unit in engine.units:
         for bucket in unit.buckets:
