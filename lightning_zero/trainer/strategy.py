@@ -560,7 +560,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
-            activations = self.run_plan.activations() if self.run_plan.activations is not None else None
+            found = self.run_plan.activations
+            activations = found() if callable(found) else found
             self.run_plan.held = held_rows(engine, module.trainer.accumulate_grad_batches, activations)
             print_held(self.run_plan.held)
 

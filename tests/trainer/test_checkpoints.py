@@ -301,38 +301,6 @@ def test_more_or_fewer_optimizers_than_saved(saved: int, resumed: int, tmp_path:
         assert f"of {saved} optimizers, configure_optimizers() gives {resumed}" in said[0]
 
 
-def _says_of_settings(optimizer: str, scheduler: str, first: float, then: float, folder: Path) -> list[str]:
-    """What a run warns of that goes on, with another learning rate, from a checkpoint."""
-
-    def lit(lr: float) -> Any:
-        return seeded(lambda: Lit(optimizer=optimizer, scheduler=scheduler, lr=lr))
-
-    before = trainer("zero3", folder)
-    before.fit(lit(first), loader(), loader())
-    before.save_checkpoint(folder / "first.ckpt")
-    after = trainer("zero3", folder, max_epochs=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        after.fit(lit(then), loader(), loader(), ckpt_path=folder / "first.ckpt")
-    return [str(w.message) for w in caught if "the settings of the checkpoint" in str(w.message)]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle"])
-def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, tmp_path: Path) -> None:
-    said = _says_of_settings("adamw", scheduler, 0.05, 0.1, tmp_path)
-    if dist.get_rank() or scheduler == "onecycle":  # which sets the rate that was given aside itself
-        assert said == []
-    else:
-        assert len(said) == 1 and "lr: 0.01 (given: 0.02)." in said[0] and ".ckpt: the optimizer" in said[0]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle", "plateau"])
-def test_settings_that_are_the_same_are_not(scheduler: str, tmp_path: Path) -> None:
-    assert _says_of_settings("sgd", scheduler, 0.05, 0.05, tmp_path) == []
-
-
 @on_ranks(2)
 def test_a_checkpoint_with_other_param_groups_is_refused(tmp_path: Path) -> None:
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "one.ckpt")

@@ -15,7 +15,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -34,11 +33,10 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
-from lightning_zero.planning.activations import Activations, ByBatchSize
-from lightning_zero.planning.choose import Choice, choose_row, human_bytes, with_room
-from lightning_zero.planning.fit import Machine, Model, plan_row
+from lightning_zero.planning.activations import ByBatchSize
+from lightning_zero.planning.choose import choose_row
+from lightning_zero.planning.fit import Machine, Model
 from lightning_zero.planning.memory import ADAM_STATES, Limits
-from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
@@ -50,16 +48,13 @@ from lightning_zero.trainer.precision import ZeroPrecision
 if TYPE_CHECKING:
     from lightning_zero.trainer.strategy import ZeroStrategy
 
-KEY = "lightning_zero_auto"  # in checkpoints
-
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen row and the reason. Saved in checkpoints.
+    """The chosen row and the reason.
 
     Attributes:
         samples: the largest micro-batch per rank that fits, by the plan; None if not known.
-        world_size: the number of ranks it was made for.
         fitting: whether it was made for training.
     """
 
@@ -67,7 +62,6 @@ class Decision:
     offload: str
     reason: str
     samples: int | None
-    world_size: int
     fitting: bool = True
 
     @property
@@ -83,12 +77,10 @@ class Decision:
 
 @dataclass
 class Auto:
-    """A strategy's decision. ``asked``: settings that leave rows open, or None. ``saved``: the loaded checkpoint's
-    decision."""
+    """A strategy's decision. ``asked``: settings that leave rows open, or None."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
-    saved: Decision | None = None
 
 
 class _Place(NamedTuple):
@@ -171,7 +163,7 @@ def _decide(
     model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.run_plan.activations = partial(_itself, found)  # a lambda could not be pickled
+        strategy.run_plan.activations = found
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:
@@ -180,33 +172,9 @@ def _decide(
             "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
         )
     note = "".join(f" ({text})" for text in assumed)
-    if (saved := strategy._auto.saved) is not None:
-        kept, note_of_saved = _kept(saved, model, there, candidates)
-        if kept:
-            return Decision(
-                saved.stage, saved.offload, "the row of the checkpoint", saved.samples, strategy.world_size, fitting
-            )
-        note += note_of_saved
-    choice: Choice = choose_row(model, there, candidates, rates)
+    choice = choose_row(model, there, candidates, rates)
     row = choice.row
-    return Decision(
-        row.stage.value, row.offload.value, choice.reason + note, choice.samples, strategy.world_size, fitting
-    )
-
-
-def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tuple[bool, str]:
-    """Whether a resumed run keeps its checkpoint's row, and if not, why."""
-    found = [c for c in candidates if (c[0].value, c[1].value) == (saved.stage, saved.offload)]
-    before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
-    if not found:
-        return False, f"{before}is not among the rows that are asked for)"
-    stage, offload, settings = found[0]
-    room = with_room(there, activations_known=model.activations is not None)
-    row = plan_row(model, stage, offload, room, settings)
-    if row.fits:
-        return True, ""
-    lack = ", ".join(f"{human_bytes(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
-    return False, f"{before}lacks {lack} here, on {there.world_size} rank(s) after {saved.world_size})"
+    return Decision(row.stage.value, row.offload.value, choice.reason + note, choice.samples, fitting)
 
 
 def model_of(
@@ -285,7 +253,3 @@ def batch_from(loaders: Any) -> Any:
         return loaders.collate_fn(dataset[0])
     count = min(size, len(dataset))  # type: ignore[arg-type]
     return loaders.collate_fn([dataset[index] for index in range(count)])
-
-
-def _itself(found: Activations | None) -> Activations | None:
-    return found

@@ -1,17 +1,15 @@
-"""Check whether a checkpoint fits this model and these optimizers, and warn of settings that it overrides."""
+"""Check whether a checkpoint fits this model and these optimizers."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError, ZeroConfig
@@ -22,8 +20,6 @@ from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 _VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it
 _HOOK = "on_fit_start"  # runs between configure_optimizers and the load of states
 _SHOWN = 5  # names listed in a message
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # change how a step is computed, not its result
-_CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle momentum
 
 
 class OtherModelError(ConfigError, RuntimeError):
@@ -114,49 +110,6 @@ def may_change_optimizers(trainer: pl.Trainer) -> bool:
         or type(callback).on_fit_start.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
         for callback in callbacks
     )
-
-
-def warn_of_overruled(
-    pairs: Sequence[tuple[Optimizer, Mapping[str, Any]]], scheduled: Sequence[Optimizer], path: object
-) -> None:
-    """Warn of settings that an optimizer is about to lose to those of its saved state.
-
-    ``scheduled``: optimizers whose learning rate a scheduler changes.
-    """
-    found = [text for optimizer, state in pairs for text in _overruled(optimizer, state, optimizer in scheduled)]
-    if found:
-        rank_zero_warn(
-            f"ckpt_path: {path}: the optimizer goes on with the settings of the checkpoint, as under every strategy, "
-            f"and not with those that were given: {', '.join(dict.fromkeys(found))}. To change them, set "
-            "optimizer.param_groups in on_train_start (and lr_scheduler.base_lrs where a scheduler sets lr), or load "
-            "the weights alone (load_state_dict) and start anew."
-        )
-
-
-def _overruled(optimizer: Optimizer, state: Mapping[str, Any], scheduled: bool) -> list[str]:
-    """List ``name: value in the checkpoint (given: value in the optimizer)`` for each setting that differs."""
-    found = []
-    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
-        names = [name for name in optimizer.defaults if name not in _HOW and name in own and name in saved]
-        if "max_momentum" in saved or "max_momentum" in own:
-            names = [name for name in names if name not in _CYCLED]
-        for name in names:
-            key = name
-            if name == "lr":  # a scheduler may have changed lr, so compare initial values
-                key = "initial_lr" if "initial_lr" in own and "initial_lr" in saved else "lr"
-                if scheduled and key == "lr":
-                    continue
-            theirs, ours = _plain(saved[key]), _plain(own[key])
-            if theirs != ours:
-                group = f" of param group {number}" if len(optimizer.param_groups) > 1 else ""
-                found.append(f"{name}{group}: {theirs} (given: {ours})")
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:

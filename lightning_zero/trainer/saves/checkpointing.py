@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,6 @@ from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
-from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.processes import has_failed
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpoint_fits import (
@@ -54,7 +52,6 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     check_states,
     may_change_optimizers,
     of_lightning,
-    warn_of_overruled,
 )
 from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
@@ -142,8 +139,6 @@ class Checkpoints:
             checkpoint[HUGGING_FACE] = model
         if self._strategy.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
-        if (decision := self._strategy._auto.decision) is not None:
-            checkpoint[auto_row.KEY] = asdict(decision)
         if self._saves_folders:
             if (
                 self._strategy._waits is not None or self._strategy.is_global_zero
@@ -250,8 +245,6 @@ class Checkpoints:
         verified = strategy.run_plan.resumes_job if wanted is None else wanted
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
-        saved = checkpoint.pop(auto_row.KEY, None)
-        strategy._auto.saved = None if saved is None else auto_row.Decision(**saved)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
@@ -349,10 +342,7 @@ class Checkpoints:
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.trainable]
-        pairs = self._check_optimizers(states)
-        scheduled = [config.scheduler.optimizer for config in self._strategy.lr_scheduler_configs]
-        warn_of_overruled(pairs, scheduled, self._loaded_from)
-        for optimizer, state in pairs:
+        for optimizer, state in self._check_optimizers(states):
             state_dicts.load_optimizer_state(self._strategy.engine, optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights loaded while frozen were rounded
             self._load_into_shards(
