@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,34 +83,21 @@ class WritePredictions(BasePredictionWriter):
     """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__("batch")
+        super().__init__("epoch")
         self.folder = folder
-        self._written: list[tuple[Sequence[int] | None, Any]] = []
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        from lightning_utilities.core.apply_func import apply_to_collection
-
-        on_host = apply_to_collection(prediction, torch.Tensor, lambda t: t.detach().cpu())
-        self._written.append((list(batch_indices) if batch_indices is not None else None, on_host))
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{trainer.global_rank}.pt"
         aside = path.with_suffix(".part")
-        torch.save(self._written, aside)
+        loaders = predictions if len(batch_indices) > 1 else [predictions]
+        parts = (zip_longest(*part) for part in zip(batch_indices, loaders, strict=True))  # no indices: None
+        torch.save([pair for part in parts for pair in part], aside)
         aside.replace(path)
         if trainer.is_global_zero:
             print(f"predictions: {os.path.relpath(self.folder)}", flush=True)
-        self._written = []
 
 
 class LastValidation(Callback):
