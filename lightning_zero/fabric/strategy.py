@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, is_decided
+from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -243,16 +243,7 @@ class _Accumulation:
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     """Raise ConfigError for a setting that only the Trainer's strategy can follow."""
-    if not is_decided(config):
-        raise ConfigError(
-            "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the step "
-            "that it would have to measure, got auto. Give the row that `python -m lightning_zero.plan` names."
-        )
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            "zero.sequence_parallel: expected 1 with Fabric, where a strategy does not see the steps that batches are "
-            f"cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop zero.sequence_parallel."
-        )
+    check_decided(config)
     if config.checkpoint.background:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
