@@ -167,31 +167,6 @@ class ClusterConfig:
         return [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
 
 
-def slurm_options(cluster: ClusterConfig, *, chdir: str | None = None, output: str | None = None) -> dict[str, Any]:
-    """Return sbatch options by long names, without ``cluster.sbatch``. Options without a value map to True."""
-    wanted = {
-        "job-name": cluster.job_name,
-        "nodes": cluster.nodes,
-        "ntasks-per-node": cluster.tasks,
-        "gpus-per-node": cluster.gpus_per_node or None,
-        "cpus-per-task": cluster.cpus_per_task,
-        "mem": cluster.mem,
-        "time": cluster.time,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "reservation": cluster.reservation,
-        "chdir": chdir,
-        "output": output,
-        "open-mode": output and "append",
-        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
-        "exclusive": cluster.exclusive or None,
-        "requeue" if cluster.requeue else "no-requeue": True,
-    }
-    return {name: value for name, value in wanted.items() if value is not None}
-
-
 def _at_least(key: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"cluster.{key}: expected a number >= {least}, got {value}. Change cluster.{key}.")

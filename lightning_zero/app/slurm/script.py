@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime, slurm_options
+from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
 from lightning_zero.ranks.resume import REFUSED, REQUEUE, VERDICT_VARIABLE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
@@ -40,8 +40,32 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
 
 
 def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
-    found = slurm_options(cluster, chdir=str(folder), output=log_path(run_dir))
-    lines = [f"--{name}" if value is True else f"--{name}={_quoted(value)}" for name, value in found.items()]
+    """Return the options of sbatch. An option without a value maps to True."""
+    wanted = {
+        "job-name": cluster.job_name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "chdir": str(folder),
+        "output": log_path(run_dir),
+        "open-mode": "append",
+        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
+        "exclusive": cluster.exclusive or None,
+        "requeue" if cluster.requeue else "no-requeue": True,
+    }
+    lines = [
+        f"--{name}" if value is True else f"--{name}={_quoted(value)}"
+        for name, value in wanted.items()
+        if value is not None
+    ]
     return [*lines, *cluster.sbatch]
 
 
