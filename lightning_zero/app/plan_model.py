@@ -21,7 +21,7 @@ from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.fit import Model
-from lightning_zero.planning.memory import ADAM_STATES, Limits
+from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def describe(
         activations: measure activations.
         both_ways: with and without activation checkpointing.
     """
-    from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+    from lightning_zero.engine.units.describe import describe_units
+    from lightning_zero.trainer.memory.auto_row import planned_model
 
     precision, zero = precision_row(config), for_layout(config.zero)
 
@@ -75,24 +76,8 @@ def describe(
 
     module = on_meta(build, precision)
     units = describe_units(module, zero, precision)
-    limits = Limits(
-        zero.prefetch_bytes,
-        zero.keep_gathered_bytes,
-        zero.reduce_bucket_bytes,
-        config.trainer.get("accumulate_grad_batches", 1),
-    )
     counted = states if states is not None else counted_states(config, units, module)
-    names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
-    recomputes = zero.activation_checkpointing is not Recompute.none
-    model = Model(
-        names,
-        shapes,
-        limits,
-        counted,
-        recomputes=recomputes,
-        in_parts=zero.vertical_chunks,
-        gather_after_fit=zero.gather_after_fit,
-    )
+    model = planned_model(units, zero, config.trainer.get("accumulate_grad_batches", 1), counted)
     found = Described(model, precision.name)
     if not activations:
         return found

@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ from lightning_zero.config import (
 )
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, describe_units
 from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
 from lightning_zero.planning.activations import ByBatchSize
 from lightning_zero.planning.choose import choose_row
@@ -183,9 +183,6 @@ def model_of(
     """Return the model as planning sees it, and a list of what was assumed where facts are not known."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
-    limits = Limits(
-        config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, trainer.accumulate_grad_batches
-    )
     found, why_not = None, "" if fitting else "there is no training"
     if fitting:
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
@@ -198,19 +195,26 @@ def model_of(
         states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
     if why:
         assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
-    names, shapes = tuple(u.name for u in units), tuple(bucket_shapes(units))
-    recomputes = config.activation_checkpointing is not Recompute.none
-    model = Model(
-        names,
-        shapes,
-        limits,
+    return planned_model(units, config, trainer.accumulate_grad_batches, states, found), assumed
+
+
+def planned_model(
+    units: Sequence[UnitGroup],
+    config: ZeroConfig,
+    micro_batches: int,
+    states: int | TensorStates,
+    activations: ByBatchSize | None = None,
+) -> Model:
+    return Model(
+        tuple(unit.name for unit in units),
+        tuple(bucket_shapes(units)),
+        Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches),
         states,
-        found,
-        recomputes=recomputes,
+        activations,
+        recomputes=config.activation_checkpointing is not Recompute.none,
         in_parts=config.vertical_chunks,
         gather_after_fit=config.gather_after_fit,
     )
-    return model, assumed
 
 
 def activations_of(
