@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -93,7 +92,6 @@ class ClusterConfig:
                 f"cluster.signal: expected {' or '.join(SIGNALS)}, got {self.signal}. Change cluster.signal."
             )
         self._check_tasks()
-        self._check_time()
         self._check_lines()
 
     def _check_used(self) -> None:
@@ -117,12 +115,7 @@ class ClusterConfig:
                 "cluster.tasks_per_node: expected the processes of a node with cluster.gpus_per_node=0, got none. "
                 "Give cluster.tasks_per_node."
             )
-
-    def _check_time(self) -> None:
-        if self.time is None:
-            return
-        seconds = seconds_of(self.time)
-        if self.requeue and seconds <= self.signal_delay:
+        if self.time is not None and seconds_of(self.time) <= self.signal_delay and self.requeue:
             raise ConfigError(
                 f"cluster.time: expected more than cluster.signal_delay ({self.signal_delay} s, in which the run saves "
                 f"and leaves), got {self.time}. Raise cluster.time or lower cluster.signal_delay."
@@ -161,10 +154,6 @@ class ClusterConfig:
     @property
     def world_size(self) -> int:
         return self.nodes * self.tasks
-
-    def env_lines(self) -> list[str]:
-        """Lines of shell that export ``env``."""
-        return [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
 
 
 def _at_least(key: str, value: int, least: int) -> None:

@@ -23,9 +23,10 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
         folder: working directory of the job.
         run_dir: the run's folder; the default has the job's id in its name, so that it survives a requeue.
     """
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
-        "\n".join([*cluster.env_lines(), *cluster.setup]),
+        "\n".join([*exports, *cluster.setup]),
         "\n".join(
             [
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
