@@ -131,15 +131,13 @@ class ZeroConfig:
         if self.vertical_chunks > 1 and self.activation_checkpointing is Recompute.none:
             raise ConfigError(
                 "zero.vertical_chunks: expected 1 with zero.activation_checkpointing=none (units that run in parts "
-                "keep "
-                f"their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
+                f"keep their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
                 "zero.activation_checkpointing=blocks, or offload, or drop zero.vertical_chunks."
             )
         if self.vertical_chunks > 1 and self.comm.grad_comm_dtype is GradCommDtype.bf16:
             raise ConfigError(
                 "zero.comm.grad_comm_dtype: expected auto or full with zero.vertical_chunks above 1 (gradients of the "
-                "parts "
-                "are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
+                "parts are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
                 "zero.vertical_chunks."
             )
         if self.unit.whole_batch and self.vertical_chunks == 1:
@@ -182,8 +180,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
     if stage is not Stage.zero3:
         raise ConfigError(
             "zero.comm.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
-            "got "
-            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
+            f"got node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
         )
     if offload in _MOVES_PARAMS:
         raise ConfigError(
