@@ -165,8 +165,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps, or gaps that are not
-    zeros."""
+    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps and other gaps."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

@@ -160,8 +160,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single
-        module."""
+        """Make ``optimizer`` step its module's shards. Raise ConfigError on all ranks if it has no single module."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
@@ -204,8 +203,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip and return the gradients' norm. Raise RuntimeError on all ranks if it must be finite and is not.
-        Collective."""
+        """Clip, and return the norm. Raise RuntimeError on all ranks if it must be finite and is not. Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
@@ -252,6 +250,5 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     if config.gather_after_fit is True:
         raise ConfigError(
             "zero.gather_after_fit: expected null or false with Fabric, where a strategy does not know when a run "
-            "ends, "
-            "got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
+            "ends, got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,13 @@ from torch import Tensor
 from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
+from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import Callback, pl
 from lightning_zero.planning.buckets import RESTING
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
-
-if TYPE_CHECKING:
-    from lightning_zero.engine import Engine
 
 SMOOTHED = 10  # number of logs over which speeds are averaged
 _BETWEEN_RANKS = ("gather", "reduce", "agree")
@@ -98,7 +96,9 @@ class ZeroMonitor(Callback):
         self._logged.clear()
         self._logged.append(self._now(trainer))
         if self._peak is None:
-            self._peak = _known_peak(engine)
+            dtype = _DTYPES.get(engine.passes.precision, "bf16")
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+            self._peak = peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -250,12 +250,6 @@ def _kinds(engine: Engine) -> set[str]:
     if engine.tiers.nvme is not None:
         kinds.update(_DISK)
     return kinds
-
-
-def _known_peak(engine: Engine) -> float | None:
-    dtype = _DTYPES.get(engine.passes.precision, "bf16")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
 
 
 def _size(batch: Any) -> tuple[int, int]:

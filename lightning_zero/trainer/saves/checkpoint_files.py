@@ -136,8 +136,7 @@ def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = S
     if report.damage:
         raise ConfigError(
             f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
-            f"{', '.join(report.damage[:5])}"
-            f"{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
+            f"{', '.join(report.damage[:5])}{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
             "Give another one (a job that starts again takes the one before it when this file is gone), or "
             "zero.checkpoint.verify=false."
         )

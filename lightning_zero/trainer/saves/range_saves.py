@@ -195,6 +195,10 @@ class RangeSave:
         def total() -> int:
             return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
+        def raise_it() -> None:
+            for error in errors:
+                raise error
+
         with self._engine.comm.long_work.bytes(f"saving {self._path.name}", total) as did:
             for part in gathered_ranges(self._engine, place.dtypes, copies):
                 if self._engine.comm.rank == 0 and not errors:
@@ -203,7 +207,7 @@ class RangeSave:
                         _write_range(_telling(did, partial(write_at, fd)), place, done, part)
                     except Exception as error:
                         errors.append(error)
-        self._together("writing a checkpoint", partial(_raise_first, errors))
+        self._together("writing a checkpoint", raise_it)
         return done
 
     def _end(
@@ -235,12 +239,12 @@ class RangeSave:
 
     # -- agreements -------------------------------------------------------------------------------------------------
 
-    def _together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+    def _together(self, what: str, act: Callable[[], T]) -> T:
         def named() -> T:
             with naming(self._path):
                 return act()
 
-        return together(dist.group.WORLD, self._engine.comm.waits, what, named, undo, patient=True)
+        return together(dist.group.WORLD, self._engine.comm.waits, what, named, patient=True)
 
     def _gather(self, value: T, what: str) -> list[T]:
         return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)
@@ -259,11 +263,6 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
         did(len(data))
 
     return both
-
-
-def _raise_first(errors: list[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -55,8 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a checkpoint into parts for DCP's files and for ``meta.pt``. ``named``: keys of optimizer states
-    (Fabric)."""
+    """Divide a checkpoint into parts for DCP's files and ``meta.pt``. ``named``: keys of optimizers (Fabric)."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -146,8 +145,7 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Whether loading copies the tensor at ``path``. Other tensors are kept, so they must be read before the folder
-    goes."""
+    """Whether loading copies the tensor at ``path``. Others are kept: they are read before the folder goes."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
@@ -166,9 +164,8 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
         raise ConfigError(
-            "ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got "
-            f"{folder.path} with {', '.join(found)}: loading these can run any code in it. "
-            f"If you trust it, {way_out(found)}."
+            f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {folder.path} "
+            f"with {', '.join(found)}: loading these can run any code in it. If you trust it, {way_out(found)}."
         ) from error
     except OSError:
         raise
