@@ -103,11 +103,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
         def toggle_model(self, *_: Any, **__: Any) -> Any:
             return contextlib.nullcontext()
 
-    found = module.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        found = found[0]
-    several = list(found) if isinstance(found, (list, tuple)) else [found]
-    made = [Nothing() for _ in several]
+    made = [Nothing() for _ in _optimizers_in(module.configure_optimizers())]
     module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
 
 
