@@ -85,13 +85,11 @@ class ZeroConfig:
         if self.precision.name is not None:
             check_state_dtype(self.optimizer.state_dtype, self.precision.name)
         check_hybrid_shard(self.comm.hybrid_shard, self.stage.name, self.offload.name)
-        positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
-        positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
-        positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
-        positive("zero.stall_timeout_s", self.stall_timeout_s)
-        positive("zero.vertical_chunks", self.vertical_chunks)
+        for key in ("prefetch_bytes", "keep_gathered_bytes"):
+            positive(f"zero.{key}", getattr(self, key), zero_ok=True)
+        for key in ("reduce_bucket_bytes", "stall_timeout_s", "vertical_chunks", "sequence_parallel"):
+            positive(f"zero.{key}", getattr(self, key))
         self._check_vertical_chunks()
-        positive("zero.sequence_parallel", self.sequence_parallel)
         self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(

@@ -331,7 +331,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self.model = self._setup_model(self.model)
         self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
-            saved = self._checkpoints.take_saved_rng()
+            saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
         self._checkpoints.load_what_waits(trainer)

@@ -285,11 +285,12 @@ class _Measurement:
             handles = watch_gradients(self._gradients)
             try:
                 self._batch_size = first_size(fake)
+                dtype = AUTOCAST_DTYPES.get(self._precision)
                 with (
                     assuming(self._config.vertical_chunks),
                     self._live,
                     saved_tensors_hooks(pack, lambda tensor: tensor),
-                    self._context(),
+                    torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False),
                 ):
                     self._train(fake)
                     self._recorder.enter(0, backward=True)
@@ -330,11 +331,6 @@ class _Measurement:
         if isinstance(value, FakeTensor):
             return value if dtype is None else value.to(dtype)
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=CPU)
-
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._precision in AUTOCAST_DTYPES:
-            return torch.autocast("cpu", dtype=AUTOCAST_DTYPES[self._precision], cache_enabled=False)
-        return contextlib.nullcontext()
 
 
 def _keep_output_dtype(module: nn.Module) -> None:

@@ -222,7 +222,8 @@ def activations_of(
 ) -> tuple[ByBatchSize | None, str]:
     """Measure activations of a first training batch, or say why they are not known. Random numbers stay unchanged."""
     try:
-        batch = first_batch(trainer)
+        with isolate_rng(include_cuda=False):
+            batch = batch_from(trainer.fit_loop._data_source.dataloader())
     except Exception as error:  # of users' code; training will raise it again
         return None, f"a first batch cannot be taken: {type(error).__name__}: {error}"
     try:
@@ -231,14 +232,8 @@ def activations_of(
         return None, str(error)
 
 
-def first_batch(trainer: pl.Trainer) -> Any:
-    """Make a batch of the first samples, on the host, without samplers or workers."""
-    with isolate_rng(include_cuda=False):
-        return batch_from(trainer.fit_loop._data_source.dataloader())
-
-
 def batch_from(loaders: Any) -> Any:
-    """Collate the first samples of a loader, or of each loader in a collection."""
+    """Collate the first samples of a loader, or of each loader in a collection, without samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):

@@ -88,11 +88,7 @@ class Checkpoints:
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # the checkpoint to load in setup(), and ``strict``
         self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
-        self._saved_rng: Saved | None = None
-
-    def take_saved_rng(self) -> Saved | None:
-        saved, self._saved_rng = self._saved_rng, None
-        return saved
+        self.saved_rng: Saved | None = None
 
     def before_save(self) -> None:
         """Wait for the save before. Raise RuntimeError if only some ranks save. Collective."""
@@ -247,7 +243,7 @@ class Checkpoints:
         if record is None or self._strategy.lightning_module is None:  # checkpoints of other strategies have no record
             return
         if self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_rng = Saved.of_rank(
+            self.saved_rng = Saved.of_rank(
                 record, self._strategy.global_rank, self._strategy.world_size, self._strategy.root_device
             )
             if (saved := saved_ranks(record)) != self._strategy.world_size:
