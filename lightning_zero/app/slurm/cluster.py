@@ -82,11 +82,10 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         self.signal = self.signal.removeprefix("SIG")
         self._check_used()
-        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_delay", 1), ("retries", 0)):
-            _at_least(key, getattr(self, key), least)
-        for key in ("tasks_per_node", "cpus_per_task"):
-            if getattr(self, key) is not None:
-                _at_least(key, getattr(self, key), 1)
+        for key in ("nodes", "gpus_per_node", "signal_delay", "retries", "tasks_per_node", "cpus_per_task"):
+            bound = 0 if key in ("gpus_per_node", "retries") else 1
+            if (value := getattr(self, key)) is not None and value < bound:
+                raise ConfigError(f"cluster.{key}: expected a number >= {bound}, got {value}. Change cluster.{key}.")
         if self.signal not in SIGNALS:
             raise ConfigError(
                 f"cluster.signal: expected {' or '.join(SIGNALS)}, got {self.signal}. Change cluster.signal."
@@ -154,11 +153,6 @@ class ClusterConfig:
     @property
     def world_size(self) -> int:
         return self.nodes * self.tasks
-
-
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"cluster.{key}: expected a number >= {least}, got {value}. Change cluster.{key}.")
 
 
 def seconds_of(time: str) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.archive import Hole, Piece, Skeleton, WriteAt, write_values
+from lightning_zero.checkpoint.archive import Piece, Record, Skeleton, WriteAt, write_values
 from lightning_zero.checkpoint.durable import Part, aside, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
@@ -61,7 +61,7 @@ class _Place(NamedTuple):
 
     part: str
     identity: tuple[int, int]
-    holes: dict[Value, list[tuple[Hole, torch.dtype]]]
+    holes: dict[Value, list[tuple[Record, torch.dtype]]]
 
     @property
     def dtypes(self) -> dict[Value, torch.dtype]:
@@ -162,7 +162,7 @@ class RangeSave:
         part = stack.enter_context(aside(self._path, keep=keep))
         skeleton = Skeleton(content, part.fd)
         begun.append((part, skeleton, skeleton.fill()))
-        holes: dict[Value, list[tuple[Hole, torch.dtype]]] = {}
+        holes: dict[Value, list[tuple[Record, torch.dtype]]] = {}
         for value, tensor in fakes.made:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
             if hole is not None:  # the user's state_dict may omit the tensor
@@ -224,7 +224,7 @@ class RangeSave:
         for part, skeleton, filled in begun:
             # Gaps are allowed where an optimizer has state for only some elements of a parameter; the rest is zero.
             states = {
-                hole.record
+                hole.name
                 for v, holes in place.holes.items()
                 if v.name != MASTER and v.optimizer != COPY
                 for hole, _ in holes
