@@ -30,7 +30,6 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
-from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import print_units
 
@@ -41,7 +40,7 @@ class ForkLauncher(Forking, FabricForkingLauncher):
             return super().launch(function, *args, **kwargs)
 
 
-class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrategy):
+class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
 
     ``precision`` is Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.

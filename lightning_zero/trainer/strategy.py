@@ -48,7 +48,7 @@ from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.processes import Ended, Processes
+from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
@@ -60,7 +60,7 @@ from lightning_zero.trainer.summary import held_rows, print_held, print_units
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
-class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
+class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
