@@ -53,23 +53,7 @@ _HOMES = {
     "sequence_positions": "lightning_zero.sequence.part",
 }
 
-__all__ = [
-    "SequencePart",
-    "ZeroConfig",
-    "ZeroFabricStrategy",
-    "ZeroMonitor",
-    "ZeroPrecision",
-    "ZeroStrategy",
-    "__version__",
-    "attention",
-    "chunked_loss",
-    "clip_grad_norm_",
-    "gather",
-    "grad_norm",
-    "mean_over_tokens",
-    "sequence_positions",
-    "shard",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,6 @@
 """What a bug report needs of a machine: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
 
-from lightning_zero.app.env import main
-
-__all__ = ["main"]
+from lightning_zero.app.env import main as main
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,6 @@
 """The memory plan: ``python -m lightning_zero.plan``; see :mod:`lightning_zero.app.plan`."""
 
-from lightning_zero.app.plan import main
-
-__all__ = ["main"]
+from lightning_zero.app.plan import main as main
 
 if __name__ == "__main__":
     main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_zero.config import ZeroConfig, make_config
-
 
 class Preset(NamedTuple):
     stage: str  # a row of zero/stage
@@ -28,13 +26,3 @@ PRESETS: dict[str, Preset] = {
 
 # The same in a notebook, where processes are forked.
 PRESETS |= {f"{name}_notebook": preset._replace(start_method="fork") for name, preset in PRESETS.items()}
-
-
-def preset_config(name: str) -> ZeroConfig:
-    """Return the configuration that a preset stands for.
-
-    Raises:
-        ConfigError: the preset keeps something in files and LIGHTNING_ZERO_NVME_PATH names no folder.
-    """
-    row = PRESETS[name]
-    return make_config(stage=row.stage, offload=row.offload)

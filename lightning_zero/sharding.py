@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Sharding, ZeroConfig, check_decided, make_config
+from lightning_zero.config import Sharding, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.interception import AroundStep
@@ -61,12 +61,6 @@ def shard(
     """
     config = make_config(config, **settings)
     check_decided(config)
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
-            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
-            "zero.sequence_parallel."
-        )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))

@@ -1,8 +1,6 @@
 """A run as a job of SLURM: ``python -m lightning_zero.submit``; see :mod:`lightning_zero.app.submit`."""
 
-from lightning_zero.app.submit import main
-
-__all__ = ["main"]
+from lightning_zero.app.submit import main as main
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_268,
+    "lines of the package": 37_730,
     "lines of the engine": 10_716,
     "files of the engine": 42,
     "lines of the longest file": 600,

@@ -11,7 +11,25 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
+from datetime import timedelta
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_zero
+from lightning_zero.config import allowed_rows
+from lightning_zero.device import accelerator_of
+from lightning_zero.device.cuda import gpu_count
+from lightning_zero.models.gpt import GPT
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 
 STEPS = 4
 STALL_S = 60.0
@@ -32,18 +50,12 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """List every row that the settings allow in fp32, and two rows in bf16."""
-    from lightning_zero.config import allowed_rows
-
     found = [Row(stage.name, offload.name) for stage, offload in allowed_rows()]
     return [*found, Row("zero1", precision="bf16"), Row("zero3", precision="bf16")]
 
 
 def check(text: str, folder: str | None) -> None:
     """Check rows whose names contain ``text``; exit with 1 at the first failure. ``folder``: where files go."""
-    import torch.multiprocessing as processes
-
-    from lightning_zero.device.cuda import gpu_count
-
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -61,15 +73,6 @@ def check(text: str, folder: str | None) -> None:
 
 
 def _on_rank(rank: int, ranks: int, port: int, on_gpu: bool, files: str, chosen: list[Row]) -> None:
-    import warnings
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    from lightning_zero.device import accelerator_of
-
     warnings.simplefilter("ignore")
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     accelerator_of(device).bind_thread()
@@ -92,20 +95,13 @@ def _on_rank(rank: int, ranks: int, port: int, on_gpu: bool, files: str, chosen:
     dist.destroy_process_group()
 
 
-def _model() -> Any:
-    import torch
-
-    from lightning_zero.models.gpt import GPT
-
+def _model() -> GPT:
     torch.manual_seed(0)
     return GPT(vocab_size=64, block_size=32, n_layer=3, n_head=2, d_model=64)
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
     """Train a few steps and return the losses. The last step's gradients are not cleared."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):
@@ -121,14 +117,6 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     """Train a row, compare its resting bytes with the plan, and return the losses. Collective."""
-    import torch
-
-    import lightning_zero
-    from lightning_zero.planning.buckets import Role
-    from lightning_zero.planning.memory import Moment, planned_bytes
-    from lightning_zero.planning.placement import Tier
-    from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
-
     offload: dict[str, Any] = {"name": row.offload}
     if "nvme" in row.offload or row.offload == "auto":
         offload["nvme_path"] = files

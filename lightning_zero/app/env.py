@@ -6,6 +6,7 @@ Environment variables are shown only if their prefix is harmless and their name 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -135,7 +136,9 @@ def _gpus() -> Facts:
 def _network() -> Facts:
     import psutil
 
-    found: Facts = {"host name resolves": _resolves()}
+    found: Facts = {"host name resolves": False}
+    with contextlib.suppress(OSError):
+        found["host name resolves"] = bool(socket.getaddrinfo(socket.gethostname(), None))
     for name, state in sorted(psutil.net_if_stats().items()):
         if name != "lo" and state.isup:
             found[name] = f"{state.speed} Mbit/s, mtu {state.mtu}" if state.speed > 0 else f"mtu {state.mtu}"
@@ -143,14 +146,6 @@ def _network() -> Facts:
         rate, state_of = ("".join(lines_of(port / name)) for name in ("rate", "state"))
         found[f"InfiniBand {port.parent.parent.name} port {port.name}"] = f"{rate}, {state_of}"
     return found
-
-
-def _resolves() -> bool:
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        return False
-    return True
 
 
 def _disk(folder: str) -> Facts:

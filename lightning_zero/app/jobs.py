@@ -77,9 +77,8 @@ def check_inside(cluster: ClusterConfig) -> None:
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
-            "cluster=slurm: expected processes that srun has started inside a job, got none. Submit the run by "
-            "python -m lightning_zero.submit (a sweep by --multirun), or drop "
-            "cluster=slurm."
+            "cluster=slurm: expected processes that srun has started inside a job, got none. Submit the run by python "
+            "-m lightning_zero.submit (a sweep by --multirun), or drop cluster=slurm."
         )
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import hydra
@@ -20,9 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.plan_model import Described, describe, precision_row
 from lightning_zero.app.plan_picture import check_picture, draw
-from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, rates_line, show, title_of
+from lightning_zero.app.plan_tables import TIER_NAMES, Described, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
 from lightning_zero.planning.activations import Activations
@@ -62,13 +61,6 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
     nodes = asked.nodes or config.trainer.get("num_nodes") or 1
     return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hybrid_shard)
-
-
-def find_rates(asked: MachineConfig, machine: Machine) -> tuple[Rates, list[str]]:
-    """Return the rates, assumed ones where none were given, and the names of the given ones."""
-    assumed = CPU_RATES if machine.shared else GPU_RATES
-    given = {key: value for key, value in asked.rates.items() if value is not None}
-    return replace(assumed, **given), sorted(given)
 
 
 # -- for tools --------------------------------------------------------------------------------------------------------
@@ -159,7 +151,7 @@ def document(
             "host_memory": machine.host_memory,
             "nvme": machine.nvme,
             "gpus_share_host_memory": machine.shared,
-            "rates": {f.name: getattr(rates, f.name) for f in fields(Rates)},
+            "rates": asdict(rates),
         },
         "rows": [row_document(row, advice, config.zero) for row, advice in zip(rows, advices, strict=True)],
         "first_that_fits": None if first is None else {"stage": first.stage.value, "offload": first.offload.value},
@@ -183,6 +175,8 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> None:
+    from lightning_zero.app.plan_model import describe
+
     if extras["picture"] is not None:
         check_picture(extras["picture"])
     fit_trainer(config)
@@ -194,7 +188,8 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     )
     model, machine = described.model, find_machine(asked, config)
     check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
-    rates, given = find_rates(asked, machine)
+    given = {key: value for key, value in asked.rates.items() if value is not None}
+    rates = replace(CPU_RATES if machine.shared else GPU_RATES, **given)
     candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
     advices = [
@@ -208,7 +203,15 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     if extras["json"]:
         print(json.dumps(document(described, machine, rows, advices, config, choice, rates), indent=2))
     else:
-        show(described, machine, rows, advices, config.zero, choice, rates_line(rates, given, shared=machine.shared))
+        show(
+            described,
+            machine,
+            rows,
+            advices,
+            config.zero,
+            choice,
+            rates_line(rates, sorted(given), shared=machine.shared),
+        )
     if extras["picture"] is not None:
         title = title_of(model, machine, described.precision)
         files = draw(extras["picture"], title, machine, rows, config.zero, choice, extras["dark"])
@@ -235,6 +238,3 @@ def _task(cfg: DictConfig) -> None:
 
 def main() -> None:
     train.start(_task, "plan")
-
-
-__all__ = ["describe", "find_machine", "main", "precision_row", "run"]

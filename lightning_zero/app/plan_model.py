@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_zero.app.parts import (
     OUR_DATA,
@@ -17,28 +21,19 @@ from lightning_zero.app.parts import (
     build_model,
     build_optimizer,
 )
+from lightning_zero.app.plan_tables import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
-from lightning_zero.planning.activations import Activations
-from lightning_zero.planning.fit import Model
-from lightning_zero.planning.memory import ADAM_STATES, Limits
+from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
+from lightning_zero.models.language_model import decay_groups
+from lightning_zero.optimizers.known import states_after_step
+from lightning_zero.optimizers.refused import is_stepped_whole
+from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from torch import nn
-
-    from lightning_zero.engine.units.describe import UnitGroup
-
-
-@dataclass(frozen=True)
-class Described:
-    """A model with facts for the output."""
-
-    model: Model
-    precision: str  # the row
-    other: Activations | None = None  # activations with checkpointing switched the other way; None: not measured
-    why_not: str = ""  # why activations are not known
+from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
+from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
+from lightning_zero.trainer.memory.fake_module import parameters_on_meta
+from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
 
 def precision_row(config: TrainConfig) -> Precision:
@@ -64,8 +59,6 @@ def describe(
         activations: measure activations.
         both_ways: with and without activation checkpointing.
     """
-    from lightning_zero.engine.units.describe import bucket_shapes, describe_units
-
     precision, zero = precision_row(config), for_layout(config.zero)
 
     def build() -> LightningModule:
@@ -75,24 +68,8 @@ def describe(
 
     module = on_meta(build, precision)
     units = describe_units(module, zero, precision)
-    limits = Limits(
-        zero.prefetch_bytes,
-        zero.keep_gathered_bytes,
-        zero.reduce_bucket_bytes,
-        config.trainer.get("accumulate_grad_batches", 1),
-    )
     counted = states if states is not None else counted_states(config, units, module)
-    names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
-    recomputes = zero.activation_checkpointing is not Recompute.none
-    model = Model(
-        names,
-        shapes,
-        limits,
-        counted,
-        recomputes=recomputes,
-        in_parts=zero.vertical_chunks,
-        gather_after_fit=zero.gather_after_fit,
-    )
+    model = planned_model(units, zero, config.trainer.get("accumulate_grad_batches", 1), counted)
     found = Described(model, precision.name)
     if not activations:
         return found
@@ -101,10 +78,6 @@ def describe(
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
     """Build the module on the meta device, in the dtype of a run."""
-    import torch
-
-    from lightning_zero.engine.units.describe import TRUE_DTYPES
-
     dtype = torch.get_default_dtype()
     # Keep what a model prints out of the JSON document.
     with contextlib.redirect_stdout(sys.stderr):
@@ -126,8 +99,6 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
     Some code needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
-    from lightning_zero.trainer.memory.fake_module import parameters_on_meta
-
     try:
         with parameters_on_meta():
             return build().to("meta")
@@ -141,48 +112,28 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
     """Return the state of every tensor if the optimizer steps whole tensors; else the number of state tensors."""
-    from lightning_zero.models.language_model import decay_groups
-    from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
-
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
             make = build_optimizer(config)
             made = make(decay_groups(module.parameters()))
             return planned_states(units, [made], zero.optimizer, zero.reduce_bucket_bytes)
-    return optimizer_states(config)
+    return optimizer_states(config)[0]
 
 
-def steps_slices(config: TrainConfig) -> bool:
-    """Return whether the optimizer steps slices. Then the number of its state tensors gives their bytes."""
-    import torch
-
-    from lightning_zero.optimizers.refused import is_stepped_whole
-
+def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
+    """Count the state tensors of a parameter's shape by a trial step, and say whether they are those of slices."""
+    sharding = config.zero.optimizer.sharding
     if not config.optimizer:
-        return config.zero.optimizer.sharding is not Sharding.tensors
-    try:
-        made = build_optimizer(config)([torch.nn.Parameter(torch.zeros(2))])
-    except ValueError:
-        return False
-    return not is_stepped_whole(made, config.zero.optimizer.sharding)
-
-
-def optimizer_states(config: TrainConfig) -> int:
-    """Count the state tensors of a parameter's shape, by one trial step of the optimizer."""
-    import torch
-
-    from lightning_zero.optimizers.known import states_after_step
-
-    if not config.optimizer:
-        return ADAM_STATES
+        return ADAM_STATES, sharding is not Sharding.tensors
     make = build_optimizer(config)
     try:
         param = torch.nn.Parameter(torch.zeros(2))
-        return states_after_step(make([param]), param)
+        made = make([param])
     except ValueError:  # Muon takes matrices only
         param = torch.nn.Parameter(torch.eye(2))
-        return states_after_step(make([param]), param)
+        made = make([param])
+    return states_after_step(made, param), not is_stepped_whole(made, sharding)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -192,8 +143,6 @@ def with_activations(
     found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
     """Measure activations with the given activation checkpointing and, with ``both_ways``, the opposite."""
-    from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
-
     zero, precision = for_layout(config.zero), precision_row(config)
     try:
         batch = take_batch()
@@ -217,10 +166,6 @@ def with_activations(
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
     """Return a batch: a made-up one for our own data, which is not read; else the first of the user's data."""
-    import torch
-
-    from lightning_zero.trainer.memory.auto_row import batch_from
-
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

@@ -7,14 +7,15 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_zero.app.plan_model import Described
 from lightning_zero.config import ZeroConfig
+from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice, human_bytes, seconds_text
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
@@ -32,6 +33,16 @@ ROLE_COLUMNS = {
 }
 PEAK_COLUMNS = ("peak/GPU", "peak/host", "disk", "fits")
 TIME_COLUMNS = ("gathers", "reductions", "step", "bound by")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model with facts for the output."""
+
+    model: Model
+    precision: str  # the row
+    other: Activations | None = None  # activations with checkpointing switched the other way; None: not measured
+    why_not: str = ""  # why activations are not known
 
 
 def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
@@ -70,10 +81,6 @@ def title_of(model: Model, machine: Machine, precision: str) -> str:
     return f"{count:,} parameters, {precision}{parts}; {machine_line(machine)}"
 
 
-def _roles(row: Row) -> list[str]:
-    return [_cell(row, roles) for roles in ROLE_COLUMNS.values()]
-
-
 def _peaks(row: Row) -> list[str]:
     peaks = (row.per_rank[Tier.device], row.per_host[Tier.host], row.per_host[Tier.nvme])
     missing = "no: " + ", ".join(TIER_NAMES[s.tier] for s in row.shortages)
@@ -91,7 +98,8 @@ def _times(row: Row) -> list[str]:
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
     """Build tables of bytes and seconds. If ``width`` is too small, split the first: what fits, what rests where."""
-    rest, peaks, times = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
+    rest = (lambda row: [_cell(row, roles) for roles in ROLE_COLUMNS.values()], tuple(ROLE_COLUMNS))
+    peaks, times = (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
     wide = _table(rows, config, None, [rest, peaks])
     if Console(width=sys.maxsize).measure(wide).maximum <= width:
         return [wide, _table(rows, config, None, [times])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import Enum
 from typing import Any
@@ -12,6 +12,7 @@ from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
 from lightning_zero.config import ConfigError, ZeroConfig, choose, parse_bytes
+from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
@@ -60,16 +61,7 @@ class TrainConfig:
             raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
 
 
-RATES = (
-    "compute",
-    "device_memory",
-    "host_memory",
-    "to_device",
-    "to_host",
-    "disk_read",
-    "disk_write",
-    "network",
-)
+RATES = [rate.name for rate in fields(Rates)]
 
 
 def _rate(key: str, value: Any) -> float:

@@ -37,9 +37,8 @@ failed: list[int] = []  # numbers of the failed jobs
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ConfigError if optuna is not installed (Hydra's message would mislead), or for submitit's launcher."""
     asked = {a.lstrip("+") for a in arguments}
-    if asked & {"hparams_search=optuna", "hydra/sweeper=optuna"} and not _is_installed(
-        "hydra_plugins.hydra_optuna_sweeper"
-    ):
+    wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
+    if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
         raise ConfigError(
             "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
             "'lightning-zero[search]', or choose hparams_search=grid."
@@ -49,10 +48,6 @@ def check_packages(arguments: Sequence[str]) -> None:
             f"{launcher}: expected our own launcher, which submits each run of a sweep where cluster=slurm. Drop "
             f"{launcher}."
         )
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
@@ -187,6 +182,6 @@ def print_table(folder: Path, runs: Sequence[Path], metric: str | None, directio
         csv.writer(file).writerows([columns, *rows])
     print(f"the table: {os.path.relpath(folder / 'sweep.csv')}")
     drawn = {f"{row[0]}: {row[1]}": row[2] for row in rows if names and row[2] is not None}
-    if drawn and _is_installed("matplotlib"):
+    if drawn and figure.can_draw():
         figure.draw_sweep(folder / "sweep.png", names[0], drawn)
         print(f"its picture: {os.path.relpath(folder / 'sweep.png')}")

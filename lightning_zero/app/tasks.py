@@ -7,10 +7,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -24,11 +25,7 @@ from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_zero.trainer.strategy import ZeroStrategy
+from lightning_zero.trainer.strategy import ZeroStrategy
 
 SPOKEN = {"val_bits_per_byte": "validation bits per byte", "test_bits_per_byte": "test bits per byte"}
 
@@ -37,10 +34,11 @@ def perform(
     config: TrainConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule, ckpt_path: str | None
 ) -> dict[str, float]:
     """Perform ``config.task`` and return its final metrics. Collective."""
-    if config.task is Task.fit:
-        return _fit(config, trainer, model, data, ckpt_path)
     settings: dict[str, Any] = {"datamodule": data, "ckpt_path": ckpt_path, "weights_only": config.weights_only}
     with decided(trainer, ckpt_path):
+        if config.task is Task.fit:
+            trainer.fit(model, **settings)
+            return _validated(trainer, model, data)
         if config.task is Task.predict:
             trainer.predict(model, return_predictions=False, **settings)
             return {}
@@ -49,23 +47,14 @@ def perform(
     return {name: value for row in rows for name, value in row.items()}
 
 
-def _fit(
-    config: TrainConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule, ckpt_path: str | None
-) -> dict[str, float]:
-    with decided(trainer, ckpt_path):
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
-    return _validated(trainer, model, data)
-
-
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
     """Return the metrics of a validation after the last step, which runs now if it has not yet. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
-    found: dict[str, float] | None = last.at_the_end(trainer)
-    if found is None:
-        with decided(trainer, None):  # keep the present weights
-            rows = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
-        found = {k: v for row in rows for k, v in row.items()}
-    return found
+    if last.found is not None and last.found[0] == trainer.global_step:
+        return last.found[1]
+    with decided(trainer, None):  # keep the present weights
+        rows = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    return {k: v for row in rows for k, v in row.items()}
 
 
 def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
@@ -82,34 +71,21 @@ class WritePredictions(BasePredictionWriter):
     """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__("batch")
+        super().__init__("epoch")
         self.folder = folder
-        self._written: list[tuple[Sequence[int] | None, Any]] = []
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        from lightning_utilities.core.apply_func import apply_to_collection
-
-        on_host = apply_to_collection(prediction, torch.Tensor, lambda t: t.detach().cpu())
-        self._written.append((list(batch_indices) if batch_indices is not None else None, on_host))
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{trainer.global_rank}.pt"
         aside = path.with_suffix(".part")
-        torch.save(self._written, aside)
+        loaders = predictions if len(batch_indices) > 1 else [predictions]
+        parts = (zip_longest(*part) for part in zip(batch_indices, loaders, strict=True))  # no indices: None
+        torch.save([pair for part in parts for pair in part], aside)
         aside.replace(path)
         if trainer.is_global_zero:
             print(f"predictions: {os.path.relpath(self.folder)}", flush=True)
-        self._written = []
 
 
 class LastValidation(Callback):
@@ -120,7 +96,7 @@ class LastValidation(Callback):
 
     def __init__(self, wanted: str | None = None) -> None:
         self.wanted = wanted
-        self._found: tuple[int, dict[str, float]] | None = None  # step, metrics
+        self.found: tuple[int, dict[str, float]] | None = None  # step, metrics
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.enable_validation:
@@ -134,13 +110,7 @@ class LastValidation(Callback):
         if found or not trainer.sanity_checking:  # a module may log nothing in a sanity check
             check_metric(self.wanted, found)
         if not trainer.sanity_checking:
-            self._found = trainer.global_step, found
-
-    def at_the_end(self, trainer: Trainer) -> dict[str, float] | None:
-        """Return the metrics of a validation after the last step, or ``None``."""
-        if self._found is not None and self._found[0] == trainer.global_step:
-            return self._found[1]
-        return None
+            self.found = trainer.global_step, found
 
 
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
@@ -224,7 +194,7 @@ def _report(
         "metrics": metrics if finished else None,
         "steps": trainer.global_step,
         "duration_s": time.time() - begun,
-        **results.measured(series, cast("ZeroStrategy", trainer.strategy).run_plan.held),
+        **results.measured(series, cast(ZeroStrategy, trainer.strategy).run_plan.held),
         "checkpoint": checkpoint,
         "best_checkpoint": best,
         "command": shlex.join(["python", "-m", "lightning_zero.train", *sys.argv[1:]]),

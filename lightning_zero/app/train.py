@@ -53,7 +53,6 @@ from lightning_zero.app.parts import (
     build_model,
     check_data,
 )
-from lightning_zero.app.plan_model import describe, optimizer_states, steps_slices
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
@@ -90,8 +89,7 @@ def local_devices(trainer: Mapping[str, Any]) -> Any:
 def number_of_nodes(trainer: Mapping[str, Any]) -> int:
     """Return ``trainer.num_nodes``, or the launcher's number of nodes, which may change when torchrun restarts."""
     place = launched()
-    found = place.nodes if place is not None else None
-    return trainer.get("num_nodes") or found or 1
+    return trainer.get("num_nodes") or (place.nodes if place is not None else None) or 1
 
 
 def explicit_keys() -> set[str]:
@@ -140,7 +138,9 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 def check_launch(trainer: Trainer) -> None:
     """Raise ConfigError for a Hydra sweep whose jobs start processes: each process would run the whole sweep again."""
     launcher = trainer.strategy.launcher
-    starts_processes = launcher is not None and trainer.world_size > 1 and not _started_externally(trainer)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    external = environment is not None and environment.creates_processes_externally
+    starts_processes = launcher is not None and trainer.world_size > 1 and not external
     if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
@@ -153,6 +153,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the whole module will not fit."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
+    from lightning_zero.app.plan_model import describe
     from lightning_zero.engine.whole.whole_params import check_room_here
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
@@ -171,11 +172,6 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
         return
     if whole:
         check_room_here(model.copy_nbytes)
-
-
-def _started_externally(trainer: Trainer) -> bool:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return environment is not None and environment.creates_processes_externally
 
 
 def check_checkpoint(path: str | None) -> None:
@@ -197,13 +193,6 @@ def check_task(config: TrainConfig) -> None:
         )
 
 
-def check_text(config: TrainConfig) -> None:
-    """Raise ConfigError if the path of the default data does not exist."""
-    path = config.data.get("path")
-    if config.data.get("_target_") == TEXT_DATA and isinstance(path, str):
-        check_path(path)
-
-
 @contextlib.contextmanager
 def batches_explained(model: LightningModule, data: LightningDataModule) -> Iterator[None]:
     """Add a description of the default data's batch to errors that the user's own model raises."""
@@ -216,9 +205,8 @@ def batches_explained(model: LightningModule, data: LightningDataModule) -> Iter
         foreign = not type(error).__module__.startswith("lightning_zero")
         if foreign and type(data) is TextData and type(model) is not LitGPT and fails_in(model, error):
             error.add_note(
-                f"A batch of data._target_={TEXT_DATA}, the default, is {data.batch}. If "
-                f"{type(model).__qualname__} expects other batches, give data._target_= a LightningDataModule of your "
-                "own."
+                f"A batch of data._target_={TEXT_DATA}, the default, is {data.batch}. If {type(model).__qualname__} "
+                "expects other batches, give data._target_= a LightningDataModule of your own."
             )
         raise
 
@@ -240,7 +228,8 @@ def run(config: TrainConfig) -> float | None:
     check_saves(config, explicit)
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
-    check_text(config)
+    if config.data.get("_target_") == TEXT_DATA and isinstance(path := config.data.get("path"), str):
+        check_path(path)
     # When a rank fails, torch's C++ warns of each connection that ends, with its frames. Our errors name the rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from lightning.pytorch import seed_everything
@@ -268,9 +257,12 @@ def run(config: TrainConfig) -> float | None:
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     """Describe the run to the strategy, which needs it for ``zero/stage=auto`` and for the table at the end."""
+    from lightning_zero.app.plan_model import describe, optimizer_states
+
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
-    strategy.run_plan.optimizer_states = optimizer_states(config) if steps_slices(config) else None
+    states, of_slices = optimizer_states(config)
+    strategy.run_plan.optimizer_states = states if of_slices else None
 
     def activations() -> Any:
         try:

@@ -39,10 +39,13 @@ _POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is the constant term
 _ONES = 0xFFFFFFFF
 
 
-class Hole(NamedTuple):
-    record: str
-    start: int  # in the file
+class Record(NamedTuple):
+    """A record's place in the file, and the checksum that its bytes have, once they are written."""
+
+    name: str
+    start: int
     nbytes: int
+    crc: int
 
 
 class Piece(NamedTuple):
@@ -64,11 +67,7 @@ class Skeleton:
                 torch.save(checkpoint, file, pickle_module=self._noting())  # type: ignore[arg-type]
             file.flush()
             self._records = {r.name: r for r in records_of(file)}
-        self.holes = {cdata: self._hole(f"data/{key}") for cdata, (key, _) in self._storages.items()}
-
-    def _hole(self, name: str) -> Hole:
-        record = self._records[name]
-        return Hole(name, record.start, record.nbytes)
+        self.holes = {cdata: self._records[f"data/{key}"] for cdata, (key, _) in self._storages.items()}
 
     def _noting(self) -> Any:
         """Return a module for ``torch.save`` to use as ``pickle``, which notes the record of each storage."""
@@ -114,7 +113,7 @@ class Skeleton:
         for piece in done:
             found[piece.record].append(piece)
         sums = {
-            hole.record: add_up(hole.record, hole.nbytes, found[hole.record], gaps_are_zeros=may_have_gaps(hole.record))
+            hole.name: add_up(hole.name, hole.nbytes, found[hole.name], gaps_are_zeros=may_have_gaps(hole.name))
             for hole in self.holes.values()
         }
         with os.fdopen(self._fd, "r+b", closefd=False) as file, zipfile.ZipFile(file, "a") as archive:
@@ -127,7 +126,7 @@ class Skeleton:
 
     def _describe(self, name: str, crc: int) -> None:
         """Put a checksum behind its record, for readers that do not use the table."""
-        hole = self._hole(name)
+        hole = self._records[name]
         if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
 
@@ -143,7 +142,7 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 
 
 def write_values(
-    write: WriteAt, hole: Hole, start: int, values: Tensor, dtype: torch.dtype | None = None
+    write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
     """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on, chunk by chunk through the host."""
     dtype = dtype if dtype is not None else values.dtype
@@ -154,7 +153,7 @@ def write_values(
         data = byte_view(part)
         offset = start + low * size
         write(data, hole.start + offset)
-        done.append(Piece(hole.record, offset, len(data), zlib.crc32(data)))
+        done.append(Piece(hole.name, offset, len(data), zlib.crc32(data)))
     return done
 
 
@@ -165,8 +164,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps, or gaps that are not
-    zeros."""
+    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps and other gaps."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position
@@ -209,15 +207,6 @@ def _times(a: int, b: int) -> int:
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-
-
-class Record(NamedTuple):
-    """A record's place and the checksum that its bytes must have."""
-
-    name: str
-    start: int
-    nbytes: int
-    crc: int
 
 
 def records_of(file: BinaryIO) -> list[Record]:

@@ -70,14 +70,12 @@ def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtyp
         given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
         raise ConfigError(
             f"zero.comm.grad_comm_dtype: expected auto or full with zero.precision.reduce_dtype={given} (gradients "
-            "travel in "
-            "bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
+            "travel in bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
             "zero.comm.grad_comm_dtype."
         )
     raise ConfigError(
         f"zero.comm.grad_comm_dtype: expected auto or full with zero/precision={precision.name} (gradients are not "
-        "made in "
-        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_comm_dtype."
+        "made in bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_comm_dtype."
     )
 
 
@@ -121,13 +119,11 @@ class PrecisionConfig:
                 f"zero.precision.{given[0]}: expected none under zero/precision={self.name.name}, where gradients "
                 f"have the dtype of the weights, got {getattr(self, given[0]).name}. Drop zero.precision.{given[0]}."
             )
-        if self.name is Precision.bf16_true:
-            upper = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.fp32]
-            if "grad_dtype" in upper:
-                raise ConfigError(
-                    "zero.precision.grad_dtype: expected bf16 under zero/precision=bf16_true (the optimizer steps bf16 "
-                    "weights with bf16 gradients), got fp32. Choose zero/precision=bf16 for fp32 masters."
-                )
+        if self.name is Precision.bf16_true and self.grad_dtype is DType.fp32:
+            raise ConfigError(
+                "zero.precision.grad_dtype: expected bf16 under zero/precision=bf16_true (the optimizer steps bf16 "
+                "weights with bf16 gradients), got fp32. Choose zero/precision=bf16 for fp32 masters."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,8 +154,7 @@ class OffloadConfig:
             value = getattr(self, key)
             if value is not None:
                 positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
-        uses_nvme = "nvme" in self.name.name or self.name is Offload.auto
-        if uses_nvme and not self.nvme_path and self.name is not Offload.auto:
+        if "nvme" in self.name.name and not self.nvme_path:
             raise ConfigError(
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
@@ -233,8 +228,7 @@ class CommConfig:
         if self.grad_comm_dtype is GradCommDtype.bf16 and self.transport is Transport.plain:
             raise ConfigError(
                 "zero.comm.grad_comm_dtype: expected auto or full with zero.comm.transport=plain (the library adds in "
-                "the "
-                "dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
+                "the dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
                 "zero.comm.grad_comm_dtype."
             )
 

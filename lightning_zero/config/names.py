@@ -110,13 +110,7 @@ ROWS: dict[str, type[Enum]] = {
 # Other names for our values.
 OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
-OTHER_NAMES |= {
-    "micro_batches": "vertical_chunks",
-    "grad_wire": "grad_comm_dtype",
-    "hierarchy": "hybrid_shard",
-    "debug": "timeline",
-    "summary": "enable_model_summary",
-}
+OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary"}
 OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64": "fp64"}
 
 

@@ -47,11 +47,18 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError if the stage is ``auto``, which only the strategy resolves."""
+    """Raise ConfigError if the stage is ``auto`` or sequences are shared, for which only ZeroStrategy sees enough."""
     if not is_decided(config):
         raise ConfigError(
-            "zero/stage: expected zero0, zero1, zero2 or zero3 here, got auto, which ZeroStrategy decides at the start "
-            "of a run. Give the stage, or train with Trainer(strategy='zero_auto')."
+            "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
+            "ZeroStrategy decides at the start of a run. Give the row that python -m lightning_zero.plan names, or "
+            "train with Trainer(strategy='zero_auto')."
+        )
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
+            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
+            "zero.sequence_parallel."
         )
 
 

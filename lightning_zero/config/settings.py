@@ -84,13 +84,11 @@ class ZeroConfig:
         if self.precision.name is not None:
             check_state_dtype(self.optimizer.state_dtype, self.precision.name)
         check_hybrid_shard(self.comm.hybrid_shard, self.stage.name, self.offload.name)
-        positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
-        positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
-        positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
-        positive("zero.stall_timeout_s", self.stall_timeout_s)
-        positive("zero.vertical_chunks", self.vertical_chunks)
+        for key in ("prefetch_bytes", "keep_gathered_bytes"):
+            positive(f"zero.{key}", getattr(self, key), zero_ok=True)
+        for key in ("reduce_bucket_bytes", "stall_timeout_s", "vertical_chunks", "sequence_parallel"):
+            positive(f"zero.{key}", getattr(self, key))
         self._check_vertical_chunks()
-        positive("zero.sequence_parallel", self.sequence_parallel)
         self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
@@ -130,15 +128,13 @@ class ZeroConfig:
         if self.vertical_chunks > 1 and self.activation_checkpointing is Recompute.none:
             raise ConfigError(
                 "zero.vertical_chunks: expected 1 with zero.activation_checkpointing=none (units that run in parts "
-                "keep "
-                f"their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
+                f"keep their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
                 "zero.activation_checkpointing=blocks, or offload, or drop zero.vertical_chunks."
             )
         if self.vertical_chunks > 1 and self.comm.grad_comm_dtype is GradCommDtype.bf16:
             raise ConfigError(
                 "zero.comm.grad_comm_dtype: expected auto or full with zero.vertical_chunks above 1 (gradients of the "
-                "parts "
-                "are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
+                "parts are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
                 "zero.vertical_chunks."
             )
         if self.unit.whole_batch and self.vertical_chunks == 1:
@@ -181,8 +177,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
     if stage is not Stage.zero3:
         raise ConfigError(
             "zero.comm.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
-            "got "
-            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
+            f"got node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
         )
     if offload in _MOVES_PARAMS:
         raise ConfigError(

@@ -124,11 +124,7 @@ class LanguageData(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.val_data, batch_size=self.batch_size, **self._options())  # Lightning adds its sampler
 
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
+    test_dataloader = predict_dataloader = val_dataloader
 
     def _options(self) -> dict[str, Any]:
         workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}

@@ -81,8 +81,14 @@ class Checkpoints(CheckpointFiles):
             self._save_folder(path, state, filter, storage_options)
             return
         save = self._save_by_ranges(path, state, filter) if storage_options is None else None
+        without_frozen = self.config.checkpoint.exclude_frozen
         if save is None:
-            content = _converted(state, filter, self._whole_module, self._whole_optimizer)
+            content = _converted(
+                state,
+                filter,
+                lambda module: module.engine.state_dict(trainable_only=without_frozen),
+                lambda optimizer: state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
+            )
         else:
             content = _converted(state, filter, lambda _: save.module_state(), save.optimizer_state)
         if save is None or not save.write(content):
@@ -104,12 +110,6 @@ class Checkpoints(CheckpointFiles):
         file = Path(get_filesystem(path)._strip_protocol(str(path)))
         # A filter may look at values.
         return RangeSave(owners.pop(), io, file, with_values=bool(filter), noting=contextlib.nullcontext)
-
-    def _whole_module(self, module: ZeroModule) -> dict[str, Any]:
-        return module.engine.state_dict(trainable_only=self.config.checkpoint.exclude_frozen)
-
-    def _whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer)
 
     def _save_folder(self, path: Any, state: Mapping[str, Any], filter: Filter, options: Any) -> None:
         without_frozen = self.config.checkpoint.exclude_frozen

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, is_decided
+from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -30,7 +30,6 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
-from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import print_units
 
@@ -41,7 +40,7 @@ class ForkLauncher(Forking, FabricForkingLauncher):
             return super().launch(function, *args, **kwargs)
 
 
-class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrategy):
+class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
 
     ``precision`` is Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
@@ -160,7 +159,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step the shards of its module. Raise ConfigError on all ranks if it has no single module.
+        """Make ``optimizer`` step its module's shards. Raise ConfigError on all ranks if it has no single module.
         Collective."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
@@ -204,8 +203,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip and return the gradients' norm. Raise RuntimeError on all ranks if it must be finite and is not.
-        Collective."""
+        """Clip, and return the norm. Raise RuntimeError on all ranks if it must be finite and is not. Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
@@ -243,16 +241,7 @@ class _Accumulation:
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     """Raise ConfigError for a setting that only the Trainer's strategy can follow."""
-    if not is_decided(config):
-        raise ConfigError(
-            "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the step "
-            "that it would have to measure, got auto. Give the row that `python -m lightning_zero.plan` names."
-        )
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            "zero.sequence_parallel: expected 1 with Fabric, where a strategy does not see the steps that batches are "
-            f"cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop zero.sequence_parallel."
-        )
+    check_decided(config)
     if config.checkpoint.background:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
@@ -261,6 +250,5 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     if config.gather_after_fit is True:
         raise ConfigError(
             "zero.gather_after_fit: expected null or false with Fabric, where a strategy does not know when a run "
-            "ends, "
-            "got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
+            "ends, got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
         )

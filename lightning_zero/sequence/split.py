@@ -45,10 +45,9 @@ def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise ConfigError(
         "zero.sequence_parallel: expected a batch that says where its sequences are: tokens [batch, length] of whole "
-        "numbers, a pair of them and labels [batch, length], or a mapping with input_ids; got "
-        f"{_describe(batch)}. Give {type(module).__name__} a method {HOOK}(self, batch, part) that returns the batch "
-        "with part.of(tensor, dim=1) in the place of each tensor of the sequence, and part.keep(tensor, dim) of each "
-        "that stays whole."
+        f"numbers, a pair of them and labels [batch, length], or a mapping with input_ids; got {_describe(batch)}. "
+        f"Give {type(module).__name__} a method {HOOK}(self, batch, part) that returns the batch with part.of(tensor, "
+        "dim=1) in the place of each tensor of the sequence, and part.keep(tensor, dim) of each that stays whole."
     )
 
 

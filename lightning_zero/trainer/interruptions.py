@@ -14,16 +14,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
 from lightning_zero.ranks.resume import REQUEUE, VERDICT_VARIABLE, give_verdict
-
-if TYPE_CHECKING:
-    from lightning_zero.engine import Engine
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
 MEET_S = 10.0  # how long a failed rank waits for the others to fail at the same place
@@ -122,11 +120,10 @@ class Interruptions:
             self.at_boundary()
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Save if it is time. Raise Left on all ranks if any rank got a signal. ``last``: no step follows.
-        Collective."""
+        """Save if it is time. Raise Left on all ranks if any got a signal. ``last``: no step follows. Collective."""
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
-        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.has_failed_write
+        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
         asked, failed = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
         if failed:
             checkpoints.wait_for_writes()
@@ -242,8 +239,7 @@ def failed_on_all_ranks(error: Exception) -> bool:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """Raise RuntimeError unless all ranks fail at the same place within :data:`MEET_S`: a save by some ranks would
-    hang."""
+    """Raise RuntimeError unless all ranks fail at one place within :data:`MEET_S`: a save by some would hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

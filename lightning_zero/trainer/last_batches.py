@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,21 +22,14 @@ def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
         sampler = getattr(loader, "batch_sampler", None) if isinstance(loader, DataLoader) else None
         if not isinstance(sampler, BatchSampler):
             continue
-        size = sampler.batch_size
-        if size % vertical_chunks:
+        sizes = [sampler.batch_size]
+        with contextlib.suppress(TypeError):  # the sampler has no length
+            batches, rest = divmod(len(sampler.sampler), sampler.batch_size)  # type: ignore[arg-type]
+            if not sampler.drop_last and (limit is None or limit > batches):
+                sizes.append(rest)  # the last batch of an epoch
+        if wrong := [size for size in sizes if size % vertical_chunks]:
             raise ConfigError(
-                f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got batch_size={size} in "
-                "the "
-                "DataLoader of training. Change it (data.batch_size), or zero.vertical_chunks."
-            )
-        try:
-            batches, rest = divmod(len(sampler.sampler), size)  # type: ignore[arg-type]
-        except TypeError:
-            continue  # the sampler has no length
-        if rest % vertical_chunks and not sampler.drop_last and (limit is None or limit > batches):
-            raise ConfigError(
-                f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got a DataLoader of "
-                "training "
-                f"whose last batch of an epoch has {rest} samples. Set drop_last=True in it, or change its batch size "
-                "(data.batch_size) or zero.vertical_chunks."
+                f"zero.vertical_chunks: expected batches that divide by {vertical_chunks}, got a batch of {wrong[0]} "
+                "samples from the DataLoader of training. Change its batch size (data.batch_size), set drop_last=True "
+                "in it, or change zero.vertical_chunks."
             )

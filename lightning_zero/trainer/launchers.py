@@ -46,8 +46,7 @@ def threads_of(processes: int) -> int:
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Return whether this notebook is the run's only process. Raise ConfigError if it would have to start others by a
-    script."""
+    """Return whether this notebook is the only process. Raise ConfigError if a script would have to start others."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_interactive or environment.creates_processes_externally:
         return False

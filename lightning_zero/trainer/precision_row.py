@@ -35,8 +35,7 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """A row of ``zero/precision`` as a plugin; shared by the Trainer's and Fabric's. Raises ConfigError for other
-    precisions.
+    """A row of ``zero/precision`` as a plugin of the Trainer or Fabric. Raises ConfigError for other precisions.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
@@ -65,8 +64,7 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert Lightning's or a user's plugin. Raise ConfigError if no row replaces it, or its precision is not
-        ``asked``."""
+        """Convert a plugin. Raise ConfigError if no row replaces it, or its precision is not ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(
@@ -126,10 +124,7 @@ class PrecisionRow:
         with _default_dtype(self._default_dtype or torch.get_default_dtype()):
             yield
 
-    @contextlib.contextmanager
-    def module_init_context(self) -> Generator[None, None, None]:
-        with self.tensor_init_context():
-            yield
+    module_init_context = tensor_init_context
 
     def convert_input(self, data: Any) -> Any:
         return data if self._default_dtype is None else to_dtype(data, self._default_dtype)

@@ -78,7 +78,7 @@ class Processes:
                 f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. In a notebook use "
                 "'fork' (strategy='zero3_notebook'); elsewhere run a script, whose processes 'popen' starts."
             )
-        self._num_nodes = 1
+        self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
@@ -94,14 +94,6 @@ class Processes:
         assert self.parallel_devices is not None
         device: torch.device = self.parallel_devices[self.local_rank]
         return device
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -144,7 +136,7 @@ class Processes:
 
     def _join_ranks(self) -> None:
         """Meet the other ranks, once per process. A lone process in a notebook skips this. Collective."""
-        begin()
+        Ended.failed = False  # all ranks survived the exception of an earlier run
         self._set_world_ranks()
         device = self.root_device
         known = dist.Backend.default_device_backend_map
@@ -180,8 +172,7 @@ class Processes:
 
     def _end_forked(self, *, failed: bool) -> None:
         """Clean up at the end of a forked process, which runs no exit handlers. ``failed``: by an exception."""
-        if failed:
-            fail()
+        Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
         destroy_process_group()
@@ -233,29 +224,15 @@ class Processes:
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
-_failed = False
+class Ended:
+    """How this process's last run has ended. After an exception (``failed``) it waits for nobody."""
 
-
-def begin() -> None:
-    """Begin a run: all ranks survived the exception of an earlier one."""
-    global _failed
-    _failed = False
-
-
-def fail() -> None:
-    """Note that an exception ended the run on this rank, so that it waits for nobody."""
-    global _failed
-    _failed = True
-
-
-def has_failed() -> bool:
-    return _failed
+    failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit, after all ranks have come, or gloo aborts at random. After an error do
-    nothing."""
-    if _failed or hasattr(sys, "last_value") or not dist.is_initialized():
+    """Destroy the process group at exit, after all ranks have come, or gloo aborts at random; not after an error."""
+    if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
         if dist.get_backend() == "nccl":

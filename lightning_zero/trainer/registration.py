@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -41,22 +42,18 @@ def _fill(module: ModuleType) -> None:
     for name, row in PRESETS.items():
         if name not in registry:
             text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
-            registry.register(name, _factory(module.__name__, name), description=text)
+            registry.register(name, partial(_make_strategy, module.__name__, name), description=text)
 
 
-def _factory(module: str, name: str) -> Callable[[], Any]:
-    """Make the function that the registry calls for ``strategy=name``. It imports the strategy."""
+def _make_strategy(module: str, name: str) -> Any:
+    """Make the strategy of ``strategy=name``. Imports it."""
+    from lightning_zero.lightning_api import check_package
 
-    def make_strategy() -> Any:
-        from lightning_zero.lightning_api import check_package
-
-        check_package(module.removesuffix(".strategies"))
-        row, (_, home, strategy) = PRESETS[name], _REGISTRIES[module]
-        return getattr(importlib.import_module(home), strategy)(
-            row.stage, offload=row.offload, start_method=row.start_method
-        )
-
-    return make_strategy
+    check_package(module.removesuffix(".strategies"))
+    row, (_, home, strategy) = PRESETS[name], _REGISTRIES[module]
+    return getattr(importlib.import_module(home), strategy)(
+        row.stage, offload=row.offload, start_method=row.start_method
+    )
 
 
 class _Registration(MetaPathFinder):

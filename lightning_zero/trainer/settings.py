@@ -28,7 +28,7 @@ class RunPlan:
             ``zero.checkpoint.verify`` is false.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: state tensors per parameter, for ``stage="auto"``; default: from ``configure_optimizers``.
-        activations: returns the activations of a micro-batch, for the table at the end of training.
+        activations: of a micro-batch, or a function that returns them, for the table at the end of training.
         held: rows (role, tier, bytes planned, bytes measured) of rank 0, which the strategy puts here after training.
     """
 
@@ -36,7 +36,7 @@ class RunPlan:
     resumes_job: bool = False
     command_to_go_on: Callable[[str], str] = call_to_go_on
     optimizer_states: int | None = None
-    activations: Callable[[], Activations | None] | None = None
+    activations: Activations | Callable[[], Activations | None] | None = None
     held: Sequence[tuple[str, str, int, int | None]] = ()
 
 

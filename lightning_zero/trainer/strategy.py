@@ -40,7 +40,7 @@ from lightning_zero.lightning_api import (
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
-from lightning_zero.trainer import loops, processes
+from lightning_zero.trainer import loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
@@ -48,7 +48,7 @@ from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.processes import Processes
+from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
@@ -60,7 +60,7 @@ from lightning_zero.trainer.summary import held_rows, print_held, print_units
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
-class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
+class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
@@ -148,8 +148,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             yield
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder for Hugging Face's ``from_pretrained``; each rank writes its part.
-        Collective.
+        """Write the model to a new folder for ``from_pretrained``; each rank writes its part. Collective.
 
         Args:
             dtype: of floating-point tensors, such as ``"bf16"``; default: the dtypes the module was built with.
@@ -332,7 +331,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self.model = self._setup_model(self.model)
         self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
-            saved = self._checkpoints.take_saved_rng()
+            saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
         self._checkpoints.load_what_waits(trainer)
@@ -365,9 +364,11 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         """Shard the module, or keep its engine from an earlier run if nothing has changed. Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
-        if engine is not None and not self._still_fits(engine, model, wanted):
-            engine.release()
-            engine = None
+        if engine is not None:
+            same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
+            if not same_params or engine.config != wanted or engine.comm.device != self.root_device:
+                engine.release()
+                engine = None
         if engine is None:
             sources = self._checkpoints.first_values(model)
             engine = shard(
@@ -392,10 +393,6 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         return model
-
-    def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
-        same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
-        return same_params and engine.config == wanted and engine.comm.device == self.root_device
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         for sharded in self.engine.optimizers:
@@ -464,33 +461,25 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("validation_step", super().validation_step, args, kwargs):
-            return self._sequences.evaluation_step(super().validation_step, *args, **kwargs)
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step", super().test_step, args, kwargs):
-            return self._sequences.evaluation_step(super().test_step, *args, **kwargs)
+        return self._evaluate("test_step", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step", super().predict_step, args, kwargs):
-            return self._sequences.evaluation_step(super().predict_step, *args, **kwargs)
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def on_validation_start(self) -> None:
         self._evaluation_starts = True
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
         if self._interruptions is not None and self._interruptions.training:
             step_plateau_schedulers(self.lightning_module.trainer)
 
-    def on_test_start(self) -> None:
-        self._evaluation_starts = True
-
-    def on_predict_start(self) -> None:
-        self._evaluation_starts = True
-
-    @contextlib.contextmanager
-    def _evaluation(self, key: str, step: Any, args: Any, kwargs: Any) -> Generator[None, None, None]:
+    def _evaluate(self, key: str, step: Any, args: Any, kwargs: Any) -> Any:
         starts = self._evaluation_starts
         if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
@@ -498,7 +487,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
         with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):
-            yield
+            return self._sequences.evaluation_step(step, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -560,7 +549,8 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
-            activations = self.run_plan.activations() if self.run_plan.activations is not None else None
+            found = self.run_plan.activations
+            activations = found() if callable(found) else found
             self.run_plan.held = held_rows(engine, module.trainer.accumulate_grad_batches, activations)
             print_held(self.run_plan.held)
 
@@ -568,7 +558,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._left:
             return
         alone = engine.comm.world_size == 1 and not engine.passes.after_step.has_failed
-        if not processes.has_failed() or alone:
+        if alone or not Ended.failed:
             whole_params.show_whole(engine)
         else:
             whole_params.show_again(engine)
@@ -578,7 +568,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if isinstance(exception, Left):  # raised on all ranks between two steps, so the engine is intact
             self._left = True
             return
-        processes.fail()
+        Ended.failed = True
         if self._waits is not None:
             self._waits.explain(exception)
         if (engine := self._engine_that_waits) is not None:

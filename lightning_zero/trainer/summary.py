@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_zero.engine import Engine
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.choose import human_bytes
 from lightning_zero.planning.memory import Bytes, Limits, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
 LARGE = 64 * 2**20  # bytes of a model from which :func:`large_unit` is worth a sentence
 Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measured
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_zero.engine import Engine
-    from lightning_zero.engine.units.unit import Unit
 
 
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
@@ -81,8 +78,6 @@ def print_units(engine: Engine) -> None:
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
     """Return the bytes that this rank was planned to hold and holds, at the end of a run."""
-    from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
-
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

@@ -101,12 +101,12 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
     done = skeleton.fill()
     hole = skeleton.holes[big.untyped_storage()._cdata]
     done += archive.write_values(partial(durable.write_at, fd), hole, 4 * 2**30, torch.full((5000,), 2.0))
-    skeleton.finish(done, may_have_gaps=lambda name: name == hole.record)
+    skeleton.finish(done, may_have_gaps=lambda name: name == hole.name)
     os.close(fd)
     found = torch.load(tmp_path / "a.ckpt", mmap=True)
     assert found["big"][2**30 :].eq(2).all() and found["last"].eq(1).all() and not found["big"][:1000].any()
     assert os.stat(tmp_path / "a.ckpt").st_blocks * 512 < 2**20
-    [record] = [r for r in archive.records_of(open(tmp_path / "a.ckpt", "rb")) if r.name == hole.record]  # noqa: SIM115
+    [record] = [r for r in archive.records_of(open(tmp_path / "a.ckpt", "rb")) if r.name == hole.name]  # noqa: SIM115
     assert record.nbytes == 4 * (2**30 + 5000)
 
 

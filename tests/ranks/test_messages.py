@@ -35,7 +35,7 @@ VALUES = [
     torch.device("cpu"),
     Stage.zero3,
     Box((0,), (3,), 7),
-    Decision("zero3", "cpu", "it fits", None, 2),
+    Decision("zero3", "cpu", "it fits", None),
 ]
 
 

@@ -16,7 +16,6 @@ from torch import nn
 import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
-from lightning_zero.presets import preset_config
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_same, fit, loader, seeded, trainer
 
@@ -34,14 +33,6 @@ def test_presets_by_name(name: str) -> None:
     strategy = trainer_of(name).strategy
     assert isinstance(strategy, ZeroStrategy)
     assert strategy.config.stage.name.name == name.lower()
-
-
-@pytest.mark.parametrize(
-    "name", ["zero1_offload", "zero2_offload", "zero3_offload", "ZERO3_NVME", "zero3_offload_optimizer"]
-)
-def test_presets_of_offload_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(Path.cwd()))
-    assert trainer_of(name).strategy.config == preset_config(name.lower())
 
 
 def test_arguments() -> None:

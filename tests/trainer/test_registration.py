@@ -70,14 +70,14 @@ def test_trainer_takes_the_name(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from lightning.pytorch import Trainer
 
     from lightning_zero import ZeroStrategy
-    from lightning_zero.presets import preset_config
+    from lightning_zero.config import make_config
 
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(Path.cwd()))
     trainer = Trainer(
         strategy=name.upper(), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, barebones=True
     )
     assert isinstance(trainer.strategy, ZeroStrategy)
-    assert trainer.strategy.config == preset_config(name)
+    assert trainer.strategy.config == make_config(stage=PRESETS[name].stage, offload=PRESETS[name].offload)
     assert trainer.world_size == 2
 
 

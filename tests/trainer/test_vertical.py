@@ -103,8 +103,8 @@ def test_the_main_jobs_model(position: str, precision: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("size", "settings", "words"),
     [
-        (3, {}, "got batch_size=3"),
-        (20, {}, "last batch of an epoch has 4 samples"),
+        (3, {}, "got a batch of 3 samples"),
+        (20, {}, "got a batch of 4 samples"),
         (20, {"limit_train_batches": 1, "max_epochs": 1}, None),
     ],
 )

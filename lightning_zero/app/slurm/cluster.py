@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -83,17 +82,15 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         self.signal = self.signal.removeprefix("SIG")
         self._check_used()
-        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_delay", 1), ("retries", 0)):
-            _at_least(key, getattr(self, key), least)
-        for key in ("tasks_per_node", "cpus_per_task"):
-            if getattr(self, key) is not None:
-                _at_least(key, getattr(self, key), 1)
+        for key in ("nodes", "gpus_per_node", "signal_delay", "retries", "tasks_per_node", "cpus_per_task"):
+            bound = 0 if key in ("gpus_per_node", "retries") else 1
+            if (value := getattr(self, key)) is not None and value < bound:
+                raise ConfigError(f"cluster.{key}: expected a number >= {bound}, got {value}. Change cluster.{key}.")
         if self.signal not in SIGNALS:
             raise ConfigError(
                 f"cluster.signal: expected {' or '.join(SIGNALS)}, got {self.signal}. Change cluster.signal."
             )
         self._check_tasks()
-        self._check_time()
         self._check_lines()
 
     def _check_used(self) -> None:
@@ -117,12 +114,7 @@ class ClusterConfig:
                 "cluster.tasks_per_node: expected the processes of a node with cluster.gpus_per_node=0, got none. "
                 "Give cluster.tasks_per_node."
             )
-
-    def _check_time(self) -> None:
-        if self.time is None:
-            return
-        seconds = seconds_of(self.time)
-        if self.requeue and seconds <= self.signal_delay:
+        if self.time is not None and seconds_of(self.time) <= self.signal_delay and self.requeue:
             raise ConfigError(
                 f"cluster.time: expected more than cluster.signal_delay ({self.signal_delay} s, in which the run saves "
                 f"and leaves), got {self.time}. Raise cluster.time or lower cluster.signal_delay."
@@ -161,40 +153,6 @@ class ClusterConfig:
     @property
     def world_size(self) -> int:
         return self.nodes * self.tasks
-
-    def env_lines(self) -> list[str]:
-        """Return the lines of shell that export ``env``."""
-        return [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
-
-
-def slurm_options(cluster: ClusterConfig, *, chdir: str | None = None, output: str | None = None) -> dict[str, Any]:
-    """Return sbatch options by long names, without ``cluster.sbatch``. Options without a value map to True."""
-    wanted = {
-        "job-name": cluster.job_name,
-        "nodes": cluster.nodes,
-        "ntasks-per-node": cluster.tasks,
-        "gpus-per-node": cluster.gpus_per_node or None,
-        "cpus-per-task": cluster.cpus_per_task,
-        "mem": cluster.mem,
-        "time": cluster.time,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "reservation": cluster.reservation,
-        "chdir": chdir,
-        "output": output,
-        "open-mode": output and "append",
-        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
-        "exclusive": cluster.exclusive or None,
-        "requeue" if cluster.requeue else "no-requeue": True,
-    }
-    return {name: value for name, value in wanted.items() if value is not None}
-
-
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"cluster.{key}: expected a number >= {least}, got {value}. Change cluster.{key}.")
 
 
 def seconds_of(time: str) -> int:

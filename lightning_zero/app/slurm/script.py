@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime, slurm_options
+from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
 from lightning_zero.ranks.resume import REFUSED, REQUEUE, VERDICT_VARIABLE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
@@ -23,9 +23,10 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
         folder: working directory of the job.
         run_dir: the run's folder; the default has the job's id in its name, so that it survives a requeue.
     """
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
-        "\n".join([*cluster.env_lines(), *cluster.setup]),
+        "\n".join([*exports, *cluster.setup]),
         "\n".join(
             [
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
@@ -40,8 +41,32 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
 
 
 def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
-    found = slurm_options(cluster, chdir=str(folder), output=log_path(run_dir))
-    lines = [f"--{name}" if value is True else f"--{name}={_quoted(value)}" for name, value in found.items()]
+    """Return the options of sbatch. An option without a value maps to True."""
+    wanted = {
+        "job-name": cluster.job_name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "chdir": str(folder),
+        "output": log_path(run_dir),
+        "open-mode": "append",
+        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
+        "exclusive": cluster.exclusive or None,
+        "requeue" if cluster.requeue else "no-requeue": True,
+    }
+    lines = [
+        f"--{name}" if value is True else f"--{name}={_quoted(value)}"
+        for name, value in wanted.items()
+        if value is not None
+    ]
     return [*lines, *cluster.sbatch]
 
 

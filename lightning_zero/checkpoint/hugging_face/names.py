@@ -29,8 +29,7 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: name in files -> name in the module's state dict. ``model``: of transformers or
-    PEFT, or None."""
+    """What to export. ``renamed``: state dict's name by that in files. ``model``: of transformers, PEFT, or None."""
 
     model: Any
     renamed: dict[str, str]

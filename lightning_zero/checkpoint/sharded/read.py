@@ -44,9 +44,6 @@ class Slice(io.RawIOBase):
         self._place = max(0, base + offset)
         return self._place
 
-    def tell(self) -> int:
-        return self._place
-
     def readinto(self, buffer: Any) -> int:
         wanted = max(0, min(len(buffer), self._length - self._place))
         self._file.seek(self._start + self._place)

@@ -34,8 +34,7 @@ from lightning_zero.tiers.pages import byte_view
 
 
 class Behind(NamedTuple):
-    """What a save needs to run while training continues. ``begin`` hands writing over to a thread. ``spare``: memory
-    for copies."""
+    """What a save in the background needs. ``begin`` hands writing over to a thread. ``spare``: memory for copies."""
 
     begin: Callable[..., None]
     streams: Streams

@@ -1,7 +1,5 @@
 """Run Lightning's WeightAveraging (and EMA) callbacks on shards: their copy of the module holds this rank's master
-shards.
-
-Checkpoints hold full tensors, as without sharding.
+shards. Checkpoints hold full tensors, as without sharding.
 """
 
 from __future__ import annotations
@@ -101,7 +99,9 @@ class ShardedAverage(AveragedModel):
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
-            state = self._own_state(trainable_only=settings.exclude_frozen)
+            storages = self._make_storages()
+            state = sharded_state_dict(self.engine, storages, trainable_only=settings.exclude_frozen)
+            state = self._with_own_buffers(state)
         elif save is not None:
             state = self._with_own_buffers(save.copy_of_masters(self._make_storages()))
         else:
@@ -124,11 +124,6 @@ class ShardedAverage(AveragedModel):
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view would keep the whole storage alive
         self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))
-
-    def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
-        return self._with_own_buffers(
-            sharded_state_dict(self.engine, self._make_storages(), trainable_only=trainable_only)
-        )
 
     def _make_storages(self) -> list[ResidentStorage]:
         self._storages = [ResidentStorage(average.detach()) for average in self.module.parameters()]
@@ -168,12 +163,6 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
         )
         if isinstance(waiting, NoAverageYet) and waiting.loaded is not None:
             callback.on_load_checkpoint(trainer, trainer.lightning_module, waiting.loaded)
-
-
-def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights to train on with: averaging callbacks save the averages as the module's state."""
-    weights: Mapping[str, Any] = checkpoint.get("current_model_state", checkpoint["state_dict"])
-    return weights
 
 
 def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:

@@ -1,5 +1,4 @@
-"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity, since they show no values to
-compare."""
+"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity: they show no values."""
 
 from __future__ import annotations
 

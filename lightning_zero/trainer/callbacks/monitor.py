@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
+from lightning_zero.engine import Engine
+from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import Callback, pl
 from lightning_zero.planning.buckets import RESTING
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
-
-if TYPE_CHECKING:
-    from lightning_zero.engine import Engine
 
 SMOOTHED = 10  # number of logs over which speeds are averaged
 _BETWEEN_RANKS = ("gather", "reduce", "agree")
@@ -98,7 +96,9 @@ class ZeroMonitor(Callback):
         self._logged.clear()
         self._logged.append(self._now(trainer))
         if self._peak is None:
-            self._peak = _known_peak(engine)
+            dtype = _DTYPES.get(engine.passes.precision, "bf16")
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+            self._peak = peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -140,20 +140,13 @@ class ZeroMonitor(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.monotonic()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._let_go()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._let_go()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._let_go()  # still open if another callback's hook raised
-
-    def _let_go(self) -> None:
+    def _let_go(self, *_: Any, **__: Any) -> None:
         self._end_counting()
         if self._recorder is not None:
             self._recorder = None
             recording.let_go()
+
+    on_train_end = on_exception = teardown = _let_go  # teardown: after an exception of another callback's hook
 
     def _end_counting(self) -> FlopCount | None:
         counting, self._counting = self._counting, None
@@ -252,31 +245,11 @@ def _kinds(engine: Engine) -> set[str]:
     return kinds
 
 
-def _known_peak(engine: Engine) -> float | None:
-    dtype = _DTYPES.get(engine.passes.precision, "bf16")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
-
-
 def _size(batch: Any) -> tuple[int, int]:
     """Return samples and tokens of a batch, 0 where unknown. Tokens are integers of shape [samples, length]."""
-    first = next(_tensors(batch), None)
+    parts = (batch.get("input_ids"), batch) if isinstance(batch, Mapping) else batch
+    first = next((tensor for tensor in find_tensors(parts) if tensor.dim()), None)
     if first is None:
         return 0, 0
     is_tokens = first.dim() == 2 and not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
     return len(first), first.numel() if is_tokens else 0
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield tensors that have samples, ``input_ids`` first."""
-    if isinstance(batch, Tensor):
-        if batch.dim():
-            yield batch
-    elif isinstance(batch, Mapping):
-        if "input_ids" in batch:
-            yield from _tensors(batch["input_ids"])
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)

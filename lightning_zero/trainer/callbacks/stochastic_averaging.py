@@ -1,5 +1,4 @@
-"""Run Lightning's StochasticWeightAveraging on shards: its copy holds this rank's master shards, as in
-``averaging.py``."""
+"""Run Lightning's StochasticWeightAveraging on master shards, as ``averaging.py`` does."""
 
 from __future__ import annotations
 

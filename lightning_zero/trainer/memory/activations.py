@@ -7,6 +7,7 @@ CPU, so scratch memory of GPU kernels does not count.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,8 +80,7 @@ class LiveBytes(TorchDispatchMode):
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._add(tensor, storage.nbytes())
+                self._add(tensor, tensor.untyped_storage().nbytes())
         return result
 
     def _add(self, tensor: Tensor, nbytes: int) -> None:
@@ -116,7 +116,7 @@ class _Recorder:
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots
-        self._unit, self._backward = 0, False
+        self._unit, self.in_backward = 0, False
         self.stretches: list[Stretch] = []
         self._came: dict[int, set[int]] = {}
         self._begun: set[int] = set()
@@ -125,10 +125,10 @@ class _Recorder:
     def enter(self, unit: int, *, backward: bool) -> None:
         """End the current stretch and begin one of ``unit``."""
         self.stretches.append(
-            Stretch(self._unit, self._backward, self._live.most, frozenset(self._begun), frozenset(self._done))
+            Stretch(self._unit, self.in_backward, self._live.most, frozenset(self._begun), frozenset(self._done))
         )
         self._begun, self._done = set(), set()
-        self._unit, self._backward = unit, backward
+        self._unit, self.in_backward = unit, backward
         self._live.restart()
 
     def arrived(self, bucket: int, slot: int) -> None:
@@ -138,10 +138,6 @@ class _Recorder:
         came.add(slot)
         if len(came) == self._slots[bucket]:
             self._done.add(bucket)
-
-    @property
-    def in_backward(self) -> bool:
-        return self._backward
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -177,14 +173,13 @@ def measure(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of failures in fake tensors; the exception has the same text."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Silence Lightning's lines on a new Trainer, and torch's on fake tensors: the exception has the same text."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 class _Measurement:
@@ -220,11 +215,9 @@ class _Measurement:
         self._own: set[int] = set()  # storages of parameters and buffers
         around = units_around(names) if config.vertical_chunks > 1 else set()
         whole = whole_batch_units(self._module, names, config) if config.vertical_chunks > 1 else set(names)
-        for number, group in enumerate(groups):
-            if number:
-                inner_module = self._module.get_submodule(group.name)
-                how = None if group.name in around else self._again if group.name in whole else self._in_chunks
-                self._watch(inner_module, number, how)
+        for number, name in list(enumerate(names))[1:]:
+            how = None if name in around else self._again if name in whole else self._in_chunks
+            self._watch(self._module.get_submodule(name), number, how)
         if precision in AUTOCAST_DTYPES:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
@@ -260,11 +253,8 @@ class _Measurement:
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any] | None) -> None:
         """Run ``module`` by ``how`` (``None``: as it is), and tell the recorder when it runs."""
-        inner = module.forward
-        recorder = self._recorder
-
-        def begins() -> None:
-            recorder.enter(unit, backward=True)
+        inner, recorder = module.forward, self._recorder
+        begins = partial(recorder.enter, unit, backward=True)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             recorder.enter(unit, backward=recorder.in_backward)
@@ -295,40 +285,34 @@ class _Measurement:
             handles = watch_gradients(self._gradients)
             try:
                 self._batch_size = first_size(fake)
+                dtype = AUTOCAST_DTYPES.get(self._precision)
                 with (
                     assuming(self._config.vertical_chunks),
                     self._live,
                     saved_tensors_hooks(pack, lambda tensor: tensor),
-                    self._context(),
+                    torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False),
                 ):
                     self._train(fake)
                     self._recorder.enter(0, backward=True)
             finally:
                 for handle in handles:
                     handle.remove()
-            nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
-        total = float(self._live.flops)
-        exchanged = self._sharers.sent
-        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total, exchanged)
+            storages = (leaf.untyped_storage() for leaf in tree_leaves(fake) if isinstance(leaf, Tensor))
+            nbytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        total, saved = float(self._live.flops), sum(self._saved.values())
+        return Activations(tuple(self._recorder.stretches), saved, nbytes, total, self._sharers.sent)
 
     def _train(self, batch: Any) -> None:
         """Run one step, on this rank's part of the batch if ranks share sequences."""
-        step = self._module.training_step
-        if self._config.sequence_parallel == 1:
-            self._step(step, batch)
-            return
-        steps = SequenceSteps(self._module, self._sharers)
+        steps = SequenceSteps(self._module, self._sharers if self._config.sequence_parallel > 1 else None)
         first, *more = self._arguments(batch)
         part, own = steps.cut(first)
-        loss = _loss_of(steps.train(part, step, own, *more))
+        loss = steps.train(part, self._module.training_step, own, *more)
+        if isinstance(loss, Mapping):  # what else it holds is gone before the backward
+            loss = loss.get("loss")
         with steps.backward():
             if loss is not None and self._module.automatic_optimization:
                 self._backward(loss)
-
-    def _step(self, step: Callable[..., Any], batch: Any) -> None:
-        loss = _loss_of(step(*self._arguments(batch)))
-        if loss is not None and self._module.automatic_optimization:
-            self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
         self._recorder.enter(0, backward=True)
@@ -336,12 +320,9 @@ class _Measurement:
             loss.backward()
 
     def _arguments(self, batch: Any) -> list[Any]:
-        from inspect import Parameter, signature
-
-        wanted = [
-            p for p in signature(self._module.training_step).parameters.values() if p.kind is not Parameter.VAR_KEYWORD
-        ]
-        return [batch, 0, 0][: max(1, min(3, len(wanted)))]
+        given = inspect.signature(self._module.training_step).parameters.values()
+        wanted = sum(p.kind is not inspect.Parameter.VAR_KEYWORD for p in given)
+        return [batch, 0, 0][: max(1, wanted)]
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -350,19 +331,6 @@ class _Measurement:
         if isinstance(value, FakeTensor):
             return value if dtype is None else value.to(dtype)
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=CPU)
-
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._precision in AUTOCAST_DTYPES:
-            return torch.autocast("cpu", dtype=AUTOCAST_DTYPES[self._precision], cache_enabled=False)
-        return contextlib.nullcontext()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _keep_output_dtype(module: nn.Module) -> None:

@@ -13,9 +13,8 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,13 +31,12 @@ from lightning_zero.config import (
 )
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, describe_units
 from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
-from lightning_zero.planning.activations import Activations, ByBatchSize
-from lightning_zero.planning.choose import Choice, choose_row, human_bytes, with_room
-from lightning_zero.planning.fit import Machine, Model, plan_row
+from lightning_zero.planning.activations import ByBatchSize
+from lightning_zero.planning.choose import choose_row
+from lightning_zero.planning.fit import Machine, Model
 from lightning_zero.planning.memory import ADAM_STATES, Limits
-from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
@@ -50,16 +48,13 @@ from lightning_zero.trainer.precision import ZeroPrecision
 if TYPE_CHECKING:
     from lightning_zero.trainer.strategy import ZeroStrategy
 
-KEY = "lightning_zero_auto"  # in checkpoints
-
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen row and the reason. Saved in checkpoints.
+    """The chosen row and the reason.
 
     Attributes:
         samples: the largest micro-batch per rank that fits, by the plan; None if not known.
-        world_size: the number of ranks it was made for.
         fitting: whether it was made for training.
     """
 
@@ -67,7 +62,6 @@ class Decision:
     offload: str
     reason: str
     samples: int | None
-    world_size: int
     fitting: bool = True
 
     @property
@@ -83,12 +77,10 @@ class Decision:
 
 @dataclass
 class Auto:
-    """A strategy's decision. ``asked``: settings that leave rows open, or None. ``saved``: the loaded checkpoint's
-    decision."""
+    """A strategy's decision. ``asked``: settings that leave rows open, or None."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
-    saved: Decision | None = None
 
 
 class _Place(NamedTuple):
@@ -171,7 +163,7 @@ def _decide(
     model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.run_plan.activations = partial(_itself, found)  # a lambda could not be pickled
+        strategy.run_plan.activations = found
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:
@@ -180,33 +172,9 @@ def _decide(
             "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
         )
     note = "".join(f" ({text})" for text in assumed)
-    if (saved := strategy._auto.saved) is not None:
-        kept, note_of_saved = _kept(saved, model, there, candidates)
-        if kept:
-            return Decision(
-                saved.stage, saved.offload, "the row of the checkpoint", saved.samples, strategy.world_size, fitting
-            )
-        note += note_of_saved
-    choice: Choice = choose_row(model, there, candidates, rates)
+    choice = choose_row(model, there, candidates, rates)
     row = choice.row
-    return Decision(
-        row.stage.value, row.offload.value, choice.reason + note, choice.samples, strategy.world_size, fitting
-    )
-
-
-def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tuple[bool, str]:
-    """Return whether a resumed run keeps its checkpoint's row, and if not, why."""
-    found = [c for c in candidates if (c[0].value, c[1].value) == (saved.stage, saved.offload)]
-    before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
-    if not found:
-        return False, f"{before}is not among the rows that are asked for)"
-    stage, offload, settings = found[0]
-    room = with_room(there, activations_known=model.activations is not None)
-    row = plan_row(model, stage, offload, room, settings)
-    if row.fits:
-        return True, ""
-    lack = ", ".join(f"{human_bytes(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
-    return False, f"{before}lacks {lack} here, on {there.world_size} rank(s) after {saved.world_size})"
+    return Decision(row.stage.value, row.offload.value, choice.reason + note, choice.samples, fitting)
 
 
 def model_of(
@@ -215,9 +183,6 @@ def model_of(
     """Return the model as planning sees it, and a list of what was assumed where facts are not known."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
-    limits = Limits(
-        config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, trainer.accumulate_grad_batches
-    )
     found, why_not = None, "" if fitting else "there is no training"
     if fitting:
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
@@ -230,19 +195,26 @@ def model_of(
         states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
     if why:
         assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
-    names, shapes = tuple(u.name for u in units), tuple(bucket_shapes(units))
-    recomputes = config.activation_checkpointing is not Recompute.none
-    model = Model(
-        names,
-        shapes,
-        limits,
+    return planned_model(units, config, trainer.accumulate_grad_batches, states, found), assumed
+
+
+def planned_model(
+    units: Sequence[UnitGroup],
+    config: ZeroConfig,
+    micro_batches: int,
+    states: int | TensorStates,
+    activations: ByBatchSize | None = None,
+) -> Model:
+    return Model(
+        tuple(unit.name for unit in units),
+        tuple(bucket_shapes(units)),
+        Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches),
         states,
-        found,
-        recomputes=recomputes,
+        activations,
+        recomputes=config.activation_checkpointing is not Recompute.none,
         in_parts=config.vertical_chunks,
         gather_after_fit=config.gather_after_fit,
     )
-    return model, assumed
 
 
 def activations_of(
@@ -250,7 +222,8 @@ def activations_of(
 ) -> tuple[ByBatchSize | None, str]:
     """Measure activations of a first training batch, or say why they are not known. Random numbers stay unchanged."""
     try:
-        batch = first_batch(trainer)
+        with isolate_rng(include_cuda=False):
+            batch = batch_from(trainer.fit_loop._data_source.dataloader())
     except Exception as error:  # of users' code; training will raise it again
         return None, f"a first batch cannot be taken: {type(error).__name__}: {error}"
     try:
@@ -259,14 +232,8 @@ def activations_of(
         return None, str(error)
 
 
-def first_batch(trainer: pl.Trainer) -> Any:
-    """Make a batch of the first samples, on the host, without samplers or workers."""
-    with isolate_rng(include_cuda=False):
-        return batch_from(trainer.fit_loop._data_source.dataloader())
-
-
 def batch_from(loaders: Any) -> Any:
-    """Collate the first samples of a loader, or of each loader in a collection."""
+    """Collate the first samples of a loader, or of each loader in a collection, without samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):
@@ -285,7 +252,3 @@ def batch_from(loaders: Any) -> Any:
         return loaders.collate_fn(dataset[0])
     count = min(size, len(dataset))  # type: ignore[arg-type]
     return loaders.collate_fn([dataset[index] for index in range(count)])
-
-
-def _itself(found: Activations | None) -> Activations | None:
-    return found

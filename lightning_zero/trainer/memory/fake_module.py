@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units.describe import UnitGroup
-from lightning_zero.lightning_api import isolate_rng, pl
+from lightning_zero.lightning_api import LightningEnvironment, isolate_rng, pl
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
@@ -26,46 +26,31 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """The copy's trainer: the run's, if there is one, but with optimizers that step nothing."""
+    """The copy's trainer: the run's, else one that was just made, but with optimizers that step nothing."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
-        self.__dict__.update(_trainer=trainer, optimizers=optimizers)
+        self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        trainer = self.__dict__["_trainer"]
-        if trainer is None:
-            default = _TRAINER.get(name, _TRAINER)
-            if default is _TRAINER:
-                raise AttributeError(f"trainer.{name} is not known before a run")
-            return default
-        return getattr(trainer, name)
+        return getattr(self.__dict__["_trainer"], name)
 
 
-_TRAINER: dict[str, Any] = {
-    "world_size": 1,
-    "num_devices": 1,
-    "global_rank": 0,
-    "local_rank": 0,
-    "is_global_zero": True,
-    "current_epoch": 0,
-    "global_step": 0,
-    "max_epochs": None,
-    "max_steps": -1,
-    "log_every_n_steps": 50,
-    "sanity_checking": False,
-    "training": True,
-    "validating": False,
-    "testing": False,
-    "predicting": False,
-    "loggers": [],
-    "logger": None,
-    "callbacks": [],
-    "callback_metrics": {},
-    "logged_metrics": {},
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "estimated_stepping_batches": math.inf,
-}
+def _new_trainer() -> pl.Trainer:
+    """Make a Trainer of one rank, as it is in an epoch of a training without an end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of GPUs that it does not use
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[LightningEnvironment()],
+        )
+    trainer.training = True
+    return trainer
 
 
 def fake_copy(
@@ -118,11 +103,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
         def toggle_model(self, *_: Any, **__: Any) -> Any:
             return contextlib.nullcontext()
 
-    found = module.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        found = found[0]
-    several = list(found) if isinstance(found, (list, tuple)) else [found]
-    made = [Nothing() for _ in several]
+    made = [Nothing() for _ in _optimizers_in(module.configure_optimizers())]
     module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
 
 

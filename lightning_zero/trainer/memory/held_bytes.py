@@ -71,8 +71,7 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Count state tensors per parameter so far; if some optimizer steps whole tensors, return this rank's whole
-    state."""
+    """Count state tensors per parameter so far; where tensors are stepped whole, return this rank's whole state."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(
@@ -100,8 +99,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned for now, between two steps. Cleared gradients count until the next backward drops
-    them."""
+    """Return the bytes planned between two steps. Cleared gradients count until the next backward drops them."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,30 +14,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
-from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
-from lightning_zero.ranks.waits import Waits
+from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
 
-T = TypeVar("T")
 _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
 
-class CheckpointFiles:
-    config: ZeroConfig
-    if TYPE_CHECKING:  # the strategy's
-        _checkpoint_io: CheckpointIO | None
-        global_rank: Any
+class CheckpointFiles(Processes):
+    """The part of a strategy that reads and writes files and folders."""
+
+    _checkpoint_io: CheckpointIO | None
+    if TYPE_CHECKING:  # Lightning's
         is_global_zero: Any
-        broadcast: Any
-
-        _gather_objects: Callable[[Any, str], list[Any]]
-        _together: Callable[[str, Callable[[], Any]], Any]
-
-        @property
-        def _waits(self) -> Waits | None: ...
 
     @property
     def _long_work(self) -> LongWork:
@@ -136,8 +128,7 @@ def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = S
     if report.damage:
         raise ConfigError(
             f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
-            f"{', '.join(report.damage[:5])}"
-            f"{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
+            f"{', '.join(report.damage[:5])}{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
             "Give another one (a job that starts again takes the one before it when this file is gone), or "
             "zero.checkpoint.verify=false."
         )

@@ -123,39 +123,30 @@ def warn_of_overruled(
 
     ``scheduled``: optimizers whose learning rate a scheduler changes.
     """
-    found = [text for optimizer, state in pairs for text in _overruled(optimizer, state, optimizer in scheduled)]
-    if found:
+    changed = []
+    for optimizer, state in pairs:
+        for number, (given, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+            ignored = _HOW | (_CYCLED if "max_momentum" in {*given, *saved} else set())
+            for name in sorted((optimizer.defaults.keys() & given.keys() & saved.keys()) - ignored):
+                has_first = name == "lr" and "initial_lr" in given.keys() & saved.keys()
+                if name == "lr" and optimizer in scheduled and not has_first:
+                    continue
+                key = "initial_lr" if has_first else name  # a scheduler may have changed lr
+                before, now = _plain(saved[key]), _plain(given[key])
+                if before != now:
+                    group = f" of param group {number}" if len(optimizer.param_groups) > 1 else ""
+                    changed.append(f"{name}{group}: {before} (given: {now})")
+    if changed:
         rank_zero_warn(
             f"ckpt_path: {path}: the optimizer goes on with the settings of the checkpoint, as under every strategy, "
-            f"and not with those that were given: {', '.join(dict.fromkeys(found))}. To change them, set "
+            f"and not with those that were given: {', '.join(dict.fromkeys(changed))}. To change them, set "
             "optimizer.param_groups in on_train_start (and lr_scheduler.base_lrs where a scheduler sets lr), or load "
             "the weights alone (load_state_dict) and start anew."
         )
 
 
-def _overruled(optimizer: Optimizer, state: Mapping[str, Any], scheduled: bool) -> list[str]:
-    """List ``name: value in the checkpoint (given: value in the optimizer)`` for each setting that differs."""
-    found = []
-    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
-        names = [name for name in optimizer.defaults if name not in _HOW and name in own and name in saved]
-        if "max_momentum" in saved or "max_momentum" in own:
-            names = [name for name in names if name not in _CYCLED]
-        for name in names:
-            key = name
-            if name == "lr":  # a scheduler may have changed lr, so compare initial values
-                key = "initial_lr" if "initial_lr" in own and "initial_lr" in saved else "lr"
-                if scheduled and key == "lr":
-                    continue
-            theirs, ours = _plain(saved[key]), _plain(own[key])
-            if theirs != ours:
-                group = f" of param group {number}" if len(optimizer.param_groups) > 1 else ""
-                found.append(f"{name}{group}: {theirs} (given: {ours})")
-    return found
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.tolist()
+    value = value.tolist() if isinstance(value, Tensor) else value
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -88,7 +87,7 @@ _SMALL_NBYTES = MIB  # smaller storages are copied at once
 
 def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
     storages: dict[int, Any] = {}
-    for tensor in _tensors_in(loaded, set()):
+    for tensor in find_tensors(loaded):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             copy = storages.setdefault(
@@ -97,24 +96,6 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
                 copy, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in mappings, sequences and dataclasses, which may contain themselves."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        inner = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = vars(value).values() if hasattr(value, "__dict__") else ()
-    if id(value) not in seen:
-        seen.add(id(value))
-        for entry in inner:
-            yield from _tensors_in(entry, seen)
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
@@ -181,8 +162,7 @@ def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
         "give weights_only=False to Trainer.fit (validate, test, predict) or fabric.load, or weights_only=false to "
-        "lightning_zero.train, "
-        f"or allow the classes before: torch.serialization.add_safe_globals([{names}])"
+        f"lightning_zero.train, or allow the classes before: torch.serialization.add_safe_globals([{names}])"
     )
 
 

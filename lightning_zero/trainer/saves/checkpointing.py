@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,7 @@ from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
-from lightning_zero.trainer.memory import auto_row
-from lightning_zero.trainer.processes import has_failed
+from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
@@ -72,8 +70,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Saves and loads a strategy's checkpoints. ``range_save`` is set while ``Trainer.save_checkpoint`` writes by
-    ranges.
+    """Saves and loads a strategy's checkpoints. ``range_save`` is set while the Trainer writes one by ranges.
 
     ``fakes``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
     """
@@ -81,7 +78,7 @@ class Checkpoints:
     def __init__(self, strategy: ZeroStrategy) -> None:
         self._strategy = strategy
         self._saves_folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
-        self._background = BackgroundSaves()
+        self.background = BackgroundSaves()
         self.next_may_fail = False
         self.range_save: RangeSave | None = None
         self.fakes: FakeTensors | None = None
@@ -92,11 +89,7 @@ class Checkpoints:
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # the checkpoint to load in setup(), and ``strict``
         self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
-        self._saved_rng: Saved | None = None
-
-    def take_saved_rng(self) -> Saved | None:
-        saved, self._saved_rng = self._saved_rng, None
-        return saved
+        self.saved_rng: Saved | None = None
 
     def before_save(self) -> None:
         """Wait for the previous save. Raise RuntimeError if only some ranks save. Collective."""
@@ -133,7 +126,9 @@ class Checkpoints:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks on failure. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
-            rows = self._gather_rows(self._strategy._random_numbers.row())
+            row, waits = self._strategy._random_numbers.row(), self._strategy._waits
+            what = "states of random numbers"
+            rows = row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, what)
             if rows is not None:
                 checkpoint[RNG_KEY] = self._strategy._random_numbers.record_of(rows)
         if self._strategy.lightning_module is not None and (
@@ -142,8 +137,6 @@ class Checkpoints:
             checkpoint[HUGGING_FACE] = model
         if self._strategy.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
-        if (decision := self._strategy._auto.decision) is not None:
-            checkpoint[auto_row.KEY] = asdict(decision)
         if self._saves_folders:
             if (
                 self._strategy._waits is not None or self._strategy.is_global_zero
@@ -179,32 +172,26 @@ class Checkpoints:
         state = module.trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
-        begin = partial(self._background.begin, self._strategy._waits, may_fail=self.next_may_fail)
-        return Behind(begin, self._strategy.engine.comm.streams, self._background.spare)
+        begin = partial(self.background.begin, self._strategy._waits, may_fail=self.next_may_fail)
+        return Behind(begin, self._strategy.engine.comm.streams, self.background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
         """Call ``act`` once all saves begun so far are on disk; never if one of them fails."""
-        if self._background.is_under_way:
-            self._background.then(act)
+        if self.background.is_under_way:
+            self.background.then(act)
         else:
             after_writes(self._strategy.checkpoint_io, act)
 
-    @property
-    def has_failed_write(self) -> bool:
-        """Return whether this rank already knows that a background save has failed. Does not wait."""
-        return self._background.has_failed
-
     def wait_for_writes(self) -> None:
-        """Wait for the save under way before the next begins. Raise its error, or warn if training may go on.
-        Collective."""
-        if self._background.is_under_way:
+        """Wait for the save under way. Raise its error, or warn if training may go on. Collective."""
+        if self.background.is_under_way:
             try:
                 with self.noting_failure():
                     self._strategy._together(
-                        "the save before this one", partial(self._background.wait, self._strategy._long_work)
+                        "the save before this one", partial(self.background.wait, self._strategy._long_work)
                     )
             except Exception as error:
-                if not failed_on_all_ranks(error) or not self._background.may_fail:
+                if not failed_on_all_ranks(error) or not self.background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         io = self._strategy.checkpoint_io
@@ -220,7 +207,7 @@ class Checkpoints:
 
     def finish_writes(self) -> None:
         """Wait until all background saves are on disk. Raise on all ranks if one has failed. Collective."""
-        if self._background.is_under_way:
+        if self.background.is_under_way:
             self.wait_for_writes()
         # A wrapping CheckpointIO would not pass teardown() on to the writer.
         if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
@@ -241,7 +228,7 @@ class Checkpoints:
                 ranks.
             OSError: reading failed, but another try may succeed; a RuntimeError on other ranks.
         """
-        if self._background.is_under_way:
+        if self.background.is_under_way:
             self.wait_for_writes()
         strategy = self._strategy
         accelerator_of(strategy.root_device).release_cached()
@@ -250,8 +237,6 @@ class Checkpoints:
         verified = strategy.run_plan.resumes_job if wanted is None else wanted
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
-        saved = checkpoint.pop(auto_row.KEY, None)
-        strategy._auto.saved = None if saved is None else auto_row.Decision(**saved)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
@@ -259,7 +244,7 @@ class Checkpoints:
         if record is None or self._strategy.lightning_module is None:  # checkpoints of other strategies have no record
             return
         if self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_rng = Saved.of_rank(
+            self.saved_rng = Saved.of_rank(
                 record, self._strategy.global_rank, self._strategy.world_size, self._strategy.root_device
             )
             if (saved := saved_ranks(record)) != self._strategy.world_size:
@@ -302,8 +287,7 @@ class Checkpoints:
         )
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that :meth:`load_model` kept. Raise ConfigError first if optimizers do not match.
-        Collective."""
+        """Load the weights of :meth:`load_model`. Raise ConfigError first if optimizers do not match. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -355,9 +339,9 @@ class Checkpoints:
         for optimizer, state in pairs:
             state_dicts.load_optimizer_state(self._strategy.engine, optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights loaded while frozen were rounded
-            self._load_into_shards(
-                self._strategy.engine, checkpoint, averaging.current_weights(checkpoint), strict=False
-            )
+            # Averaging callbacks save the averages as the module's state.
+            weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
+            self._load_into_shards(self._strategy.engine, checkpoint, weights, strict=False)
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
         """Compare saved states with this run's optimizers, and return the pairs. Collective."""
@@ -372,13 +356,9 @@ class Checkpoints:
         self._strategy._together("comparing a checkpoint with the optimizers", check)
         return pairs
 
-    def _gather_rows(self, row: Tensor) -> Tensor | None:
-        waits = self._strategy._waits
-        return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
-
     def end(self) -> None:
-        if has_failed():
-            self._background.wait_alone(self._strategy._long_work)
+        if Ended.failed:
+            self.background.wait_alone(self._strategy._long_work)
         else:
             self.finish_writes()
         try:
@@ -386,6 +366,6 @@ class Checkpoints:
                 writer.teardown()
             self._strategy.checkpoint_io.teardown()
         except Exception as error:
-            if not has_failed():
+            if not Ended.failed:
                 raise
             rank_zero_warn(str(error))  # raising would hide the error that ended the run

@@ -38,8 +38,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link atomically, after background writes. Lightning removes the old link first, and does not
-        wait."""
+        """Replace the link atomically, after background writes. Lightning would remove the old one at once."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -55,8 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Let this job remove the checkpoint it resumed from if it is the job's own. Lightning keeps it, as the
-        user's."""
+        """Let a job remove the checkpoint it resumed from if it is its own. Lightning keeps it, as the user's."""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -102,24 +100,20 @@ class NoteJob(Callback):
         for callback in _of(trainer):
             callback.last_model_path = callback.last_model_path or known.get(callback.state_key, "")
         if again:
-            removed = [name for folder in self._all_folders(trainer) for name in remove_leftovers(folder)]
+            paths = {Path(path).resolve() for path in (self._run_dir, *(c.dirpath for c in _of(trainer))) if path}
+            removed = [name for folder in paths if folder.is_dir() for name in remove_leftovers(folder)]
             removed += self._remove_unknown(trainer)
             if removed:
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Find each ``last.ckpt`` of this job. A restarted callback may not know its link, and would make
-        ``last-v1.ckpt``."""
+        """Find each ``last.ckpt`` of this job. A callback that does not know it would make ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
             if last in written.get(callback.state_key, ()) and os.path.lexists(last):
                 found[callback.state_key] = os.path.join(callback.dirpath or "", last.name)
         return found
-
-    def _all_folders(self, trainer: pl.Trainer) -> set[Path]:
-        folders = [self._run_dir, *(c.dirpath for c in _of(trainer))]
-        return {Path(folder).resolve() for folder in folders if folder is not None and Path(folder).is_dir()}
 
     def _remove_unknown(self, trainer: pl.Trainer) -> list[str]:
         written = files_of_job(self._run_dir)

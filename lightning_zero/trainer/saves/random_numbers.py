@@ -26,8 +26,7 @@ KEY = "lightning_zero_rng"  # key in a checkpoint
 
 
 class Saved(NamedTuple):
-    """The generators' states that one rank goes on with: before the next draw, and before the epoch's iterator was
-    made.
+    """The states with which one rank goes on: before the next draw, and before the epoch's iterator was made.
 
     ``in_epoch``: the next batch comes from that iterator.
     """

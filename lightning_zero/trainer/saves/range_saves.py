@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.archive import Hole, Piece, Skeleton, WriteAt, write_values
+from lightning_zero.checkpoint.archive import Piece, Record, Skeleton, WriteAt, write_values
 from lightning_zero.checkpoint.durable import Part, aside, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
@@ -61,7 +61,7 @@ class _Place(NamedTuple):
 
     part: str
     identity: tuple[int, int]
-    holes: dict[Value, list[tuple[Hole, torch.dtype]]]
+    holes: dict[Value, list[tuple[Record, torch.dtype]]]
 
     @property
     def dtypes(self) -> dict[Value, torch.dtype]:
@@ -162,7 +162,7 @@ class RangeSave:
         part = stack.enter_context(aside(self._path, keep=keep))
         skeleton = Skeleton(content, part.fd)
         begun.append((part, skeleton, skeleton.fill()))
-        holes: dict[Value, list[tuple[Hole, torch.dtype]]] = {}
+        holes: dict[Value, list[tuple[Record, torch.dtype]]] = {}
         for value, tensor in fakes.made:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
             if hole is not None:  # the user's state_dict may omit the tensor
@@ -195,6 +195,10 @@ class RangeSave:
         def total() -> int:
             return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
+        def raise_it() -> None:
+            for error in errors:
+                raise error
+
         with self._engine.comm.long_work.bytes(f"saving {self._path.name}", total) as did:
             for part in gathered_ranges(self._engine, place.dtypes, copies):
                 if self._engine.comm.rank == 0 and not errors:
@@ -203,7 +207,7 @@ class RangeSave:
                         _write_range(_telling(did, partial(write_at, fd)), place, done, part)
                     except Exception as error:
                         errors.append(error)
-        self._together("writing a checkpoint", partial(_raise_first, errors))
+        self._together("writing a checkpoint", raise_it)
         return done
 
     def _end(
@@ -220,7 +224,7 @@ class RangeSave:
         for part, skeleton, filled in begun:
             # Gaps are allowed where an optimizer has state for only some elements of a parameter; the rest is zero.
             states = {
-                hole.record
+                hole.name
                 for v, holes in place.holes.items()
                 if v.name != MASTER and v.optimizer != COPY
                 for hole, _ in holes
@@ -235,12 +239,12 @@ class RangeSave:
 
     # -- agreements -------------------------------------------------------------------------------------------------
 
-    def _together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+    def _together(self, what: str, act: Callable[[], T]) -> T:
         def named() -> T:
             with naming(self._path):
                 return act()
 
-        return together(dist.group.WORLD, self._engine.comm.waits, what, named, undo, patient=True)
+        return together(dist.group.WORLD, self._engine.comm.waits, what, named, patient=True)
 
     def _gather(self, value: T, what: str) -> list[T]:
         return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)
@@ -259,11 +263,6 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
         did(len(data))
 
     return both
-
-
-def _raise_first(errors: list[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def _identity(fd: int) -> tuple[int, int]:

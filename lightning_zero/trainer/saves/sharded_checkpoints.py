@@ -55,8 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a checkpoint into parts for DCP's files and for ``meta.pt``. ``named``: keys of optimizer states
-    (Fabric)."""
+    """Divide a checkpoint into parts for DCP's files and ``meta.pt``. ``named``: keys of optimizers (Fabric)."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -166,9 +165,8 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
         raise ConfigError(
-            "ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got "
-            f"{folder.path} with {', '.join(found)}: loading these can run any code in it. "
-            f"If you trust it, {way_out(found)}."
+            f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {folder.path} "
+            f"with {', '.join(found)}: loading these can run any code in it. If you trust it, {way_out(found)}."
         ) from error
     except OSError:
         raise
