@@ -124,13 +124,14 @@ def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     import torch
 
     import lightning_zero
+    from lightning_zero.config import Offload
     from lightning_zero.planning.buckets import Role
     from lightning_zero.planning.memory import Moment, planned_bytes
     from lightning_zero.planning.placement import Tier
     from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 
     offload: dict[str, Any] = {"name": row.offload}
-    if "nvme" in row.offload or row.offload == "auto":
+    if Offload[row.offload].uses_files or row.offload == "auto":
         offload["nvme_path"] = files
     if row.offload == "auto":
         offload |= {"device_budget": 200_000, "host_budget": 400_000}
