@@ -28,6 +28,7 @@ from lightning_zero.config import (
     make_config,
 )
 from lightning_zero.presets import PRESETS
+from tests.rows import IN_FILES
 
 pytestmark = pytest.mark.smoke
 
@@ -129,7 +130,7 @@ def test_zero_turns_prefetching_off() -> None:
     assert make_config(prefetch_bytes=0).prefetch_bytes == 0
 
 
-@pytest.mark.parametrize("row", ["optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"])
+@pytest.mark.parametrize("row", IN_FILES)
 def test_files_need_a_folder(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name it comes from the environment, else from the setting alone."""
     monkeypatch.delenv(NVME_PATH, raising=False)
@@ -150,8 +151,7 @@ def test_files_need_a_folder(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", [row.name for row in Offload])
 @pytest.mark.parametrize("stage", range(4))
 def test_rows_of_offload_and_stages(stage: int, row: str) -> None:
-    moves_params = row in ("cpu", "nvme", "optimizer_cpu_param_nvme")
-    fits = row == "none" or (stage == 3 if moves_params else stage >= 1)
+    fits = row == "none" or (stage == 3 if Offload[row].moves_params else stage >= 1)
     settings: dict[str, Any] = {"stage": stage, "offload": {"name": row, "nvme_path": "/a" if "nvme" in row else None}}
     if fits:
         assert make_config(**settings).offload.name is Offload[row]

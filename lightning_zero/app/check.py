@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
-from lightning_zero.config import allowed_rows
+from lightning_zero.config import Offload, allowed_rows
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import gpu_count
 from lightning_zero.models.gpt import GPT
@@ -118,7 +118,7 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     """Train a row, compare its resting bytes with the plan, and return the losses. Collective."""
     offload: dict[str, Any] = {"name": row.offload}
-    if "nvme" in row.offload or row.offload == "auto":
+    if Offload[row.offload].uses_files or row.offload == "auto":
         offload["nvme_path"] = files
     if row.offload == "auto":
         offload |= {"device_budget": 200_000, "host_budget": 400_000}

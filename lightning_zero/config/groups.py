@@ -154,7 +154,7 @@ class OffloadConfig:
             value = getattr(self, key)
             if value is not None:
                 positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
-        if "nvme" in self.name.name and not self.nvme_path:
+        if self.name.uses_files and not self.nvme_path:
             raise ConfigError(
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
@@ -170,7 +170,7 @@ class OffloadConfig:
 def without_effect(row: Offload) -> list[str]:
     """List the settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
     found = []
-    if "nvme" not in row.name and row is not Offload.auto:
+    if not row.uses_files and row is not Offload.auto:
         found += ["nvme_path", "nvme_budget"]
     if row is not Offload.auto:
         found.append("device_budget")

@@ -32,6 +32,8 @@ class Precision(Enum):
 
 
 class Offload(Enum):
+    """Rows of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` says which tier each role rests on."""
+
     none = "none"
     optimizer_cpu = "optimizer_cpu"
     cpu = "cpu"
@@ -39,6 +41,16 @@ class Offload(Enum):
     optimizer_cpu_param_nvme = "optimizer_cpu_param_nvme"
     nvme = "nvme"
     auto = "auto"
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether something always rests in files; under ``auto`` it may."""
+        return "nvme" in self.name
+
+    @property
+    def moves_params(self) -> bool:
+        """Whether parameters rest off the device, which takes stage 3."""
+        return self in (Offload.cpu, Offload.optimizer_cpu_param_nvme, Offload.nvme)
 
 
 class Recompute(Enum):

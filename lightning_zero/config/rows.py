@@ -38,7 +38,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 def offload_row_path(name: Offload) -> str | None:
     """Return the folder from the environment for a row of ``zero/offload`` that uses files."""
-    return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
+    return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
 def is_decided(config: ZeroConfig) -> bool:
@@ -88,7 +88,7 @@ def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
     found = []
     for stage, offload in allowed_rows(config.comm.hybrid_shard):
         is_wanted = config.stage.name in (stage, Stage.auto) and given.name in (offload, Offload.auto)
-        if is_wanted and (path or "nvme" not in offload.name):
+        if is_wanted and (path or not offload.uses_files):
             row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)
             found.append((stage, row.offload))
     return found

@@ -179,15 +179,12 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
             "zero.comm.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
             f"got node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
         )
-    if offload in _MOVES_PARAMS:
+    if offload.moves_params:
         raise ConfigError(
             "zero.comm.hybrid_shard: expected auto, flat or node where parameters rest off the device (the shard of a "
             f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
             "zero/offload=optimizer_cpu or none, or drop zero.comm.hybrid_shard."
         )
-
-
-_MOVES_PARAMS = {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
 
 
 def check_rows(stage: Stage, offload: Offload) -> None:
@@ -197,7 +194,7 @@ def check_rows(stage: Stage, offload: Offload) -> None:
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
             "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
-    if offload in _MOVES_PARAMS and stage is not Stage.zero3:
+    if offload.moves_params and stage is not Stage.zero3:
         raise ConfigError(
             f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
             f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="

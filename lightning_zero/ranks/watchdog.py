@@ -4,9 +4,9 @@ Waits inside the engine raise in time. Elsewhere (say, in a metric's barrier) a 
 it notices the death; it never does under NCCL or when a network is cut. So each rank listens::
 
     no beat of the next rank for zero.stall_timeout_s,        -> prints it; ends this process after a longer standstill
-    or the store is gone or silent
+    or the store is gone or silent                               (``_patience_s``)
     under NCCL: the process of the rank before or after this  -> prints it; ends this process after a standstill of
-    one has ended on this machine without a goodbye              ten seconds
+    one has ended on this machine without a goodbye              ten seconds (``STANDSTILL_S``)
 
 No process is ended while its training thread progresses, or while a person types into it.
 """
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, finalize, ref
 
-from lightning_zero.ranks.peers import Peers
+from lightning_zero.ranks.peers import DYING_S, Peers
 
 if TYPE_CHECKING:
     from lightning_zero.ranks.waits import Waits
@@ -37,7 +37,6 @@ ASKING = 32  # ranks that check whether all wait for each other; each reads what
 STANDSTILL_S = 10.0  # for launchers to act and exceptions to arrive, after a rank has ended
 EXIT_CODE = 1
 ANSWER_S = 5.0  # a store's time to answer
-ENDS_S = 1.0  # between the end of a process's connections and its own end
 STILL_S = 1.0  # added to the time in which places are posted
 
 T = TypeVar("T")
@@ -148,7 +147,7 @@ class Watchdog:
 
     def _holder_ends(self) -> bool:
         """Return whether rank 0's process ends now. Its connections close a moment before it ends."""
-        deadline = time.monotonic() + ENDS_S
+        deadline = time.monotonic() + DYING_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
         return ended

@@ -23,13 +23,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_zero import ZeroStrategy
 from tests.engine.support import Model, Sharded, Twin, accumulate, assert_same, autocast, language_loss, tokens
 from tests.harness import on_ranks, run
+from tests.rows import PLACES
 from tests.trainer.toys import fit
 
-ROWS = [
-    *(("none", stage) for stage in (0, 1, 2, 3)),
-    *((row, stage) for row in ("optimizer_cpu", "optimizer_nvme") for stage in (1, 2, 3)),
-    *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
-]
+ROWS = [*(("none", stage) for stage in (0, 1, 2, 3)), *PLACES]
 
 
 def offload(row: str, folder: Path) -> Any:

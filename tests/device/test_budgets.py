@@ -17,6 +17,7 @@ from tests.device.fsdp2 import fsdp2_step
 from tests.device.machine import Counts, Wait
 from tests.device.simulate import PLAIN, Case, Found, Step
 from tests.device.test_races import SMALL, Trained
+from tests.rows import OFFLOADED
 
 BUCKETS = 4  # three blocks and the root, fp32
 HOWS = {
@@ -55,7 +56,7 @@ def test_the_host_waits_for_nothing_where_all_is_on_the_device(
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", OFFLOADED)
 def test_the_host_waits_where_the_table_says(row: str, how: str, trained: Trained) -> None:
     waits = dict(trained(Case(3, row, steps=HOWS[how])).steps[-1].waits)
     in_files = OFFLOADS[Offload(row)].compute_param is Tier.nvme

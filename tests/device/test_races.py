@@ -20,11 +20,12 @@ from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.values import FakeTensors
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
+from tests.rows import IN_FILES, PLACES
 
 Trained = Callable[..., Found]
 
-HOST_ROWS = [*((stage, "optimizer_cpu") for stage in (1, 2, 3)), (3, "cpu")]
-FILE_ROWS = [*((stage, "optimizer_nvme") for stage in (1, 2, 3)), (3, "optimizer_cpu_param_nvme"), (3, "nvme")]
+HOST_ROWS = [(stage, row) for row, stage in PLACES if row not in IN_FILES]
+FILE_ROWS = [(stage, row) for row, stage in PLACES if row in IN_FILES]
 
 
 def matrix() -> Iterator[Case]:

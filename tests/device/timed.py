@@ -32,6 +32,7 @@ from tests.device.order import COMPUTE, Trace
 from tests.device.simulate import Step, fused_on_meta, train_step, world
 from tests.device.timeline import busy, ends
 from tests.device.virtual import simulated
+from tests.rows import OFFLOADED
 
 PARAMETERS = 6.7e9
 BLOCKS = 24  # fewer than the large one has: what is not hidden of the first and the last counts for more
@@ -267,7 +268,7 @@ HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
 def main() -> None:
     print(f"{PARAMETERS / 1e9:g} B parameters, bf16, {HIDING_TOKENS:,.0f} tokens in a step\n")
     print("| `zero/offload` | step | ranks | seconds | least | phi | busy longest |\n|---|---|---|---|---|---|---|")
-    for row in ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"):
+    for row in OFFLOADED:
         for how, settings in HOWS.items():
             for ranks in (1, 4) if how == "plain" else (1,):
                 found = predict(row, HIDING_TOKENS, ranks=ranks, **settings)

@@ -35,6 +35,7 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.snapshots import KeptRanges
+from tests.rows import IN_FILES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -397,7 +398,7 @@ def test_what_is_kept_is_what_was_there(stage: str, offload: str) -> None:
     on_gpu(1, "nccl", kept_is_what_was_there, stage, offload)
 
 
-@pytest.mark.parametrize("row", ["optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"])
+@pytest.mark.parametrize("row", IN_FILES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parity_of_rows_in_files(row: str, precision: str, tmp_path: Path) -> None:
     on_gpu(1, "nccl", compare_with_twin, "zero3", precision, {"name": row, "nvme_path": str(tmp_path)})

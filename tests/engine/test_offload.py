@@ -44,13 +44,10 @@ from tests.engine.support import (
 )
 from tests.engine.test_delays import delay
 from tests.harness import on_ranks, run
+from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
-PLACES = [
-    *((row, stage) for row in ("optimizer_cpu", "optimizer_nvme") for stage in (1, 2, 3)),
-    *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
-]
 AUTO = [("auto", stage) for stage in (1, 2, 3)]
 SOME = [("optimizer_nvme", 2), ("cpu", 3)]
 MORE = [("optimizer_cpu", 1), ("nvme", 3)]

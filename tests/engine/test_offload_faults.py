@@ -37,13 +37,13 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
-from tests.engine.test_offload import PLACES, offload, slow_steps, train
+from tests.engine.test_offload import offload, slow_steps, train
 from tests.harness import on_ranks, run
+from tests.rows import IN_FILES, PARAMS_IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
-IN_FILES = pytest.mark.parametrize(("row", "stage"), [p for p in PLACES if "nvme" in p[0]], ids=str)
-STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])
+SOME_STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])
 
 
 def file_storages(engine: Engine) -> list[FileStorage]:
@@ -73,7 +73,7 @@ def assert_at_rest(engine: Engine) -> None:
 def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
     with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
         engine = side.engine
-        has_storages = row in ("optimizer_nvme", "nvme")
+        has_storages = row in STATE_IN_FILES
         assert (len(file_storages(engine)) == len(engine.buckets)) == has_storages
         assert_at_rest(engine)
         for step in range(2):
@@ -111,15 +111,13 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
         compute = sum(b.owned_numel * b.dtypes.compute.itemsize for b in engine.buckets)
         pages = 4096 * sum(4 for _ in engine.buckets)
         if engine.tiers.nvme is not None:
-            wanted = (12 * owned if row != "optimizer_cpu_param_nvme" else 0) + (
-                compute if "optimizer_n" not in row else 0
-            )
+            wanted = 12 * owned * (row in STATE_IN_FILES) + compute * (row in PARAMS_IN_FILES)
             assert wanted <= engine.tiers.nvme.nbytes <= wanted + pages
             size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.comm.rank}.bin"))
             assert size == engine.tiers.nvme.nbytes  # no holes
         if engine.tiers.host is not None:
             wanted = sum(b.owned_numel * b.dtypes.grad.itemsize for b in engine.buckets)
-            wanted += 0 if row in ("optimizer_nvme", "nvme") else 12 * owned
+            wanted += 0 if row in STATE_IN_FILES else 12 * owned
             assert wanted - pages <= engine.tiers.host.nbytes <= wanted + pages  # padding has no state
 
 
@@ -189,7 +187,7 @@ def recorded() -> Iterator[Recorder]:
 
 
 @on_ranks(1, 2)
-@STATE_IN_FILES
+@SOME_STATE_IN_FILES
 def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
     with recorded() as recorder:
         side = Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path))
@@ -400,7 +398,7 @@ def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
 
 
 @on_ranks(1)
-@STATE_IN_FILES
+@SOME_STATE_IN_FILES
 def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
     side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
     train(side, 2)
@@ -436,7 +434,7 @@ def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Ca
 
 @on_ranks(1)
 @pytest.mark.parametrize("kind", ["read", "write"])
-@IN_FILES
+@pytest.mark.parametrize(("row", "stage"), [place for place in PLACES if place[0] in IN_FILES], ids=str)
 def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -> None:
     broken = False
     side = Sharded(Model(), stage=stage, **offload(row, tmp_path))

@@ -23,6 +23,7 @@ from lightning_zero.tiers import pinned
 from tests.engine.support import Model, Sharded, accumulate, adamw, autocast, pairwise_selection, sgd
 from tests.engine.test_offload import assert_equal, offload, whole
 from tests.harness import on_ranks, run
+from tests.rows import OFFLOADED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -63,11 +64,10 @@ class Case(NamedTuple):
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
-ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
 MATRIX = [
     Case(*values)
     for values in itertools.product(
-        (1, 2), ROWS, ("fp32", "bf16", "fp16", "bf16_true"), ("", "2", "inf", "twice"), (1, 2), tuple(OPTIMIZERS)
+        (1, 2), OFFLOADED, ("fp32", "bf16", "fp16", "bf16_true"), ("", "2", "inf", "twice"), (1, 2), tuple(OPTIMIZERS)
     )
 ]
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.engine.whole import state_dicts, whole_params
+from lightning_zero.optimizers.known import ELEMENTWISE
 from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, WarmsUp
 from tests.engine.support import (
     MakeOptimizer,
@@ -229,6 +230,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
 }
+
+
+def test_every_element_wise_class_is_among_them() -> None:
+    made = {type(make([nn.Parameter(torch.zeros(2))])) for make in OPTIMIZERS.values()}
+    assert made == set(ELEMENTWISE)
 
 
 @on_ranks(2)

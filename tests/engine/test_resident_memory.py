@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.planning.memory import RING_COUNT, RING_NBYTES
+from tests.rows import ROWS
 
 SCRIPT = """
 import gc, json, sys
@@ -53,7 +54,7 @@ engine.release()
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("row", ["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"])
+@pytest.mark.parametrize("row", ROWS)
 def test_resident_memory_is_what_was_planned(row: str, precision: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, row, precision, str(tmp_path)]
     # Freed blocks of this size go back to the system at once; by default glibc learns to keep them.

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from lightning_zero.config import allowed_rows
 from tests.fuzz import programs as p
 from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, ROWS, class_names
 from tests.fuzz.sides import OPTIMIZERS
@@ -50,10 +51,7 @@ MODELS = st.builds(
 
 MAYBE_PART = st.none() | PARTS
 OFFLOADS = {
-    0: ["none"],
-    1: ["none", "optimizer_cpu", "optimizer_nvme", "auto"],
-    2: ["none", "optimizer_cpu", "optimizer_nvme", "auto"],
-    3: ["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme", "auto"],
+    number: [offload.name for stage, offload in allowed_rows() if stage.name == f"zero{number}"] for number in range(4)
 }
 
 FORWARD = st.builds(

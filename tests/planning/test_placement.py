@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_zero.config import Offload, Stage
-from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, logical_collectives
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, Tier, logical_collectives
 
 pytestmark = pytest.mark.smoke
 
@@ -15,6 +15,12 @@ ROLES = ("compute_param", "grad", "master")
 def test_every_stage_and_offload_has_a_row() -> None:
     assert set(STAGES) == set(Stage) - {Stage.auto}  # which becomes one of the others
     assert set(OFFLOADS) == set(Offload) - {Offload.auto}  # whose rows follow from budgets
+
+
+def test_properties_of_offload_are_those_of_its_row() -> None:
+    for offload, row in OFFLOADS.items():
+        assert offload.uses_files == (Tier.nvme in row)
+        assert offload.moves_params == (row.compute_param is not Tier.device)
 
 
 def test_every_stage_shards_one_role_more() -> None:

@@ -3,11 +3,12 @@
 ::
 
     take      stores a gradient; on a device it waits for the bucket's last gradient, for one copy of all
-    copy_in   copies waiting gradients to their places, divided by the number of ranks and by the loss scale
-    complete  fills gaps with zeros and returns the buffer
+    copy_in   copies waiting gradients to their places, times ``scale_on_arrival``
+    complete  fills gaps with zeros and returns the buffer, whose reduced sum gets ``scale_of_sum``
 
-Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a parameter's second gradient
-stays apart, so that they may be sent without loss. Then the reduced sum is divided.
+The two factors together divide by the number of ranks and the loss scale: one of them does, the other is 1
+(``_choose_scales``). Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a
+parameter's second gradient stays apart, so that they may be sent without loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BucketGrads:
     """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
 
     bucket: Bucket
-    scale: float  # 1 / (number of ranks * loss scale), applied before sums
+    scale: float  # 1 / (number of ranks * loss scale)
     spare: SpareBuffers
     local: Tensor | None = None  # [numel] unreduced gradients in ``local_dtype``
     written: set[int] = field(default_factory=set)  # slots that have a gradient in ``local``
@@ -43,7 +44,8 @@ class BucketGrads:
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
     agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
     partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
-    scale_of_sum: float = field(init=False)
+    scale_on_arrival: float = field(init=False)  # factor for each gradient
+    scale_of_sum: float = field(init=False)  # factor for the reduced sum
     local_dtype: torch.dtype = field(init=False)
     sent_dtype: torch.dtype = field(init=False)  # of the next ``complete`` buffer
     total_dtype: torch.dtype | None = field(init=False)  # of its sum if it travels by an all-to-all, else None
@@ -66,16 +68,16 @@ class BucketGrads:
             self.local_dtype = dtypes.wire
         narrow = self.keeps_wire_dtype or (self._exchanges and self.local_dtype == dtypes.compute)
         self.sent_dtype, self.total_dtype = (dtypes.wire, dtypes.reduce) if narrow else (dtypes.reduce, None)
-        self._choose_scale_of_sum()
+        self._choose_scales()
 
-    def _choose_scale_of_sum(self) -> None:
-        """Set the factor for the reduced sum: ``scale`` if buffered gradients lack it, else 1. Equal on all ranks.
+    def _choose_scales(self) -> None:
+        """Decide whether gradients are scaled as they arrive, or their reduced sum is. Equal on all ranks.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
-        self.scale_of_sum = self.scale if later else 1.0
+        self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
     def take(self, slot: int, grad: Tensor) -> bool:
         """Store one parameter's gradient. Returns whether it must wait for a second reduction at the end."""
@@ -105,7 +107,7 @@ class BucketGrads:
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Return unreduced gradients by slot, multiplied by ``scale / scale_of_sum``."""
+        """Return unreduced gradients by slot, multiplied by ``scale_on_arrival``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
@@ -113,7 +115,7 @@ class BucketGrads:
         """Multiply the gradients of the next backwards by ``scale``."""
         if scale != self.scale:
             before, self.scale = self.scale_of_sum, scale
-            self._choose_scale_of_sum()
+            self._choose_scales()
             if self.local is not None and before != self.scale_of_sum:
                 self.local.mul_(before / self.scale_of_sum)
 
@@ -122,11 +124,11 @@ class BucketGrads:
         if self.local is None:
             # Uninitialized: ``complete`` zeroes what no gradient has filled.
             self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)
-        view, now = self._place(self.local, slot), 1.0 if self.scale_of_sum != 1.0 else self.scale
+        view = self._place(self.local, slot)
         if slot in self.written:
-            view.add_(grad, alpha=now)
+            view.add_(grad, alpha=self.scale_on_arrival)
         else:
-            _put(view, grad, now)
+            _put(view, grad, self.scale_on_arrival)
             self.written.add(slot)
 
     def copy_in(self) -> None:
@@ -139,16 +141,16 @@ class BucketGrads:
         if self.local is None:
             device = next(iter(waiting.values())).device
             self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, device)
-        now = 1.0 if self.scale_of_sum != 1.0 else self.scale
+        scale = self.scale_on_arrival
         views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
-        if now == 1.0 and new:
+        if scale == 1.0 and new:
             torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
         else:
             for slot in new:
-                _put(views[slot], waiting[slot], now)
+                _put(views[slot], waiting[slot], scale)
         if more := [slot for slot in waiting if slot in self.written]:
-            torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=now)
+            torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=scale)
         self.written.update(waiting)
 
     def complete(self) -> Tensor:

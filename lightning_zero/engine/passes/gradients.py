@@ -130,7 +130,7 @@ class Reducer:
     def local_scale(self, bucket: Bucket) -> float:
         """Return the factor that turns a bucket's local buffer into this rank's gradients without loss scale."""
         grads = self.grads[bucket]
-        return grads.scale_of_sum / grads.scale / self.loss_scale
+        return 1.0 / grads.scale_on_arrival / self.loss_scale
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
