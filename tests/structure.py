@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_268,
-    "lines of the engine": 10_716,
+    "lines of the package": 38_274,
+    "lines of the engine": 10_721,
     "files of the engine": 42,
     "lines of the longest file": 600,
     "pairs of folders of the engine that import each other": 0,
