@@ -196,6 +196,9 @@ OF_OTHERS = (  # messages that are not ours
     "Error merging override",
     "Could not find",
     "You selected an invalid strategy name",
+    "must have the same dtype",
+    "expected dtype float for",
+    "not implemented for 'BFloat16'",
 )
 
 

@@ -143,6 +143,7 @@ class Engine:
             writes=Writes(self.buckets, self.comm),
             buffers=BufferSync(module, self.comm),
             config=config,
+            precision=precision,
         )
         self._around_step = AroundStep(self.units, self.passes)
         self._access = Access(self.units, self.passes)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.engine.vertical.chunked import Chunked, Context, Inputs
+from lightning_zero.engine.passes.recompute import Context
+from lightning_zero.engine.vertical.chunked import Chunked, Inputs
 from lightning_zero.sequence.part import current
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -43,7 +43,9 @@ from tests.rows import IN_FILES, PARAMS_IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
-SOME_STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])
+SOME_STATE_IN_FILES = pytest.mark.parametrize(
+    ("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)]
+)
 
 
 def file_storages(engine: Engine) -> list[FileStorage]:

@@ -18,8 +18,8 @@ import copy
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +38,6 @@ if TYPE_CHECKING:
 ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods replaced on the instance of guarded modules
 _LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy of the module must not have
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
-    """Wrap a bound ``method`` so that it does not keep its object alive. Once that is gone it returns ``gone``."""
-    reference = WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        alive = reference()
-        return gone if alive is None else alive(*args, **kwargs)
-
-    return call
 
 
 class _Running(NamedTuple):
@@ -306,9 +291,9 @@ class Hooks:
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         if unit.index == 0:
-            begins = weakly(passes.backward_begins, None)
+            passes_ref = self._passes
             for tensor in outputs:
-                tensor.register_hook(lambda _: begins())
+                tensor.register_hook(lambda _: _backward_begins(passes_ref))
         passes.post_forward(
             unit, outermost=outermost, awaits_backward=lambda: bool(outputs) or self._hides_outputs(unit, args, kwargs)
         )
@@ -336,3 +321,9 @@ class Hooks:
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos)
         )
+
+
+def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
+    passes = passes_ref()
+    if passes is not None:
+        passes.backward_begins()

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import ZeroConfig, check_accumulation
+from lightning_zero.config import Precision, ZeroConfig, check_accumulation
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.hooks import Hooks, weakly
+from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -39,6 +39,8 @@ from lightning_zero.timeline.compute_lane import ComputeLane
 from lightning_zero.timeline.record import Timeline
 
 Look = Callable[[ParamInfo, Tensor], object]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Phase(Enum):
@@ -75,6 +77,17 @@ class OpenPass:
     second_order: bool = False  # a backward of the pass makes a graph
 
 
+def _weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
+    """Wrap a bound ``method`` so that it does not keep its object alive. Once that is gone it returns ``gone``."""
+    reference = WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        alive = reference()
+        return gone if alive is None else alive(*args, **kwargs)
+
+    return call
+
+
 @dataclass(eq=False, repr=False)
 class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
@@ -88,6 +101,7 @@ class Passes:
     writes: Writes
     buffers: BufferSync
     config: ZeroConfig
+    precision: Precision
 
     def __post_init__(self) -> None:
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed)
@@ -96,7 +110,7 @@ class Passes:
         self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
-        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
+        self.saved = SavedWeights(self.units, _weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
@@ -403,7 +417,7 @@ class Passes:
             self._begin_backward(explicit=False)
             # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
             # strong reference would keep this object alive, and the pass in its backward.
-            end, gone = partial(self._graph_task_ended), weakly(self._graph_task_gone, None)
+            end, gone = partial(self._graph_task_ended), _weakly(self._graph_task_gone, None)
             self._noticed = ref(end, lambda _: gone())
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():

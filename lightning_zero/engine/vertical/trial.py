@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.passes.containers import Args, Kwargs, find_tensors, take_tensors
+from lightning_zero.engine.passes.recompute import Context
 from lightning_zero.engine.vertical.chunked import (
     CannotDivide,
     Changes,
-    Context,
     Division,
     Inputs,
     Modes,

@@ -22,14 +22,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
+from lightning_zero.engine.passes.recompute import Context, UnitForward, without_empty_caches
 from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import (
     CannotDivide,
     Changes,
     Chunked,
-    Context,
     Division,
     Inputs,
     explained,
