@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_194,
+    "lines of the package": 38_195,
     "lines of the engine": 11_100,
     "files of the engine": 42,
     "lines of the longest file": 600,
