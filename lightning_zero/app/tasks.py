@@ -35,10 +35,11 @@ def perform(
 ) -> dict[str, float]:
     """Perform ``config.task`` and return its final metrics. Collective."""
     settings: dict[str, Any] = {"datamodule": data, "ckpt_path": ckpt_path, "weights_only": config.weights_only}
-    with decided(trainer, ckpt_path):
-        if config.task is Task.fit:
+    if config.task is Task.fit:
+        with decided(trainer, ckpt_path):
             trainer.fit(model, **settings)
-            return _validated(trainer, model, data)
+        return _validated(trainer, model, data)
+    with decided(trainer, ckpt_path):
         if config.task is Task.predict:
             trainer.predict(model, return_predictions=False, **settings)
             return {}
