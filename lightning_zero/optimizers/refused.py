@@ -43,6 +43,8 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
             f"got {name}. Use torch.optim.AdamW (and not zero.optimizer.sharding=tensors), or drop "
             "zero.precision.stochastic_rounding."
         )
+    if settings.sharding is Sharding.slices:
+        _refuse_own_low_bits(optimizer)
     if settings.state_dtype is not StateDtype.fp32:
         _check_narrow(optimizer, settings.state_dtype, whole=whole)
     if whole:
@@ -52,6 +54,20 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
 
 def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
     return sharding is Sharding.tensors or (sharding is Sharding.auto and not is_known(optimizer))
+
+
+def _refuse_own_low_bits(optimizer: Optimizer) -> None:
+    """Raise a ConfigError if the class stores state in few bits for some sizes of tensors: runs have other sizes."""
+    kind = type(optimizer)
+    origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
+    if low and origins & {"torchao", "bitsandbytes"}:
+        raise ConfigError(
+            f"zero.optimizer.sharding=slices: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
+            "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
+            "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
+            "zero.optimizer.state_dtype=int8 (or bf16)."
+        )
 
 
 def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> None:

@@ -468,6 +468,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
     "whole": (lambda p: torch.optim.AdamW(p), {"sharding": "tensors"}, "steps whole tensors"),
     "stepped whole": (Unknown, {}, "steps whole tensors"),
     "own step": (OwnStep, {"sharding": "slices"}, "whose state is not known"),
+    "torchao": (
+        lambda p: type("AdamW8bit", (Unknown,), {"__module__": "torchao.optim.adam"})(p),
+        {"sharding": "slices"},
+        "torchao.optim.adam.AdamW8bit chooses by the size of a tensor",
+    ),
 }
 
 
