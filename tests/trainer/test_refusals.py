@@ -172,7 +172,7 @@ def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
         assert_same(fit(stage, tmp_path, seeded(Memory)), expected, what=stage)
 
 
-# -- ranks that are apart before there is an engine --------------------------------------------------------------------
+# -- ranks that are apart before there is an engine -------------------------------------------------------------------
 
 
 @on_ranks(2)
