@@ -116,7 +116,7 @@ class Thaw(BaseFinetuning):
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer, lr=0.02)
         if epoch == 2:
-            self.unfreeze_and_add_param_group([pl_module.first, pl_module.blocks[0]], optimizer, lr=0.01)
+            self.unfreeze_and_add_param_group([pl_module.first, pl_module.blocks], optimizer, lr=0.01)
 
 
 def on_rank_0_alone() -> Lit:

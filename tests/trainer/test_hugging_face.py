@@ -69,17 +69,6 @@ def fit(module: Lit, root: Path, epochs: int = 1, ckpt_path: Path | None = None,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_from_pretrained_and_from_the_folder_train_the_same(kind: str, tmp_path: Path) -> None:
-    saved(kind, tmp_path / "in")
-    one, other = Lit(kind, tmp_path / "in"), Lit(kind)
-    first = weights(fit(one, tmp_path))
-    second = weights(fit(other, tmp_path, init_from=str(tmp_path / "in")))
-    assert one.losses == other.losses
-    assert_weights(second, first, tolerance=0)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_a_model_on_meta_goes_on_from_a_checkpoint(checkpoint: str, tmp_path: Path) -> None:
     """Which then is what its parameters are made of: there is no other source."""

@@ -61,15 +61,6 @@ def test_fit_on_one_and_on_three_ranks_equals_ddp(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_losses_are_the_same_with_and_without_evaluation_between_steps(tmp_path: Path) -> None:
-    for stage in ("zero1", "zero3"):
-        without = fit(stage, tmp_path, limit_val_batches=0)
-        between = fit(stage, tmp_path, val_check_interval=1)
-        assert between.losses == without.losses
-        assert_weights(between.weights, without.weights, tolerance=0, what=stage)
-
-
-@on_ranks(2)
 def test_stages_agree_to_the_bit(tmp_path: Path) -> None:
     runs = [fit(stage, tmp_path, seeded(lambda: Lit(optimizer="adamw")), gradient_clip_val=0.5) for stage in ALL_STAGES]
     for stage, run in zip(ALL_STAGES[1:], runs[1:], strict=True):
@@ -122,36 +113,6 @@ def test_rank_without_any_gradient_steps_with_the_others(tmp_path: Path) -> None
     ]
     for stage, run in zip(ALL_STAGES[1:], runs[1:], strict=True):
         assert_weights(run.weights, runs[0].weights, what=stage)
-
-
-class InferenceMode(Lit):
-    """Enters inference mode itself, as Lightning does for every strategy on NCCL."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with torch.inference_mode():
-            loss = self.loss(batch).item()
-        self.log("val", loss, sync_dist=True)
-
-
-@on_ranks(2)
-def test_inference_mode_of_the_users_own_between_steps_equals_ddp(tmp_path: Path) -> None:
-    same_as_ddp(lambda s: fit(s, tmp_path, seeded(InferenceMode), val_check_interval=2, num_sanity_val_steps=2))
-
-
-@on_ranks(2)
-def test_evaluation_under_inference_mode_leaves_a_module_that_trains(tmp_path: Path) -> None:
-    def body(strategy: str) -> Run:
-        module = seeded(Lit)
-        of = trainer(strategy, tmp_path)
-        with torch.inference_mode():
-            of.validate(module, loader(), verbose=False)
-        of.fit(module, loader(), loader())
-        return record(of, module)
-
-    expected = fit("ddp", tmp_path)
-    for stage in ("zero1", "zero3"):
-        found = body(stage)
-        assert_weights(found.weights, expected.weights, what=stage)
 
 
 # -- configure_model --------------------------------------------------------------------------------------------------

@@ -7,46 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.trainer.toys import (
-    ALL_STAGES,
-    STAGES,
-    Lit,
-    assert_same,
-    assert_weights,
-    fit,
-    loader,
-    seeded,
-    trainer,
-    weights,
-)
+from tests.trainer.toys import STAGES, Lit, assert_same, assert_weights, fit, loader, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
 FLAGS = ("bf16-mixed", "bf16-true")
 TRUE_FLAGS = {"16-true": torch.float16, "64-true": torch.float64}
-
-
-@pytest.mark.sample
-@on_ranks(2)
-@pytest.mark.parametrize("flag", [*FLAGS, *TRUE_FLAGS])
-def test_stages_agree_to_the_bit(flag: str, tmp_path: Path) -> None:
-    """With DDP each of them agrees nearly: Lightning's table shows it."""
-
-    def body(strategy: str) -> Any:
-        module = seeded(lambda: Lit(optimizer="sgd" if flag == "16-true" else "adamw"))
-        return fit(strategy, tmp_path, module, precision=flag, gradient_clip_val=0.5, max_epochs=1)
-
-    runs = {stage: body(stage) for stage in ALL_STAGES}
-    for stage, run in runs.items():
-        assert_same(run, runs["zero0"], tolerance=0, what=stage)
 
 
 class Looking(Lit):
@@ -164,48 +136,6 @@ def trainer_here(strategy: Any = None, **settings: Any) -> Any:
 def test_flags_that_are_refused(flag: Any) -> None:
     with pytest.raises((ConfigError, ModuleNotFoundError), match=r"precision|transformer_engine"):
         trainer_here(precision=flag)
-
-
-@pytest.mark.sample
-@on_ranks(1)
-def test_scales_of_fp16_are_those_of_torch_amp() -> None:
-    """The same overflows, skips, growth: on a CPU Lightning lets fp16 in through a plugin only."""
-    settings = {"init_scale": 2.0**22, "growth_interval": 3}
-
-    def scales(plugin: Any, strategy: Any) -> list[float]:
-        seen: list[float] = []
-
-        class Watch(Callback):
-            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-                scaler = trainer.precision_plugin.scaler
-                seen.append(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.scale)
-
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-
-        class Fit(LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                return self.model(batch[0]).square().mean()
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=1e-2)
-
-        data = torch.utils.data.TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)))
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        Trainer(
-            accelerator="cpu", devices=1, max_epochs=2, enable_checkpointing=False, callbacks=[Watch()],
-            plugins=[plugin], strategy=strategy, **quiet,
-        ).fit(Fit(), torch.utils.data.DataLoader(data, batch_size=2))  # fmt: skip
-        return seen
-
-    of_torch = scales(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings)), "auto")
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings))
-    ours = scales(plugin, ZeroStrategy("zero3"))
-    assert ours == of_torch and len(set(ours)) > 2
 
 
 def test_plugins_that_are_refused() -> None:

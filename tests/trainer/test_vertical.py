@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,11 +28,6 @@ def fit(
     run = trainer(strategy, root, **settings)
     run.fit(module, data, **({"val_dataloaders": loader(3)} if isinstance(module, Lit) else {}))
     return weights(run)
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], near: float) -> None:
-    for name, value in one.items():
-        assert torch.allclose(value, other[name], atol=near, rtol=near), name
 
 
 @pytest.mark.sample
