@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 
 
 @on_ranks(1)
-def test_ours_is_the_default_and_the_users_counts(tmp_path: Path) -> None:
+def test_checkpoint_io_is_ours_unless_the_user_gives_one(tmp_path: Path) -> None:
     theirs, wrapper = TorchCheckpointIO(), AsyncCheckpointIO()
     assert isinstance(trainer("zero3", tmp_path).strategy.checkpoint_io, ZeroCheckpointIO)
     assert trainer("zero3", tmp_path, plugins=[theirs]).strategy.checkpoint_io is theirs
@@ -40,7 +40,7 @@ def test_ours_is_the_default_and_the_users_counts(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_training_needs_no_temporary_folder(tmp_path: Path) -> None:
+def test_save_needs_no_temporary_folder(tmp_path: Path) -> None:
     before = tempfile.tempdir
     tempfile.tempdir = str(tmp_path / "missing")
     try:
@@ -99,7 +99,7 @@ class Wrapper(_WrappingCheckpointIO):
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) -> None:
+def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) -> None:
     for n, io in enumerate([Gated(), Gated()]):
         folder = tmp_path / str(n)
         plugin: Any = AsyncCheckpointIO(io)
@@ -119,7 +119,7 @@ def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_one_save_at_a_time_is_in_flight(tmp_path: Path) -> None:
+def test_one_asynchronous_save_at_a_time_is_in_flight(tmp_path: Path) -> None:
     """Each in the queue holds a whole checkpoint."""
     at_work: list[int] = []
     most: list[int] = []
@@ -143,7 +143,7 @@ def test_one_save_at_a_time_is_in_flight(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_last_leads_somewhere_at_every_moment(tmp_path: Path) -> None:
+def test_link_last_leads_to_a_file_at_every_moment(tmp_path: Path) -> None:
     """Lightning removes the link before it makes the new one."""
     broken: list[str] = []
     remove, replace = os.remove, os.replace
@@ -170,7 +170,7 @@ def test_last_leads_somewhere_at_every_moment(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_a_removal_waits_for_the_writes_before_it(tmp_path: Path) -> None:
+def test_removal_waits_for_the_writes_before_it(tmp_path: Path) -> None:
     io = Gated()
     of = trainer("zero3", tmp_path, plugins=[AsyncCheckpointIO(io)])
     strategy = of.strategy
@@ -186,7 +186,7 @@ def test_a_removal_waits_for_the_writes_before_it(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_the_old_one_stays_when_the_new_one_fails(tmp_path: Path) -> None:
+def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     """And all ranks end with what has failed, here at the end of the run."""
     io = Gated(MemoryError)
     save = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=1, filename="{step}")
@@ -200,7 +200,7 @@ def test_the_old_one_stays_when_the_new_one_fails(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_removed_does_not_end_training(tmp_path: Path) -> None:
+def test_file_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     class Stays(ZeroCheckpointIO):
         def remove_checkpoint(self, path: Any) -> None:
             raise PermissionError("planned")
