@@ -1,4 +1,4 @@
-"""Norms of gradients in hooks, as DDP shows them: ``lightning.pytorch.utilities.grad_norm`` and ``p.grad.norm()``."""
+"""Norms of gradients in hooks are DDP's, for frozen, unused and tied parameters, at all stages and of all types."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_zero import ZeroPrecision, ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
 
@@ -61,9 +59,7 @@ class Watches(Lit):
         self._note("on_before_zero_grad")
 
 
-def assert_seen(
-    found: list[Seen], expected: list[Seen], *, tolerance: float = 2e-5, all_of_them: bool = True, what: str = ""
-) -> None:
+def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = True, what: str = "") -> None:
     """
     Args:
         all_of_them: also those in the middle of an accumulation, where DDP shows this rank's own gradients.
@@ -73,13 +69,7 @@ def assert_seen(
     for own, other in zip(found, expected, strict=True):
         if own.synced or all_of_them:
             assert own.norms.keys() == other.norms.keys(), (what, own.hook)
-            torch.testing.assert_close(
-                own.norms,
-                other.norms,
-                rtol=tolerance,
-                atol=tolerance / 10,
-                msg=lambda m, h=own.hook: f"{what} {h}: {m}",
-            )
+            torch.testing.assert_close(own.norms, other.norms, rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.sample
@@ -100,31 +90,6 @@ def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> Non
         # From stage 2 on no rank has its own gradient any more: the average's of what has come so far is shown.
         own = stage in ("zero0", "zero1")
         assert_seen(run.module.seen, expected.module.seen, all_of_them=own, what=stage)
-
-
-class Scaled(Watches):
-    """Without what fp16 on the CPU rounds otherwise for each kind of autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_norms_under_loss_scaling_are_scaled_until_the_step_as_under_ddp(stage: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1}
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    ddp = MixedPrecision("16-mixed", "cpu", scaler)
-    ours = ZeroPrecision.from_plugin(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0)))
-    expected = fit(DDP, tmp_path, seeded(Scaled), plugins=ddp, **settings)
-    run = fit(ZeroStrategy(stage), tmp_path, seeded(Scaled), plugins=ours, **settings)
-    assert_seen(run.module.seen, expected.module.seen, tolerance=3e-2, all_of_them=stage == "zero1", what=stage)
-    before, after = (next(s.norms for s in run.module.seen if s.hook == h and s.synced) for h in ORDER)
-    for name, norm in after.items():
-        assert before[name] == pytest.approx(norm * 256, rel=1e-5), name
-
-
-ORDER = ("on_after_backward", "on_before_optimizer_step")
 
 
 @on_ranks(2)

@@ -80,13 +80,6 @@ class InValidation(Lit):
         self.saw_sigterm = self.trainer.received_sigterm
 
 
-def saving(root: Path | str, strategy: str = "zero3", **settings: Any) -> Any:
-    of = trainer(strategy, root, **settings)
-    if strategy.startswith("zero"):
-        of.strategy.saves_on_sigterm = True
-    return of
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -120,26 +113,31 @@ SCHEDULERS = itertools.cycle(["plateau", "step", "epoch", "plateau by step"])
 WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epoch", "plateau")]
 
 
+def body(
+    root: Path, at: int = -1, *, make: Any = InValidation, strategy: str = "zero3", path: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
+    module = seeded(lambda: make(at, 1, **settings.pop("module", {})))
+    of = trainer(strategy, root, **settings)
+    if strategy.startswith("zero"):
+        of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+        of.fit(module, Told(), loader(), ckpt_path=path)
+    return of, module
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(("case", "scheduler"), WITH_SCHEDULERS)
 def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
     """Step for step, validation for validation."""
     at, settings = CASES[case]
-
-    def body(root: Path, at: int = -1, **more: Any) -> tuple[Any, Any]:
-        of = saving(root, **settings)
-        module = seeded(lambda: InValidation(at, 1, optimizer="adamw", scheduler=scheduler))
-        left = pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext()
-        with left:
-            of.fit(module, Told(), loader(), **more)
-        return of, module
-
-    _, whole = body(tmp_path)
-    _, cut = body(tmp_path, at)
+    settings = settings | {"module": {"optimizer": "adamw", "scheduler": scheduler}}
+    _, whole = body(tmp_path, **settings)
+    _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
     assert cut.validated[: first + EPOCH] == whole.validated[: first + EPOCH]
     assert cut.losses == whole.losses[: len(cut.losses)]
-    again, resumed = body(tmp_path, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    again, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     assert cut.losses + resumed.losses == whole.losses
     assert cut.rates + resumed.rates == whole.rates
     assert cut.validated + resumed.validated == whole.validated
@@ -165,17 +163,10 @@ class Validated(Terminated):
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
-
-    def body(at: int, **more: Any) -> Any:
-        of = saving(tmp_path, check_val_every_n_epoch=None, val_check_interval=4)
-        module = seeded(lambda: Validated(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), **more)
-        return module
-
-    whole, cut = body(-1), body(at)
+    settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
+    (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1
-    resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     assert cut.losses + resumed.losses == whole.losses
     assert cut.validated_at + resumed.validated_at == whole.validated_at == [4, 8, 12]
 
@@ -211,17 +202,14 @@ def test_validation_goes_on_where_slurm_refuses(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
-    """A validation runs on averages, which are in the model's place for that time."""
+    """Averages are in the model's place for that time."""
 
-    def body(at: int, **more: Any) -> Any:
-        of = saving(tmp_path, val_check_interval=2, callbacks=[EMAWeightAveraging(decay=0.8)])
-        module = seeded(lambda: InValidation(at, 1, optimizer="adamw"))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), **more)
-        return of, module
+    def averaged(at: int = -1, **more: Any) -> Any:
+        callbacks = [EMAWeightAveraging(decay=0.8)]
+        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
 
-    (of, whole), (_, cut) = body(-1), body(2)
-    again, resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    (of, whole), (_, cut) = averaged(), averaged(2)
+    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
     assert cut.losses + resumed.losses == whole.losses
     assert cut.evaluated + resumed.evaluated == whole.evaluated
     assert_weights(weights(again), weights(of), tolerance=0)
@@ -229,13 +217,10 @@ def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Pa
 
 @on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
-    losses = []
-    for strategy, at, path in (("ddp", -1, None), ("zero3", 1, None), ("ddp", -1, tmp_path / "hpc_ckpt_1.ckpt")):
-        module = seeded(lambda at=at: InValidation(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            saving(tmp_path, strategy, val_check_interval=2).fit(module, Told(), loader(), ckpt_path=path)
-        losses.append(module.losses)
-    torch.testing.assert_close(losses[1] + losses[2], losses[0])
+    _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
+    _, cut = body(tmp_path, 1, val_check_interval=2)
+    _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
+    torch.testing.assert_close(cut.losses + rest.losses, whole.losses)
 
 
 @on_ranks(2)
@@ -263,9 +248,7 @@ def test_on_exception_checkpoint_saves_the_same_in_a_validation(saves: bool, tmp
 @on_ranks(2)
 def test_on_exception_checkpoint_saves_the_same_between_two_steps(tmp_path: Path) -> None:
     callbacks = [OnExceptionCheckpoint(tmp_path)]
-    of = saving(tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(SystemExit):
-        of.fit(seeded(lambda: Terminated(1, 1)), Told(), loader())
+    body(tmp_path, 1, make=Terminated, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
     assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
 
 
