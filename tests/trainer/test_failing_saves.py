@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import resource
 import threading
 import time
@@ -16,14 +17,17 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import durable
 from lightning_zero.checkpoint.sharded import save as sharded_save
+from lightning_zero.engine.passes import passes
+from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.saves import range_saves
-from tests.harness import on_ranks
-from tests.trainer.toys import assert_weights, fit, loader, odd, other_weights, trainer, weights
+from tests.harness import Pool, on_ranks
+from tests.trainer.toys import Fails, assert_weights, fit, loader, odd, other_weights, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -184,3 +188,29 @@ def test_small_disk_keeps_the_file_before(tmp_path: Path) -> None:
         dist.barrier()
         if mounted:
             os.system(f"umount {disk}")
+
+
+def _fail_alone(stage: str, root: Path) -> str:
+    """What this rank ends with; the pool does not outlive this."""
+    interruptions.MEET_S, passes.ABANDON_S = 1.0, 0.5
+    strategy = ZeroStrategy(stage, stall_timeout_s=3.0)
+    of = trainer(strategy, root, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(root)])
+    try:
+        of.fit(seeded(lambda: Fails(3, (1,))), loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {error.__context__!r}"
+    return "no error"
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_exception_of_one_rank_saves_nothing_and_leaves_nobody_waiting(stage: str, tmp_path: Path) -> None:
+    """The rank that failed says why nothing is saved; the other one finds out by itself."""
+    pool = Pool(2)
+    try:
+        waits, failed = pool.run(pickle.dumps((_fail_alone, (stage, tmp_path), {})), 60)
+    finally:
+        pool.kill()
+    assert "no checkpoint is saved" in failed and "rank(s) [0]" in failed and "planned" in failed
+    assert "no checkpoint is saved" in waits and "StallError" in waits
+    assert not list(tmp_path.glob("*.ckpt"))

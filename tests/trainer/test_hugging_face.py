@@ -115,6 +115,10 @@ def test_exported_model_gives_the_logits_of_the_trained_one(kind: str, stage: st
         expected = module.model(TOKENS).logits
     state = {key.removeprefix("model."): value for key, value in weights(of).items()}
     of.strategy.export(tmp_path / "out", shard_size="40KB")
+    if dist.get_rank() == 0:  # the model's own way, on one rank alone
+        module.model.save_pretrained(tmp_path / "alone")
+        alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+        assert_weights(alone.state_dict(), {key: state[key] for key in alone.state_dict()}, tolerance=0)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits_of(found), expected)
     assert_weights(found.state_dict(), {key: state[key] for key in found.state_dict()}, tolerance=0)

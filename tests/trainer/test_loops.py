@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
@@ -20,9 +22,11 @@ from tests.harness import on_ranks
 from tests.trainer.toys import (
     ALL_STAGES,
     ALL_STAGES,
+    Fails,
     Late,
     Lit,
     Run,
+    Samples,
     assert_changed,
     assert_same,
     assert_weights,
@@ -113,6 +117,43 @@ def test_rank_without_any_gradient_steps_with_the_others(tmp_path: Path) -> None
     ]
     for stage, run in zip(ALL_STAGES[1:], runs[1:], strict=True):
         assert_weights(run.weights, runs[0].weights, what=stage)
+
+
+@on_ranks(2)
+def test_fit_after_an_exception_of_all_ranks_goes_on_from_its_weights(tmp_path: Path) -> None:
+    for strategy in ("zero1", "zero3"):
+        module = seeded(lambda: Fails(3))
+        of = trainer(strategy, tmp_path)
+        with pytest.raises(KeyError, match="planned"):
+            of.fit(module, loader())
+        module.ranks = ()
+        module.losses.clear()
+        found = fit(strategy, tmp_path, module, limit_val_batches=0)
+        three = seeded(Lit)
+        fit(strategy, tmp_path, three, max_steps=3, limit_val_batches=0)
+        three.losses.clear()
+        assert_same(found, fit(strategy, tmp_path, three, limit_val_batches=0), tolerance=0, what=strategy)
+
+
+class Tuned(Lit):
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(96), batch_size=self.batch_size)
+
+
+@on_ranks(1)
+def test_batch_size_finder_on_one_rank_finds_what_it_finds_without_us(tmp_path: Path) -> None:
+    """On several it refuses, whatever the strategy."""
+    results = []
+    for strategy in ("auto", "zero3"):
+        module = seeded(Tuned)
+        finder = BatchSizeFinder(max_trials=3, steps_per_trial=2)
+        of = trainer(strategy, tmp_path, max_steps=4, limit_val_batches=0, callbacks=[finder])
+        of.fit(module)
+        results.append((module.batch_size, record(of, module)))
+    assert results[0][0] == results[1][0] == 8
+    assert_weights(results[1][1].weights, results[0][1].weights)
 
 
 # -- configure_model --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_zero import ZeroPrecision, ZeroStrategy
@@ -22,7 +23,7 @@ TRUE_FLAGS = {"16-true": torch.float16, "64-true": torch.float64}
 
 
 class Looking(Lit):
-    """Notes the dtypes that a forward meets."""
+    """Notes the dtypes that a forward and a hook on gradients meet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,16 +35,19 @@ class Looking(Lit):
         self.dtypes |= {("input", x.dtype), ("output", out.dtype)}
         return out
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.dtypes |= {("gradient", norm.dtype) for norm in grad_norm(self, 2).values()}
+
 
 @on_ranks(2)
 @pytest.mark.parametrize("flag", ["32-true", *FLAGS, *TRUE_FLAGS])
 def test_forward_meets_the_dtypes_of_the_flag(flag: str, tmp_path: Path) -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
     expected = {
-        "32-true": {"weight": fp32, "norm": fp32, "input": fp32, "output": fp32},
-        "bf16-mixed": {"weight": bf16, "norm": fp32, "input": fp32, "output": bf16},
-        "bf16-true": {"weight": bf16, "norm": bf16, "input": bf16, "output": bf16},
-        **{flag: dict.fromkeys(("weight", "norm", "input", "output"), dtype) for flag, dtype in TRUE_FLAGS.items()},
+        "32-true": {"weight": fp32, "norm": fp32, "input": fp32, "output": fp32, "gradient": fp32},
+        "bf16-mixed": {"weight": bf16, "norm": fp32, "input": fp32, "output": bf16, "gradient": fp32},
+        "bf16-true": {"weight": bf16, "norm": bf16, "input": bf16, "output": bf16, "gradient": bf16},
+        **{f: dict.fromkeys(("weight", "norm", "input", "output", "gradient"), d) for f, d in TRUE_FLAGS.items()},
     }[flag]
     for stage in ("zero1", "zero3"):
         module = fit(stage, tmp_path, seeded(Looking), precision=flag, max_steps=2).module

@@ -178,7 +178,7 @@ def test_requeue_signal_saves_at_the_next_step_boundary(rank: int, accumulate: i
     for stage in ("zero1", "zero3"):
         root = tmp_path / stage
         root.mkdir(exist_ok=True)
-        whole = fit(stage, root, **settings)
+        whole = fit(stage, root, plugins=[slurm(root)], **settings)
         module = seeded(lambda: Signalled(1, rank))
         assert requeued(root) == []  # without a signal
         with pytest.raises(SystemExit, match="0"):

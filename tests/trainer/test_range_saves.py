@@ -23,6 +23,7 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.trainer.saves import range_saves
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from tests.harness import on_ranks
+from tests.trainer.test_checkpoints import StateInLists
 from tests.trainer.toys import Odd, fit, loader, odd, same, seeded, strategy_of, trainer, weights
 
 pytestmark = pytest.mark.full
@@ -52,7 +53,8 @@ CASES = list(zip(ROWS, itertools.cycle(("32-true", "bf16-mixed", "bf16-true")), 
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize(("row", "precision"), CASES)
 def test_file_by_ranges_is_that_of_rank_0_and_nobody_gathers(row: str, precision: Any, tmp_path: Path) -> None:
-    of = fit(strategy_of(row, tmp_path), tmp_path, odd(), count=12, max_epochs=1, precision=precision).trainer
+    module = seeded(StateInLists) if row in ("zero2", "zero3_offload") else odd()
+    of = fit(strategy_of(row, tmp_path), tmp_path, module, count=12, max_epochs=1, precision=precision).trainer
     for weights_only in (False, True):
         with whole_on_rank_0():
             of.save_checkpoint(tmp_path / "whole.ckpt", weights_only)
@@ -65,7 +67,7 @@ def test_file_by_ranges_is_that_of_rank_0_and_nobody_gathers(row: str, precision
         for path, found in zip(files[1:], others, strict=True):
             assert same(found, whole)
             tied = [found["state_dict"][f"blocks.{n}.up.weight"] for n in (0, 1)]
-            assert tied[0].data_ptr() == tied[1].data_ptr()
+            assert (tied[0].data_ptr() == tied[1].data_ptr()) == isinstance(module, Odd)
             assert verify.check(path).damage == []
             assert zipfile.ZipFile(path).testzip() is None
         dist.barrier()

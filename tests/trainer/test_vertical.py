@@ -7,19 +7,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
+from lightning_zero.models.gpt import LitGPT
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, loader, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
 
-def in_parts(parts: int, stage: int = 3) -> ZeroStrategy:
-    return ZeroStrategy(stage, vertical_chunks=parts, activation_checkpointing="blocks")
+def in_parts(parts: int, stage: int = 3, how: str = "blocks") -> ZeroStrategy:
+    return ZeroStrategy(stage, vertical_chunks=parts, activation_checkpointing=how)
 
 
 def fit(
@@ -44,6 +47,37 @@ def test_run_in_chunks_is_that_of_accumulation(stage: int, accumulate: int, tmp_
     assert_weights(found, plain, tolerance=1e-5)
     assert one.evaluated == pytest.approx(other.evaluated, rel=1e-4)  # of batches of three, which do not divide
     assert len(other.losses) == len(one.losses) // 2
+
+
+class Texts(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, 64, (17,), generator=torch.Generator().manual_seed(index))
+
+
+class Watched(LitGPT):
+    most = 0
+
+    def configure_model(self) -> None:
+        def watch(_: Any, args: Any, logits: Tensor) -> None:
+            self.most = max(self.most, logits.numel() // 64)
+
+        self.gpt.head.register_forward_hook(watch)
+
+
+@on_ranks(2)
+def test_main_jobs_model_never_has_the_logits_of_a_batch(tmp_path: Path) -> None:
+    """Two samples in two parts, where rotations have two rows too."""
+    found = []
+    for parts in (1, 2):
+        module = seeded(lambda: Watched(vocab_size=64, n_layer=2, n_head=2, d_model=32, position="rotary"))
+        settings = {"max_steps": 4, "accumulate_grad_batches": 3 - parts, "precision": "bf16-mixed"}
+        data = DataLoader(Texts(), batch_size=parts)
+        found.append(fit(module, in_parts(parts, how="offload"), data, tmp_path, **settings))
+        assert module.most == 16  # tokens of one sample
+    assert_weights(*found, tolerance=2e-2)
 
 
 @on_ranks(1)

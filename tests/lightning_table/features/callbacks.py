@@ -198,9 +198,13 @@ def accumulation_scheduler(bench: Bench) -> Any:
 
 @feature("StochasticWeightAveraging")
 def stochastic_weight_averaging(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates"""
-    ran = bench.fit(max_epochs=4, callbacks=[StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)])
-    return ran.seen, ran.module.rates
+    """Losses, metrics, weights, rates, with a scheduler, and with buffers"""
+    found = []
+    for module in (seeded(lambda: Lit(scheduler="epoch")), seeded(WithBatchNorm)):
+        callback = StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
+        ran = bench.fit(module, max_epochs=4, callbacks=[callback])
+        found.append((ran.seen, ran.module.rates))
+    return found
 
 
 @feature("WeightAveraging")
