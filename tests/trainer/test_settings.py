@@ -51,7 +51,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "stall_timeout_s": {"stall_timeout_s": 50.0},
     "gather_after_fit": {"gather_after_fit": False},
 }
-SHORT: dict[str, Any] = {"max_epochs": 1, "count": 16, "limit_val_batches": 1, "gradient_clip_val": 0.5}
+SHORT: dict[str, Any] = {"max_epochs": 1, "count": 16, "limit_val_batches": 1}
 
 
 def in_folder(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

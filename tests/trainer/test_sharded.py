@@ -151,7 +151,9 @@ class OwnState(Lit):
 def test_extra_state_of_any_form_comes_back(tmp_path: Path) -> None:
     for number, value in enumerate([{}, {0: torch.ones(2)}, {"a": [torch.ones(1), {}]}, (torch.ones(1), 2), None]):
         path = tmp_path / f"{number}.ckpt"
-        fit(sharded(), tmp_path, seeded(lambda value=value: OwnState(value))).trainer.save_checkpoint(path)
+        of = trainer(sharded(), tmp_path, max_steps=1, limit_val_batches=0)
+        of.fit(seeded(lambda value=value: OwnState(value)), loader())
+        of.save_checkpoint(path)
         module = seeded(lambda: OwnState("another"))
         trainer(sharded(), tmp_path).test(module, loader(), ckpt_path=path, verbose=False)
         assert str(module.value) == str(value)
@@ -189,7 +191,7 @@ def test_model_checkpoint_keeps_the_newest_folder_and_replaces_files(tmp_path: P
             ModelCheckpoint(tmp_path / "top", every_n_train_steps=2, filename="{step}", save_last=True, **one),
             ModelCheckpoint(tmp_path / "weights", save_weights_only=True, filename="only", **one),
         ]
-        of = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=saves).trainer
+        of = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=saves, limit_val_batches=0).trainer
         dist.barrier()
     assert sorted(p.name for p in (tmp_path / "top").iterdir()) == ["last.ckpt", "step=12.ckpt"]
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["only.ckpt"]
@@ -228,7 +230,7 @@ def adamw() -> Lit:
     return module
 
 
-def other() -> Lit:
+def adamw_of_other_weights() -> Lit:
     module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"), seed=11)
     return module
 
@@ -267,7 +269,7 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
     FSDPStrategy.save_checkpoint(theirs, checkpoint, tmp_path / "fsdp.ckpt")
     assert any(key.startswith("model.") for key in ShardedFolder(tmp_path / "fsdp.ckpt").keys)
     for row, name in (("zero1", "fsdp2.ckpt"), ("zero3", "fsdp.ckpt")):
-        rest = fit(sharded(row), tmp_path, other(), max_epochs=3, ckpt_path=tmp_path / name)
+        rest = fit(sharded(row), tmp_path, adamw_of_other_weights(), max_epochs=3, ckpt_path=tmp_path / name)
         torch.testing.assert_close(rest.losses, whole.losses[-len(rest.losses) :], rtol=1e-5, atol=1e-6)
         assert_weights(rest.weights, whole.weights)
 
@@ -277,7 +279,7 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
     """dcp.load puts our folder into DTensors; what dcp.save writes, beside Lightning's meta.pt, is loaded here."""
     saved = fit(sharded(), tmp_path, adamw(), max_epochs=2)
     saved.trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    module = other()
+    module = adamw_of_other_weights()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
@@ -292,7 +294,8 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         (tmp_path / "theirs.ckpt" / "meta.pt").write_bytes((tmp_path / "ours.ckpt" / "meta.pt").read_bytes())
     dist.barrier()
-    of = fit(sharded("zero2"), tmp_path, other(), max_epochs=2, ckpt_path=tmp_path / "theirs.ckpt").trainer
+    path = tmp_path / "theirs.ckpt"
+    of = fit(sharded("zero2"), tmp_path, adamw_of_other_weights(), max_epochs=2, ckpt_path=path).trainer
     assert_weights(weights(of), saved.weights, tolerance=0)
     one, other = (read(tmp_path / f"{name}.ckpt", None)["optimizer_states"][0] for name in ("ours", "theirs"))
     for key, entry in one["state"].items():
@@ -300,7 +303,7 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
             assert torch.equal(value.whole(), other["state"][key][entry_name].whole())
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=150)
 def test_tools_of_torch_and_lightning_make_one_file(tmp_path: Path) -> None:
     saved = fit(sharded(), tmp_path, odd(), max_epochs=2)
     path = tmp_path / "odd.ckpt"
