@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -29,12 +28,6 @@ from lightning_zero.engine.whole import state_dicts
 ALL_STAGES = ("zero0", "zero1", "zero2", "zero3")
 STAGES = ALL_STAGES
 SAMPLES, FEATURES = 24, 4
-
-
-def some_of(cases: Iterable[str], *always: str) -> list[Any]:
-    """Parameters of a test: ``always`` these, and the rest of ``cases`` in the full run."""
-    assert set(always) <= set(cases), always
-    return [case if case in always else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 class Block(nn.Module):
