@@ -182,7 +182,6 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_and_nothing_is_loaded(case
     assert fit("zero3", tmp_path, seeded(Adam), max_epochs=2, ckpt_path=path).losses
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("make", "checkpoint"), [(Lit, "full"), (TwoGroups, "sharded"), (Renamed, "full")])
 def test_trained_weights_stay_when_a_checkpoint_is_refused(make: Any, checkpoint: str, tmp_path: Path) -> None:
@@ -253,7 +252,6 @@ def test_folder_of_another_model_or_of_other_optimizers_is_refused_and_changes_n
         assert_weights(weights(of), before, tolerance=0)
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_part_that_one_rank_cannot_read_fails_on_all(rank: int, tmp_path: Path) -> None:
@@ -555,7 +553,6 @@ def test_files_of_ddp_are_checked_and_old_formats_and_addresses_are_not(tmp_path
         of.fit(seeded(Lit), loader(), ckpt_path="memory://a.ckpt")
 
 
-@pytest.mark.sample
 @on_ranks(2)
 def test_flipped_bit_of_a_folder_is_refused(tmp_path: Path) -> None:
     """In a tensor, it would load in silence."""

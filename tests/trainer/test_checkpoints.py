@@ -212,7 +212,7 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(form: str, tmp_path: Pa
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_run_resumed_in_another_row_is_the_uninterrupted_one_to_the_bit(case: Case, tmp_path: Path) -> None:
     """Saved in the middle of a run by one row, loaded by another."""
     kind = KINDS[case.kind]

@@ -100,6 +100,7 @@ def test_module_on_meta_without_a_way_to_initialise_is_refused(tmp_path: Path) -
         fit("zero3", tmp_path, seeded(OnMeta))
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path: Path) -> None:
     """Torch has no SyncBatchNorm for the CPU: ours gets as far as torch's own error."""
@@ -113,6 +114,7 @@ def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path:
     assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
     class Memory(Lit):
@@ -135,6 +137,7 @@ def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
 # -- ranks that are apart before there is an engine -------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
 def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
@@ -170,6 +173,7 @@ def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str
         fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
     class Prepares(Lit):
@@ -180,6 +184,7 @@ def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
     assert run.losses
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_accumulation_with_bf16_messages_is_refused_where_gradients_add_up(tmp_path: Path) -> None:
     comm, settings = {"grad_comm_dtype": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
