@@ -77,7 +77,7 @@ def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> None:
     """Of all types, before and after clipping, at every stage."""
-    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05}
+    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05, "max_epochs": 1}
 
     def body(strategy: str) -> Any:
         return fit(strategy, tmp_path, seeded(lambda: Watches((1, 2, 3.5, "inf"))), **settings)
