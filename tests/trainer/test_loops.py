@@ -136,10 +136,15 @@ def test_fit_after_an_exception_of_all_ranks_goes_on_from_its_weights(tmp_path: 
 
 
 class Tuned(Lit):
-    batch_size = 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(96), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(8), batch_size=self.batch_size)
 
 
 @on_ranks(1)
@@ -149,7 +154,7 @@ def test_batch_size_finder_on_one_rank_finds_what_it_finds_without_us(tmp_path: 
     for strategy in ("auto", "zero3"):
         module = seeded(Tuned)
         finder = BatchSizeFinder(max_trials=3, steps_per_trial=2)
-        of = trainer(strategy, tmp_path, max_steps=4, limit_val_batches=0, callbacks=[finder])
+        of = trainer(strategy, tmp_path, max_steps=4, callbacks=[finder])
         of.fit(module)
         results.append((module.batch_size, record(of, module)))
     assert results[0][0] == results[1][0] == 8
