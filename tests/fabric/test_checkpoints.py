@@ -18,7 +18,6 @@ from tests.fabric.toys import Net, Run, adamw, assert_equal, fabric, make, train
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, loader, trainer
 
-
 pytestmark = pytest.mark.full
 
 

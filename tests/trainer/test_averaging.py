@@ -32,7 +32,6 @@ from tests.trainer.toys import (
     loader,
     record,
     seeded,
-    trainer,
 )
 
 pytestmark = pytest.mark.full

@@ -515,8 +515,8 @@ def test_flipped_bit_of_a_file_is_refused_before_anything_is_loaded(tmp_path: Pa
     if dist.get_rank() == 0:
         flip(tmp_path / "a.ckpt")
     dist.barrier()
-    for resumes, verify in ((False, True), (True, None)):
-        strategy = ZeroStrategy("zero3", checkpoint={"verify": verify})
+    for resumes, asked in ((False, True), (True, None)):
+        strategy = ZeroStrategy("zero3", checkpoint={"verify": asked})
         strategy.run_plan.resumes_job = resumes
         module = seeded(lambda: Lit(width=40), seed=9)
         before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -524,8 +524,8 @@ def test_flipped_bit_of_a_file_is_refused_before_anything_is_loaded(tmp_path: Pa
         with pytest.raises(ConfigError, match=r"expected .*a\.ckpt as it was written, got other values in bytes \d+"):
             of.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
         assert_weights(module.state_dict(), before, tolerance=0)
-    for resumes, verify in ((False, None), (True, False)):  # as torch loads it
-        strategy = ZeroStrategy("zero3", checkpoint={"verify": verify})
+    for resumes, asked in ((False, None), (True, False)):  # as torch loads it
+        strategy = ZeroStrategy("zero3", checkpoint={"verify": asked})
         strategy.run_plan.resumes_job = resumes
         fit(strategy, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
 

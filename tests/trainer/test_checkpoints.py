@@ -12,6 +12,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -125,9 +126,10 @@ def on_rank_0_alone() -> Lit:
         return Lit()
 
 
-class Kind(NamedTuple):
+@dataclass
+class Kind:
     make: Callable[[], Lit]
-    zero: dict[str, Any] = {}
+    zero: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
     again: Callable[[], Lit] | None = None  # what is loaded into: with other weights, if nothing is said
 
@@ -247,7 +249,7 @@ class Way(NamedTuple):
 
 
 def is_a_way(way: Way) -> bool:
-    return "ddp" not in (way.saves, way.loads) or way.form == "full" and way.saves != way.loads
+    return "ddp" not in (way.saves, way.loads) or (way.form == "full" and way.saves != way.loads)
 
 
 FAR = itertools.product(

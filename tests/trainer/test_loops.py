@@ -21,7 +21,6 @@ from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     ALL_STAGES,
-    ALL_STAGES,
     Fails,
     Late,
     Lit,

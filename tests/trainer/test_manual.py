@@ -70,8 +70,7 @@ class NormsOfParts(ByHand):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
-        parts = {"all": list(self.parameters()), "block": list(self.blocks[0].parameters()), "one": [self.head.weight]}
-        for name, params in parts.items():
+        for params in (list(self.parameters()), list(self.blocks[0].parameters()), [self.head.weight]):
             if isinstance(self.trainer.strategy, ZeroStrategy):
                 norm = lightning_zero.grad_norm(params)
             else:

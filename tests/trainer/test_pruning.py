@@ -16,6 +16,7 @@ from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loade
 
 pytestmark = pytest.mark.full
 
+
 class Plain(Lit):
     """Without layer norms, whose weights have one dimension."""
 

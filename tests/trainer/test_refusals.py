@@ -18,7 +18,6 @@ from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, WithBatchNorm, assert_same, fit, loader, seeded, trainer
 
-
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
