@@ -163,7 +163,6 @@ def test_batch_size_finder_on_one_rank_finds_what_it_finds_without_us(tmp_path: 
 # -- configure_model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample
 @on_ranks(2)
 def test_module_configured_on_meta_is_the_same_at_all_stages_and_learns(tmp_path: Path) -> None:
     """Other initial values than on the host, but the same at all stages, finite, and they learn."""
