@@ -472,21 +472,19 @@ def test_more_or_fewer_optimizers_than_saved_load_as_under_ddp_with_a_warning(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("rates", [(0.05, 0.1), (0.05, 0.05)], ids=str)
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle", "plateau"])
-def test_settings_that_a_checkpoint_overrules_are_named(
-    scheduler: str, rates: tuple[float, float], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("then", [0.05, 0.1])
+@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle"])
+def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, then: float, tmp_path: Path) -> None:
     def lit(rate: float) -> Any:
         return seeded(lambda: Lit(optimizer="adamw", scheduler=scheduler, lr=rate))
 
-    fit("zero3", tmp_path, lit(rates[0]), max_epochs=1).trainer.save_checkpoint(tmp_path / "first.ckpt")
+    fit("zero3", tmp_path, lit(0.05), max_epochs=1).trainer.save_checkpoint(tmp_path / "first.ckpt")
     after = trainer("zero3", tmp_path, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        after.fit(lit(rates[1]), loader(), loader(), ckpt_path=tmp_path / "first.ckpt")
+        after.fit(lit(then), loader(), loader(), ckpt_path=tmp_path / "first.ckpt")
     said = [str(w.message) for w in caught if "the settings of the checkpoint" in str(w.message)]
-    if dist.get_rank() or rates[0] == rates[1] or scheduler == "onecycle":  # which sets aside the rate that was given
+    if dist.get_rank() or then == 0.05 or scheduler == "onecycle":  # which sets aside the rate that was given
         assert said == []
     else:
         assert len(said) == 1 and "lr: 0.01 (given: 0.02)." in said[0] and ".ckpt: the optimizer" in said[0]
