@@ -472,8 +472,9 @@ def test_more_or_fewer_optimizers_than_saved_load_as_under_ddp_with_a_warning(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("then", [0.05, 0.1])
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle"])
+@pytest.mark.parametrize(
+    ("scheduler", "then"), [*itertools.product(("none", "step", "onecycle"), (0.05, 0.1)), ("plateau", 0.05)]
+)
 def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, then: float, tmp_path: Path) -> None:
     def lit(rate: float) -> Any:
         return seeded(lambda: Lit(optimizer="adamw", scheduler=scheduler, lr=rate))
