@@ -193,7 +193,7 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
 def test_stochastic_averaging_keeps_its_class_name_and_copies(tmp_path: Path) -> None:
     callback = StochasticWeightAveraging(0.02, swa_epoch_start=1)
     run = fit("zero3", tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
-    assert type(callback) is StochasticWeightAveraging
+    assert isinstance(callback, StochasticWeightAveraging)
     assert callback.state_key == StochasticWeightAveraging(0.02).state_key
     assert "update_parameters" in vars(StochasticWeightAveraging)
     assert type(copy.copy(callback)) is StochasticWeightAveraging
