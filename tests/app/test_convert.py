@@ -18,8 +18,7 @@ from tests.engine.test_pretrained import TOKENS, saved, transformers
 from tests.harness import on_ranks
 from tests.trainer.test_hugging_face import Lit, logits_of
 from tests.trainer.test_hugging_face import fit as fit_model
-from tests.trainer.test_sharded import odd, other_weights, sharded
-from tests.trainer.toys import assert_weights, fit
+from tests.trainer.toys import assert_weights, fit, odd, other_weights, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

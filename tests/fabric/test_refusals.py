@@ -17,7 +17,7 @@ from tests.harness import on_ranks
 from tests.trainer.toys import loader
 
 
-def test_settings_that_only_the_trainer_follows() -> None:
+def test_settings_that_only_the_trainer_follows_are_refused() -> None:
     with pytest.raises(ConfigError, match="zero/stage: expected zero0, zero1, zero2 or zero3 with .* Fabric"):
         Fabric(strategy="zero_auto", accelerator="cpu", devices=2)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
@@ -30,7 +30,7 @@ def test_settings_that_only_the_trainer_follows() -> None:
 
 
 @on_ranks(2)
-def test_setup() -> None:
+def test_setup_of_what_cannot_be_sharded_is_refused() -> None:
     of = fabric("zero3")
     plain = make()
     with pytest.raises(ConfigError, match="Set the module up first"):
@@ -46,7 +46,7 @@ def test_setup() -> None:
 
 
 @on_ranks(2)
-def test_a_norm_that_is_not_finite() -> None:
+def test_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
     run = train("zero3")
     x, y = next(iter(loader()))
     scale = float("inf") if run.fabric.global_rank else 1.0  # on one rank: an error on all
@@ -58,7 +58,7 @@ def test_a_norm_that_is_not_finite() -> None:
 
 
 @on_ranks(2)
-def test_a_save_waits_as_steps_do() -> None:
+def test_saves_wait_as_steps_do() -> None:
     """So that waits of a rank that saves alone, and of those in a step, are compared: all hear of it in seconds."""
     of = fabric("zero3")
     start, plain = of.strategy._waits, make()
@@ -70,7 +70,7 @@ def test_a_save_waits_as_steps_do() -> None:
 
 
 @on_ranks(2)
-def test_a_plain_backward() -> None:
+def test_plain_backward_is_refused() -> None:
     run = train("zero3")
     x, y = next(iter(loader()))
     with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):

@@ -147,7 +147,7 @@ def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
 @pytest.mark.sample
 @pytest.mark.mainly(lambda name: name == "unet")
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
-def test_other_sizes_follow_from_two(name: str) -> None:
+def test_other_batch_sizes_follow_from_two(name: str) -> None:
     module, batch = case(name)
     sizes = measure_sizes(module, batch, make_config(), Precision.fp32)
     assert sizes.sizes == (4, 8) and sizes.scales
@@ -189,14 +189,14 @@ def test_bytes_that_grow_faster_than_the_batch_are_measured_for_the_largest_one(
         assert plan_row(at_it, *rows[0][:2], with_room(there), rows[0][2]).fits is fits
 
 
-def test_a_mask_that_depends_on_values_counts() -> None:
+def test_mask_that_depends_on_values_is_counted() -> None:
     """transformers leaves a mask out where it sees that all tokens count. Without values it cannot see."""
     module, batch = case("llama_sdpa")
     found, expected = measure(module, batch, make_config(), Precision.fp32), really(module, batch)
     assert expected.saved <= found.saved <= 1.25 * expected.saved
 
 
-def test_nothing_is_left_in_memory() -> None:
+def test_ten_billion_parameters_are_measured_without_memory() -> None:
     """Ten billion parameters, without memory."""
     with torch.device("meta"):
         module = LitGPT(vocab_size=50_000, n_layer=2, n_head=64, d_model=20_480, block_size=512)
@@ -205,7 +205,7 @@ def test_nothing_is_left_in_memory() -> None:
     assert found.peak(backward=True) > 10**9
 
 
-def test_checkpointed_blocks_keep_their_inputs() -> None:
+def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
     module, batch = case("gpt")
     plain, again = (
         measure(module, batch, make_config(activation_checkpointing=how), Precision.fp32) for how in ("none", "blocks")
@@ -254,13 +254,13 @@ class Manual(UNet):
 
 
 @pytest.mark.sample
-def test_a_step_that_goes_by_values_is_refused_with_its_name() -> None:
+def test_step_that_goes_by_values_is_refused_with_its_name() -> None:
     _, batch = case("unet")
     with pytest.raises(NotMeasured, match="training_step of Reads fails on tensors that have no values"):
         measure(Reads(), batch, make_config(), Precision.fp32)
 
 
-def test_manual_optimization() -> None:
+def test_manual_optimization_of_two_optimizers_has_twice_the_flops() -> None:
     _, batch = case("unet")
     manual = measure(Manual(), batch, make_config(), Precision.fp32)
     plain = measure(UNet(), batch, make_config(), Precision.fp32)

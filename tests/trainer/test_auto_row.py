@@ -52,7 +52,7 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_a_run_that_goes_on_decides_anew(form: str, tmp_path: Path) -> None:
+def test_resumed_run_decides_its_row_anew(form: str, tmp_path: Path) -> None:
     with memory(10**9):
         first, run = fit(tmp_path, max_epochs=1, offload="none", zero={"checkpoint": form})
     path = tmp_path / "saved.ckpt"
@@ -64,13 +64,13 @@ def test_a_run_that_goes_on_decides_anew(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample
 @on_ranks(1, 2)
-def test_nothing_fits_on_all_ranks(tmp_path: Path) -> None:
+def test_run_that_fits_nowhere_is_refused_on_all_ranks(tmp_path: Path) -> None:
     with memory(1000), pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more"):
         fit(tmp_path)
 
 
 @on_ranks(1)
-def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
+def test_step_that_reads_values_is_planned_without_activations(tmp_path: Path) -> None:
     class Reads(toys.Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -84,7 +84,7 @@ def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_an_exception_on_rank_0_reaches_all(tmp_path: Path) -> None:
+def test_exception_on_rank_0_reaches_all(tmp_path: Path) -> None:
     with (
         memory(10**9),
         mock.patch.object(auto_row, "model_of", side_effect=KeyError("a bug")),
@@ -96,7 +96,7 @@ def test_an_exception_on_rank_0_reaches_all(tmp_path: Path) -> None:
 
 @pytest.mark.sample
 @on_ranks(2)
-def test_the_host_with_the_least_memory_counts(tmp_path: Path) -> None:
+def test_host_with_the_least_memory_decides(tmp_path: Path) -> None:
     """As if the ranks were on two hosts."""
     host = f"host {dist.get_rank()}"
     with (
@@ -119,7 +119,7 @@ def test_the_host_with_the_least_memory_counts(tmp_path: Path) -> None:
         (lambda p: torch.optim.LBFGS(p), 2, "LBFGS cannot be tried"),
     ],
 )
-def test_the_state_of_the_optimizers_is_known_before(make: Any, states: int, why: str) -> None:
+def test_state_of_optimizers_is_known_before_they_step(make: Any, states: int, why: str) -> None:
     class Own(toys.Lit):
         def configure_optimizers(self) -> Any:
             return make(list(self.parameters()))
@@ -132,7 +132,7 @@ def test_the_state_of_the_optimizers_is_known_before(make: Any, states: int, why
     assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in module.named_parameters())
 
 
-def test_the_state_of_whole_tensors_is_known_before() -> None:
+def test_state_of_whole_tensors_is_known_before_they_step() -> None:
     """Adafactor's is a row and a column of each matrix, a small part of what Adam keeps."""
 
     class Own(toys.Lit):
@@ -149,7 +149,7 @@ def test_the_state_of_whole_tensors_is_known_before() -> None:
 
 
 @on_ranks(1)
-def test_taking_a_batch_changes_no_order(tmp_path: Path) -> None:
+def test_batch_taken_for_the_plan_changes_no_order(tmp_path: Path) -> None:
     """Losses are those of a run whose row was given, with shuffled data and a generator of its own."""
     losses = []
     for stage in ("auto", "zero0"):
@@ -163,7 +163,7 @@ def test_taking_a_batch_changes_no_order(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) > 2
 
 
-def test_rows_in_files_need_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_in_files_are_candidates_if_there_is_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
     without = candidate_rows(make_config(stage="auto", offload="auto"))
     assert {offload.name.name for _, offload in without} == {"none", "optimizer_cpu", "cpu", "auto"}
@@ -175,7 +175,7 @@ def test_rows_in_files_need_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ] * 4
 
 
-def test_no_setting_takes_a_row_out_in_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_setting_that_takes_rows_out_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
     assert len(candidate_rows(make_config(stage="auto", offload="auto", prefetch_bytes=1))) == 16
     in_node = make_config(stage="zero3", offload="auto", comm={"hybrid_shard": "node_backward"})
@@ -184,7 +184,7 @@ def test_no_setting_takes_a_row_out_in_silence(monkeypatch: pytest.MonkeyPatch, 
         candidate_rows(make_config(stage="auto", compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}}))
 
 
-def test_only_the_strategy_decides() -> None:
+def test_stage_auto_is_refused_outside_of_the_strategy() -> None:
     import lightning_zero
 
     with pytest.raises(ConfigError, match="got auto, which ZeroStrategy decides"):

@@ -1,83 +1,46 @@
-"""WeightAveraging and EMAWeightAveraging: averaged on shards, equal to what they average under DDP."""
+"""Averages of weights: what Lightning's table (``tests/lightning_table``) does not show of them.
+
+That is resuming from DDP's file and from one without averages, low precision, subclasses and mocks of users.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor
 
+from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import (
+    Late,
     Lit,
+    WithBatchNorm,
     assert_same,
     assert_weights,
     fit,
     loader,
     record,
     seeded,
-    some_of,
-    trainer,
-    weights,
 )
 
 pytestmark = pytest.mark.full
 
 
-class WithBatchNorm(Lit):
-    """Buffers, of which one is an integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
-class EveryEpoch(WeightAveraging):
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx is not None
-
-
-AVERAGES: dict[str, Callable[[], WeightAveraging]] = {
-    "equal": WeightAveraging,
-    "equal without buffers": lambda: WeightAveraging(use_buffers=False),
-    "each epoch": EveryEpoch,
-    "ema": lambda: EMAWeightAveraging(decay=0.8),
-    "ema, late and rarely": lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
-    "own function for many": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
-}
-
-
 @pytest.mark.sample
 @on_ranks(2)
-@pytest.mark.parametrize("case", some_of(AVERAGES, "equal", "ema, late and rarely"))
-def test_averages(case: str, tmp_path: Path) -> None:
-    """Validation runs on averaged weights, training goes on with its own, and the result is the average."""
-
-    def body(strategy: str) -> Any:
-        return fit(strategy, tmp_path, seeded(WithBatchNorm), callbacks=[AVERAGES[case]()], val_check_interval=4)
-
-    plain = fit("zero3", tmp_path, seeded(WithBatchNorm), val_check_interval=4)
-    expected = body("ddp")
-    for stage in ("zero0", "zero1", "zero3"):
-        found = body(stage)
-        assert_same(found, expected, what=stage)
-    assert found.losses == plain.losses
-    assert any(not torch.equal(found.weights[k], plain.weights[k]) for k in plain.weights)
-
-
-@pytest.mark.sample
-@on_ranks(2)
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero3")])
-def test_checkpoints_hold_averages_and_resume(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
+def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
     def run(strategy: str, epochs: int, **settings: Any) -> Any:
         callbacks = [EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")]
         module = seeded(WithBatchNorm, seed=settings.pop("seed", 3))
@@ -97,47 +60,12 @@ def test_checkpoints_hold_averages_and_resume(saved_by: str, loaded_by: str, tmp
 
 
 @on_ranks(2)
-def test_a_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
+def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "plain.ckpt")
 
     def body(strategy: str) -> Any:
         callbacks = [EMAWeightAveraging(decay=0.8)]
         return fit(strategy, tmp_path, max_epochs=3, callbacks=callbacks, ckpt_path=tmp_path / "plain.ckpt")
-
-    assert_same(body("zero3"), body("ddp"))
-
-
-@on_ranks(2)
-def test_evaluation_before_and_after_and_a_second_fit(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        module = seeded(Lit)
-        of = trainer(strategy, tmp_path, callbacks=[EMAWeightAveraging(decay=0.8)])
-        results = [of.validate(module, loader(), verbose=False)[0]["val"]]
-        of.fit(module, loader(), loader())
-        results.append(of.validate(module, loader(), verbose=False)[0]["val"])
-        results.append(of.test(module, loader(), verbose=False)[0]["val"])
-        of.fit_loop.max_epochs = 3
-        of.fit(module, loader(), loader())
-        results.append(of.validate(module, loader(), verbose=False)[0]["val"])
-        found = record(of, module)
-        found.metrics = {str(i): r for i, r in enumerate(results)}
-        return found
-
-    expected = body("ddp")
-    for stage in ("zero1", "zero3"):
-        assert_same(body(stage), expected, what=stage)
-
-
-@on_ranks(2)
-def test_a_second_fit_of_the_same_trainer_from_a_checkpoint(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        module = seeded(Lit)
-        of = trainer(strategy, tmp_path, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.8)])
-        of.fit(module, loader())
-        of.save_checkpoint(tmp_path / f"{strategy}.ckpt")
-        of.fit_loop.max_epochs = 3
-        of.fit(module, loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
-        return record(of, module)
 
     assert_same(body("zero3"), body("ddp"))
 
@@ -152,20 +80,8 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     assert not torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, last)
 
 
-class Late(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.first, self.blocks, self.head
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "first"):
-            with torch.device("meta"):
-                built = Lit()
-            self.first, self.blocks, self.head = built.first, built.blocks, built.head
-
-
 @on_ranks(2)
-def test_a_module_configured_on_meta_is_averaged(tmp_path: Path) -> None:
+def test_module_configured_on_meta_is_averaged(tmp_path: Path) -> None:
     """Lightning's callback would copy a module on meta; shards are averaged after they have values."""
     runs = [fit(s, tmp_path, seeded(Late), callbacks=[EMAWeightAveraging(decay=0.8)]) for s in ("zero1", "zero3")]
     assert_same(runs[1], runs[0])
@@ -183,7 +99,7 @@ class Swaps(EMAWeightAveraging):
 
 
 @on_ranks(2)
-def test_a_subclass_and_a_mock_of_the_users_are_called(tmp_path: Path) -> None:
+def test_subclass_and_mock_of_the_user_are_called(tmp_path: Path) -> None:
     def body(strategy: str) -> Any:
         callback = Swaps(decay=0.8)
 
@@ -199,17 +115,6 @@ def test_a_subclass_and_a_mock_of_the_users_are_called(tmp_path: Path) -> None:
         return record(run.trainer, run.module)
 
     assert_same(body("zero3"), body("ddp"))
-
-
-@on_ranks(2)
-def test_a_function_of_the_users_in_the_place_of_save_checkpoint_is_called(tmp_path: Path) -> None:
-    of, saved = trainer("zero3", tmp_path), []
-    save = of.save_checkpoint
-    of.save_checkpoint = lambda path, *args, **kwargs: (saved.append(path), save(path, *args, **kwargs))  # type: ignore[method-assign]
-    of.fit(seeded(Lit), loader())
-    of.save_checkpoint(tmp_path / "last.ckpt")
-    assert saved == [tmp_path / "last.ckpt"]
-    assert_weights(torch.load(tmp_path / "last.ckpt")["state_dict"], weights(of))
 
 
 class WithSetup(EMAWeightAveraging):
@@ -241,7 +146,7 @@ def test_setup_of_a_subclass_is_called(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_averages_that_are_not_there_in_setup_are_explained(tmp_path: Path) -> None:
+def test_average_model_in_setup_is_refused_with_the_hook_to_use(tmp_path: Path) -> None:
     class Early(WeightAveraging):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             super().setup(trainer, pl_module, stage)
@@ -250,3 +155,46 @@ def test_averages_that_are_not_there_in_setup_are_explained(tmp_path: Path) -> N
     with pytest.raises(AttributeError) as error:
         fit("zero3", tmp_path, callbacks=[Early()])
     assert "on_fit_start" in str(error.value)
+
+
+# -- StochasticWeightAveraging ----------------------------------------------------------------------------------------
+
+
+def ema(average: Tensor, now: Tensor, count: Tensor) -> Tensor:
+    return 0.9 * average + 0.1 * now
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
+def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
+    stage: str, checkpoint: str, tmp_path: Path
+) -> None:
+    class Saves(StochasticWeightAveraging):
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_epoch_end(trainer, *args)
+            if trainer.current_epoch == 2:
+                trainer.save_checkpoint(saved)
+
+    def body(strategy: Any, ckpt_path: Path | None = None) -> Any:
+        callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
+        module = seeded(WithBatchNorm)
+        return fit(strategy, tmp_path, module, callbacks=[callback], max_epochs=5, ckpt_path=ckpt_path)
+
+    saved = tmp_path / "ddp.ckpt"
+    body("ddp")
+    expected = body("ddp", saved)
+    saved = tmp_path / "ours.ckpt"
+    whole = body(ZeroStrategy(stage, checkpoint=checkpoint))
+    assert_same(body(ZeroStrategy(stage, checkpoint=checkpoint), saved), expected, tolerance=0)
+    assert_same(whole, body("ddp"), tolerance=0)
+
+
+@on_ranks(2)
+def test_stochastic_averaging_keeps_its_class_name_and_copies(tmp_path: Path) -> None:
+    callback = StochasticWeightAveraging(0.02, swa_epoch_start=1)
+    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
+    assert isinstance(callback, StochasticWeightAveraging)
+    assert callback.state_key == StochasticWeightAveraging(0.02).state_key
+    assert "update_parameters" in vars(StochasticWeightAveraging)
+    assert type(copy.copy(callback)) is StochasticWeightAveraging
+    run.trainer.test(run.module, loader(), verbose=False)

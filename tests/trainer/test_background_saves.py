@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
@@ -32,30 +31,19 @@ from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.selection import pairwise_places
-from tests.trainer.test_range_saves import Model, same
-from tests.trainer.toys import Lit, fit, loader, seeded, trainer
+from tests.trainer.test_checkpoints import StateInLists
+from tests.trainer.toys import Fails, Lit, Odd, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
-CASES = [
-    {"stage": stage, "offload": offload, "precision": precision, "first": first}
-    for stage, offload, precision, first in itertools.product(
-        ("zero0", "zero1", "zero2", "zero3"),
-        ("none", "optimizer_cpu", "cpu"),
-        ("32-true", "bf16-mixed"),
-        ("reader", "step", "any"),
-    )
-    if (offload == "none" or stage != "zero0") and (stage == "zero3" or offload in ("none", "optimizer_cpu"))
-]
-CASES = [CASES[place] for place in pairwise_places(CASES)]
+ROWS = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
+PATHS = itertools.product(ROWS, ("32-true", "bf16-mixed"), ("reader", "step", "any"), (Odd, StateInLists))
+ALL = [{"row": row, "precision": precision, "first": first, "kind": kind} for row, precision, first, kind in PATHS]
+CASES = [ALL[place] for place in pairwise_places(ALL)]
 
 
-def behind(root: Path, stage: str = "zero3", offload: Any = "none") -> ZeroStrategy:
-    if offload == "nvme":
-        (root / "nvme").mkdir(exist_ok=True)
-        offload = {"name": "nvme", "nvme_path": str(root / "nvme")}
-    saves = {"name": "sharded", "background": True}
-    return ZeroStrategy(stage, offload=offload, checkpoint=saves, stall_timeout_s=30)
+def behind(root: Path, row: str = "zero3") -> ZeroStrategy:
+    return strategy_of(row, root, checkpoint={"name": "sharded", "background": True}, stall_timeout_s=30)
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:
@@ -65,6 +53,10 @@ def at_once() -> contextlib.AbstractContextManager[Any]:
 def content(path: Path) -> Any:
     folder = ShardedFolder(path)
     return {key: folder.tensor(key).whole() for key in folder.keys if folder.is_tensor(key)}
+
+
+def warns(text: str) -> Any:
+    return on_rank_0(pytest.warns(UserWarning, match=text))
 
 
 class Saves(Callback):
@@ -121,33 +113,37 @@ class Opens(Callback):
             self.gate.opened.set()
 
 
-class Writes(Model):
-    """Changes its parameters by itself, before the next step."""
+def writes(kind: type[Lit]) -> Lit:
+    """Give a module that changes its parameters by itself before the next step, where they are whole."""
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name is Stage.zero0:
-            self.first.weight.data.add_(1.0)
+    class Writes(kind):  # type: ignore[misc, valid-type]
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name is Stage.zero0:
+                self.first.weight.data.add_(1.0)
+
+    module: Lit = seeded(Writes)
+    return module
 
 
 @pytest.mark.sample
-@on_ranks(2, full=(1, 3))
-@pytest.mark.mainly(lambda case: CASES.index(case) % 2 == 0)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
-def test_it_is_what_was_there(case: dict[str, Any], tmp_path: Path) -> None:
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind'].__name__}-{'-'.join(list(case.values())[:3])}")
+def test_folder_written_behind_training_is_what_was_there(case: dict[str, Any], tmp_path: Path) -> None:
+    """Whether the reader comes before the next step or when that has changed state, or put other tensors there."""
     gate = Gate(case["first"])
-    settings = {"max_epochs": 1, "precision": case["precision"]}
-    strategy = behind(tmp_path, case["stage"], case["offload"])
+    settings = {"max_epochs": 1, "precision": case["precision"], "limit_val_batches": 0}
+    strategy = behind(tmp_path, case["row"])
     with gate.watched():
         callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
-        run = fit(strategy, tmp_path, seeded(Writes), callbacks=callbacks, **settings)
+        run = fit(strategy, tmp_path, writes(case["kind"]), callbacks=callbacks, **settings)
     assert gate.passed.is_set()
     found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
     assert same(found, expected)
     assert verify.check(tmp_path / "behind.ckpt").damage == []
     tiers = held(strategy)
     with at_once():
-        other = behind(tmp_path, case["stage"], case["offload"])
-        plain = fit(other, tmp_path, seeded(Writes), **settings)
+        other = behind(tmp_path, case["row"])
+        plain = fit(other, tmp_path, writes(case["kind"]), **settings)
     assert run.losses == plain.losses and tiers == held(other)
 
 
@@ -158,17 +154,17 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved rests in files"])
-def test_where_nothing_can_be_copied_training_waits_for_the_save(why: str, tmp_path: Path) -> None:
+def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
     room = 0 if dist.get_rank() else 1 << 40
     no_room = mock.patch.object(saving, "available_host_memory", lambda: room)
     files = "files" in why
     saved: list[bool] = []
     there = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
-    strategy = behind(tmp_path, offload="nvme" if files else "none")
+    strategy = behind(tmp_path, "zero3_nvme" if files else "zero3")
     of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[there])
-    with contextlib.nullcontext() if files else no_room, says(f"training waits for this save, because {why}"):
-        of.fit(seeded(Model), loader())
+    with contextlib.nullcontext() if files else no_room, warns(f"training waits for this save, because {why}"):
+        of.fit(odd(), loader())
     assert saved == [True]
     assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
 
@@ -200,18 +196,18 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_averages(precision: Any, tmp_path: Path) -> None:
+def test_averages_written_behind_training_are_those_of_the_moment(precision: Any, tmp_path: Path) -> None:
     gate = Gate("step")
     callbacks = [EMAWeightAveraging(use_buffers=True), Saves(tmp_path), Opens(gate)]
     with gate.watched():
         strategy = behind(tmp_path)
-        fit(strategy, tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks, precision=precision)
+        fit(strategy, tmp_path, odd(), max_epochs=1, callbacks=callbacks, precision=precision)
     found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
     assert same(found, expected) and any("current_model_state" in key for key in found)
 
 
 @on_ranks(2)
-def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
+def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
     made: list[int] = []
     pages = snapshots.HostPages
 
@@ -269,7 +265,7 @@ class SavesOnce(Callback):
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", [2, 6])
-def test_a_failure_reaches_all_ranks(step: int, rank: int, tmp_path: Path) -> None:
+def test_failed_write_ends_all_ranks_and_keeps_the_file_before(step: int, rank: int, tmp_path: Path) -> None:
     """At a step that follows; at the end, where none follows. What had the name has it still."""
     path = tmp_path / "a.ckpt"
     fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOnce(path)])
@@ -279,14 +275,8 @@ def test_a_failure_reaches_all_ranks(step: int, rank: int, tmp_path: Path) -> No
         full_disk(rank),
         pytest.raises((OSError, RuntimeError), match=r"a\.ckpt.* could not be written: .*No space left"),
     ):
-        fit(
-            behind(tmp_path),
-            tmp_path,
-            seeded(Lit),
-            max_epochs=400,
-            callbacks=[saves],
-            max_steps=1000 if step == 2 else 6,
-        )
+        steps = 1000 if step == 2 else 6
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=400, callbacks=[saves], max_steps=steps)
     assert saves.steps < 1000
     assert same(content(path), before)
     dist.barrier()
@@ -294,7 +284,7 @@ def test_a_failure_reaches_all_ranks(step: int, rank: int, tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_a_rank_that_comes_late_does_not_look_for_what_another_has_taken_away(tmp_path: Path) -> None:
+def test_late_rank_after_a_failed_write_does_not_miss_the_part(tmp_path: Path) -> None:
     """Rank 0 fails, and its part is gone, before the thread of rank 1 begins."""
     begin = BackgroundSaves.begin
 
@@ -313,31 +303,24 @@ def test_a_rank_that_comes_late_does_not_look_for_what_another_has_taken_away(tm
         pytest.raises(Exception, match="No space left"),
     ):
         saves = SavesOnce(tmp_path / "a.ckpt")
-        fit(
-            behind(tmp_path),
-            tmp_path,
-            seeded(Lit),
-            max_epochs=400,
-            callbacks=[saves],
-            max_steps=6,
-        )
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=400, callbacks=[saves], max_steps=6)
     dist.barrier()
     assert not list(tmp_path.iterdir())
 
 
 @on_ranks(2)
-def test_one_by_the_clock_may_fail(tmp_path: Path) -> None:
+def test_failed_save_by_the_clock_is_a_warning(tmp_path: Path) -> None:
     strategy = behind(tmp_path)
     strategy.save_every_s = 1e-9
     of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
-    with full_disk(1), says(r"hpc_ckpt_1\.ckpt.*No space left.* Training goes on"):
+    with full_disk(1), warns(r"hpc_ckpt_1\.ckpt.*No space left.* Training goes on"):
         of.fit(module, loader())
     assert len(module.losses) == 6 and not list(tmp_path.iterdir())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_after_one_that_failed_is_whole(rank: int, tmp_path: Path) -> None:
+def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
     """What ranks have told each other in the failed one counts no more."""
     with contextlib.ExitStack() as full:
         full.enter_context(full_disk(rank))
@@ -363,35 +346,19 @@ def test_a_save_after_one_that_failed_is_whole(rank: int, tmp_path: Path) -> Non
     assert same(content(tmp_path / "a.ckpt"), content(tmp_path / "b.ckpt"))
 
 
-def says(text: str) -> contextlib.AbstractContextManager[Any]:
-    """Rank 0 warns inside."""
-    return pytest.warns(UserWarning, match=text) if dist.get_rank() == 0 else contextlib.nullcontext()
-
-
 @on_ranks(2)
-def test_an_exception_of_training_ends_no_save(tmp_path: Path) -> None:
-    class Fails(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 3:
-                raise ValueError("mine")
-            return super().training_step(batch, batch_idx)
-
+def test_exception_of_training_leaves_the_save_to_its_end(tmp_path: Path) -> None:
     gate = Gate("any")
-    with gate.watched(), pytest.raises(ValueError, match="mine"):
-        fit(
-            behind(tmp_path),
-            tmp_path,
-            seeded(Fails),
-            max_epochs=1,
-            callbacks=[SavesOnce(tmp_path / "a.ckpt", 3)],
-        )
+    with gate.watched(), pytest.raises(KeyError, match="planned"):
+        saves = SavesOnce(tmp_path / "a.ckpt", 3)
+        fit(behind(tmp_path), tmp_path, seeded(lambda: Fails(3)), max_epochs=1, callbacks=[saves])
     dist.barrier()
     assert verify.check(tmp_path / "a.ckpt").damage == []
     assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @on_ranks(2)
-def test_old_ones_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> None:
+def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     fsync = os.fsync
 
@@ -405,14 +372,8 @@ def test_old_ones_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> N
 
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
     with mock.patch.object(os, "fsync", look):
-        fit(
-            behind(tmp_path),
-            tmp_path,
-            seeded(Lit),
-            max_epochs=1,
-            callbacks=[save],
-            enable_checkpointing=True,
-        )
+        settings: dict[str, Any] = {"max_epochs": 1, "callbacks": [save], "enable_checkpointing": True}
+        fit(behind(tmp_path), tmp_path, seeded(Lit), **settings)
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
@@ -420,7 +381,7 @@ def test_old_ones_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> N
     assert whole and all("last.ckpt" in names for names in whole[2:])
 
 
-def test_what_would_be_ignored_is_refused() -> None:
+def test_settings_that_background_saves_ignore_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"zero/checkpoint=sharded: expected no CheckpointIO, got AsyncChe"):
         ZeroStrategy("zero3", checkpoint={"name": "sharded", "background": True}, checkpoint_io=AsyncCheckpointIO())
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with zero/checkpoint=full"):
@@ -428,7 +389,7 @@ def test_what_would_be_ignored_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_ended_rank_is_named_and_not_waited_for(tmp_path: Path) -> None:
     """As its process would be: nothing comes from it, and it answers no call."""
     strategy = behind(tmp_path)
     fit(strategy, tmp_path, seeded(Lit), max_epochs=1)
@@ -438,12 +399,12 @@ def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
         with mock.patch.object(type(waits), "silent", lambda _: [1]):
             acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None]
             saves.begin(waits, tmp_path / "a.ckpt", "key", *acts, Count(1), may_fail=False)
-            with says(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
+            with warns(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
                 saves.wait_alone()
 
 
 @on_ranks(2)
-def test_values_that_cannot_be_kept_fail_on_all_ranks(tmp_path: Path) -> None:
+def test_copies_that_one_rank_cannot_make_end_all(tmp_path: Path) -> None:
     """And those that were kept on other ranks are let go: no step waits for who never reads them."""
     released: list[int] = []
     close = Snapshot.close

@@ -1,120 +1,292 @@
-"""Checkpoints are ordinary Lightning files: DDP's load in ours and ours in DDP's, at any stage and number of ranks."""
+"""A save and a load: whatever form, row and number of ranks, training goes on as if it had not been interrupted.
+
+What DDP shows too (the content of files, ``ckpt_path``, ModelCheckpoint) is in ``tests/lightning_table``; what goes
+wrong is in ``test_bad_checkpoints`` and ``test_failing_saves``.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import warnings
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
-from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
-from tests.harness import Pool, on_ranks, run
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from tests.engine.optimizers import MuonAndAdam, Shampoo, matrices_and_rest
+from tests.harness import on_ranks, run
+from tests.selection import pairwise_places
 from tests.trainer.toys import (
-    STAGES,
+    ByHand,
+    Frozen,
+    Late,
     Lit,
+    Odd,
+    assert_goes_on,
     assert_same,
     assert_weights,
     fit,
     loader,
+    odd,
     optimizer_states,
+    other_weights,
     record,
     seeded,
-    some_of,
+    sharded,
+    strategy_of,
     trainer,
     weights,
 )
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
+
+# -- what is trained --------------------------------------------------------------------------------------------------
 
 
-def adamw() -> Lit:
-    module: Lit = seeded(lambda: Lit(optimizer="adamw", scheduler="step"))
-    return module
+class TwoOptimizers(ByHand, Odd):
+    """AdamW and SGD with two param groups."""
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.first.parameters(), self.turned, self.scale, self.empty]
+        parts = list(self.blocks[0].parameters())
+        groups = [{"params": parts[:2]}, {"params": parts[2:], "momentum": 0.5}]
+        return [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(groups, lr=0.01)]
 
 
-def other_weights() -> Lit:
-    """What is loaded into: equal to nothing that was saved."""
-    module: Lit = seeded(lambda: Lit(optimizer="adamw", scheduler="step"), seed=11)
-    return module
+class MuonAndAdamOfOneClass(Odd):
+    """Matrices in one param group of an optimizer that steps whole tensors, the rest in another."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = MuonAndAdam(matrices_and_rest(trained), own_count=False)  # which no state_dict has
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
-# -- what the file holds ----------------------------------------------------------------------------------------------
+class StateInLists(Lit):
+    """State in lists of other shapes than the parameters'."""
+
+    def configure_optimizers(self) -> Any:
+        return Shampoo(self.parameters(), lr=0.01)
 
 
+class MuonOfTorch(ByHand):
+    """For matrices, and AdamW for the rest."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.blocks.parameters() if p.dim() == 2]
+        rest = [p for p in self.parameters() if not any(p is matrix for matrix in matrices)]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+class GroupsInHook(Lit):
+    """Completes its optimizer in a hook."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.blocks.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        rest = [*self.first.parameters(), *self.head.parameters()]
+        self.trainer.optimizers[0].add_param_group({"params": rest})
+
+
+class TrainsHead(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class Thaw(BaseFinetuning):
+    """All but the head is frozen; a block thaws at epoch 1, the rest at epoch 2."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.first, pl_module.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer, lr=0.02)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([pl_module.first, pl_module.blocks], optimizer, lr=0.01)
+
+
+def on_rank_0_alone() -> Lit:
+    """As scripts do that load a model on one rank and send it to the others."""
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        return Lit()
+
+
+@dataclass
+class Kind:
+    make: Callable[[], Lit]
+    zero: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+    again: Callable[[], Lit] | None = None  # what is loaded into: with other weights, if nothing is said
+
+    def resumed(self) -> Lit:
+        module: Lit = seeded(self.make, seed=11) if self.again is None else self.again()
+        return module
+
+
+KINDS: dict[str, Kind] = {
+    "odd": Kind(Odd),
+    "two optimizers": Kind(TwoOptimizers),
+    "Muon and Adam of one class": Kind(MuonAndAdamOfOneClass, {"reduce_bucket_bytes": 3000}),
+    "state in lists": Kind(StateInLists, {"reduce_bucket_bytes": 3000}),
+    "Muon of torch": Kind(MuonOfTorch, {"reduce_bucket_bytes": 3000}),
+    "int8 state": Kind(Odd, {"optimizer": {"state_dtype": "int8"}}),
+    "bf16 state": Kind(Odd, {"optimizer": {"state_dtype": "bf16"}}),
+    "averages": Kind(Odd, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
+    "frozen left out": Kind(
+        Frozen, {"exclude_frozen": True}, lambda: [EMAWeightAveraging(decay=0.8)], lambda: seeded(Frozen)
+    ),
+    "thawed": Kind(TrainsHead, callbacks=lambda: [Thaw()]),
+    "groups in a hook": Kind(GroupsInHook),
+    "on rank 0 alone": Kind(Lit, {"stall_timeout_s": 20}, again=on_rank_0_alone),
+}
+ROWS = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
+
+
+def strategy(row: str, form: str, root: Path, **zero: Any) -> Any:
+    if row == "ddp":
+        return DDPStrategy(find_unused_parameters=True)
+    checkpoint = {"name": form.removesuffix(" behind"), "background": form.endswith("behind")}
+    checkpoint |= {name: zero.pop(name) for name in ("exclude_frozen",) if name in zero}
+    return strategy_of(row, root, checkpoint=checkpoint, **zero)
+
+
+class SavesAtEpoch(Callback):
+    """Saves at the end of an epoch, in the middle of a run."""
+
+    def __init__(self, path: Path, epoch: int = 1) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, of: Any, module: Any) -> None:
+        if of.current_epoch == self.epoch:
+            of.save_checkpoint(self.path)
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    kind: str
+    form: str
+    saves: str
+    loads: str
+    precision: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+def cases() -> Iterator[Case]:
+    """Give each kind in each form. Rows and precisions take turns."""
+    precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+    for number, (kind, form) in enumerate(itertools.product(KINDS, ("full", "sharded", "sharded behind"))):
+        saves, loads = ROWS[number % len(ROWS)], ROWS[(3 * number + number // len(ROWS) + 1) % len(ROWS)]
+        few_bits = "optimizer" in KINDS[kind].zero
+        yield Case(kind, form, saves, loads, "32-true" if few_bits else precisions[number * 5 // 3 % 4])
+
+
+@pytest.mark.smoke
 @pytest.mark.sample
 @on_ranks(2)
-def test_the_file_is_what_ddp_writes(tmp_path: Path) -> None:
-    fit("ddp", tmp_path, adamw()).trainer.save_checkpoint(tmp_path / "ddp.ckpt")
-    expected = torch.load(tmp_path / "ddp.ckpt", weights_only=False)
-    for stage in STAGES:
-        fit(stage, tmp_path, adamw()).trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
-        found = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)
-        assert found.keys() == expected.keys() | {"lightning_zero_rng"}
-        assert found["hyper_parameters"] == expected["hyper_parameters"]
-        assert found["lr_schedulers"] == expected["lr_schedulers"]
-        assert found["loops"] == expected["loops"]
-        assert_weights(found["state_dict"], expected["state_dict"], what=stage)
-        assert_optimizer(found["optimizer_states"], expected["optimizer_states"], what=stage)
-
-
-def assert_optimizer(found: list[dict[str, Any]], expected: list[dict[str, Any]], *, what: str = "") -> None:
-    """Equal but for ``fused``, which ours chooses itself inside the step."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["param_groups"] == theirs["param_groups"], what
-        assert ours["state"].keys() == theirs["state"].keys(), what
-        for number, state in theirs["state"].items():
-            assert ours["state"][number].keys() == state.keys()
-            for name, value in state.items():
-                close = {"rtol": 1e-4, "atol": 1e-6}
-                torch.testing.assert_close(ours["state"][number][name], value, msg=f"{what} {number} {name}", **close)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_resumed_run_is_the_uninterrupted_one_to_the_bit(form: str, tmp_path: Path) -> None:
+    for stage in ("zero0", "zero3"):
+        settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "limit_val_batches": 1}
+        path = tmp_path / f"{stage}.ckpt"
+        saves = [SavesAtEpoch(path, 0)]
+        whole = fit(strategy(stage, form, tmp_path), tmp_path, odd(), callbacks=saves, **settings)
+        rest = fit(strategy(stage, form, tmp_path), tmp_path, other_weights(), ckpt_path=path, **settings)
+        assert_goes_on(rest, whole, stage)
 
 
 @on_ranks(2)
-def test_tensors_own_their_memory(tmp_path: Path) -> None:
-    """A view of a bucket would drag the whole bucket into the file."""
-    big = seeded(lambda: Lit(width=64, depth=4))
-    fit("zero3", tmp_path, big, max_epochs=1).trainer.save_checkpoint(tmp_path / "big.ckpt")
-    numel = sum(p.numel() for p in big.parameters())
-    assert os.path.getsize(tmp_path / "big.ckpt") < 2 * 4 * numel * 1.3  # weights and momentum
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_run_resumed_in_another_row_is_the_uninterrupted_one_to_the_bit(case: Case, tmp_path: Path) -> None:
+    """Saved in the middle of a run by one row, loaded by another."""
+    kind = KINDS[case.kind]
+    path = tmp_path / "saved.ckpt"
+
+    def body(row: str, module: Lit, *callbacks: Callback, **settings: Any) -> Any:
+        settings |= {"limit_val_batches": 1, "precision": case.precision, "max_epochs": 3}
+        settings["gradient_clip_val"] = 0.5 if module.automatic_optimization else None
+        strategy_here = strategy(row, case.form, tmp_path, **kind.zero)
+        return fit(strategy_here, tmp_path, module, callbacks=[*kind.callbacks(), *callbacks], count=12, **settings)
+
+    whole = body(case.saves, seeded(kind.make), SavesAtEpoch(path))
+    whole.trainer.strategy.teardown()
+    assert path.is_dir() == (case.form != "full")
+    rest = body(case.loads, kind.resumed(), ckpt_path=path)
+    assert_goes_on(rest, whole)
+    assert rest.trainer.precision_plugin.state_dict() == whole.trainer.precision_plugin.state_dict()
 
 
-# -- load anywhere ----------------------------------------------------------------------------------------------------
+# -- other ranks, and DDP ---------------------------------------------------------------------------------------------
 
 
-def _save(strategy: str, root: Path) -> dict[str, Any]:
-    """Two epochs, saved; and what a third would give."""
-    whole = fit(strategy, root, adamw(), max_epochs=3, batch_size=12 // dist.get_world_size())
-    saved = fit(strategy, root, adamw(), max_epochs=2, batch_size=12 // dist.get_world_size())
+class Way(NamedTuple):
+    kind: str
+    form: str
+    saves: str
+    loads: str
+    ranks: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.form}-{self.saves}-{self.loads}-{self.ranks[0]}to{self.ranks[1]}"
+
+
+def is_a_way(way: Way) -> bool:
+    return "ddp" not in (way.saves, way.loads) or (way.form == "full" and way.saves != way.loads)
+
+
+FAR = itertools.product(
+    ("odd", "state in lists", "Muon of torch"),
+    ("full", "sharded"),
+    ("ddp", "zero0", "zero1", "zero2_offload", "zero3", "zero3_nvme"),
+    ("ddp", "zero0", "zero1_offload", "zero2", "zero3", "zero3_offload"),
+    ((1, 3), (2, 3), (3, 2), (2, 1)),
+)
+ALL_WAYS = [way for parts in FAR if is_a_way(way := Way(*parts))]
+WAYS = [ALL_WAYS[place] for place in pairwise_places([way._asdict() for way in ALL_WAYS])]
+
+
+def _save(way: Way, root: Path) -> dict[str, Any]:
+    """Two epochs, saved; and what a third gives."""
+    kind, size = KINDS[way.kind], 12 // dist.get_world_size()
+    settings: dict[str, Any] = {"batch_size": size, "limit_val_batches": 0}
+
+    def body(epochs: int) -> Any:
+        return fit(strategy(way.saves, way.form, root), root, seeded(kind.make), max_epochs=epochs, **settings)
+
+    whole, saved = body(3), body(2)
     saved.trainer.save_checkpoint(root / "saved.ckpt")
-    return {"weights": whole.weights, "losses": _mean_over_ranks(whole.losses[-2:])}
+    return {"weights": whole.weights, "losses": _mean_over_ranks(whole.losses[-2:]), "saved": saved.weights}
 
 
-def _resume(strategy: str, root: Path, expected: dict[str, Any]) -> None:
-    batch_size = 12 // dist.get_world_size()
-    found = fit(strategy, root, other_weights(), max_epochs=3, batch_size=batch_size, ckpt_path=root / "saved.ckpt")
-    torch.testing.assert_close(_mean_over_ranks(found.losses), expected["losses"], rtol=1e-5, atol=1e-6)
-    assert_weights(found.weights, expected["weights"], what=strategy)
+def _resume(way: Way, root: Path, expected: dict[str, Any]) -> None:
+    kind, size, path = KINDS[way.kind], 12 // dist.get_world_size(), root / "saved.ckpt"
+    of = trainer(strategy(way.loads, way.form, root), root, max_epochs=3, limit_val_batches=0)
+    module = kind.resumed()
+    of.fit(module, loader(size), ckpt_path=path)
+    near, far = (1e-5, 1e-5) if way.kind == "odd" else (1e-4, 1e-3)
+    torch.testing.assert_close(_mean_over_ranks(module.losses), expected["losses"], rtol=near, atol=near)
+    assert_weights(weights(of), expected["weights"], tolerance=far)
+    test = trainer(strategy(way.loads, way.form, root), root)
+    test.test(kind.resumed(), loader(), ckpt_path=path, verbose=False)
+    assert_weights(weights(test), expected["saved"], tolerance=0)
 
 
 def _mean_over_ranks(losses: list[float]) -> Tensor:
@@ -123,154 +295,155 @@ def _mean_over_ranks(losses: list[float]) -> Tensor:
     return mean / dist.get_world_size()
 
 
-@pytest.mark.parametrize(
-    ("saved_by", "loaded_by"),
-    [
-        (("ddp", 2), ("zero3", 2)),
-        (("zero3", 2), ("ddp", 2)),
-        (("zero3", 2), ("zero1", 3)),
-        (("zero1", 3), ("zero3", 1)),
-        (("zero2", 1), ("zero3", 3)),
-        (("ddp", 1), ("zero2", 3)),
-        (("zero0", 3), ("ddp", 2)),
-    ],
-    ids=lambda who: f"{who[0]}-{who[1]}ranks",
-)
-def test_training_goes_on_under_another_strategy_on_other_ranks(
-    saved_by: tuple[str, int], loaded_by: tuple[str, int], tmp_path: Path
-) -> None:
-    expected = run(saved_by[1], _save, saved_by[0], tmp_path)[0]
-    run(loaded_by[1], _resume, loaded_by[0], tmp_path, expected)
+@pytest.mark.sample
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_training_goes_on_under_another_row_on_other_ranks(way: Way, tmp_path: Path) -> None:
+    expected = run(way.ranks[0], _save, way, tmp_path)[0]
+    run(way.ranks[1], _resume, way, tmp_path, expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda r: f"{r[0]}to{r[1]}")
-@pytest.mark.parametrize("loaded_by", ["ddp", *STAGES])
-@pytest.mark.parametrize("saved_by", ["ddp", *STAGES])
-def test_training_goes_on_everywhere(saved_by: str, loaded_by: str, ranks: tuple[int, int], tmp_path: Path) -> None:
-    expected = run(ranks[0], _save, saved_by, tmp_path)[0]
-    run(ranks[1], _resume, loaded_by, tmp_path, expected)
+@on_ranks(2)
+@pytest.mark.parametrize(("saved", "loaded"), [("32-true", "bf16-mixed"), ("bf16-mixed", "32-true")])
+def test_training_goes_on_in_another_precision(saved: str, loaded: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 3, "callbacks": [SavesAtEpoch(tmp_path / "a.ckpt")]}
+    first = fit(sharded(), tmp_path, odd(), precision=saved, **settings)
+    rest = fit("zero1", tmp_path, other_weights(), precision=loaded, max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+    torch.testing.assert_close(rest.losses, first.losses[-len(rest.losses) :], rtol=0.05, atol=0.02)
 
 
-# -- resume -----------------------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_ddp_goes_on_from_state_in_few_bits(tmp_path: Path) -> None:
+    first = fit(strategy("zero3", "full", tmp_path, optimizer={"state_dtype": "int8"}), tmp_path, odd())
+    first.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    assert {entry["exp_avg"].dtype for entry in saved.values()} == {torch.bfloat16}
+    rest = fit("ddp", tmp_path, other_weights(), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+    assert rest.trainer.global_step > first.trainer.global_step
 
 
-@pytest.mark.smoke
+# -- what a file holds ------------------------------------------------------------------------------------------------
+
+
+def assert_optimizers(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], what: str = "") -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["param_groups"] == theirs["param_groups"], what
+        assert ours["state"].keys() == theirs["state"].keys(), what
+        torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_tensors_own_their_memory_and_rank_0_alone_has_states(tmp_path: Path) -> None:
+    """A view of a bucket would drag the whole bucket into the file."""
+    big = seeded(lambda: Lit(width=64, depth=4))
+    of = fit("zero3", tmp_path, big, max_epochs=1).trainer
+    of.save_checkpoint(tmp_path / "big.ckpt")
+    numel = sum(p.numel() for p in big.parameters())
+    assert os.path.getsize(tmp_path / "big.ckpt") < 2 * 4 * numel * 1.3  # weights and momentum
+    assert bool(of.strategy.optimizer_state(of.optimizers[0])) == (dist.get_rank() == 0)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _shapes(item) for key, item in value.items()}
+    return [_shapes(item) for item in value] if isinstance(value, list) else value
+
+
+@on_ranks(2)
+def test_state_in_lists_has_the_names_and_shapes_of_ddp(tmp_path: Path) -> None:
+    found = []
+    for name in ("ddp", "zero3"):
+        of = fit(name, tmp_path, seeded(StateInLists), max_epochs=1).trainer
+        of.save_checkpoint(tmp_path / f"{name}.ckpt")
+        found.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["optimizer_states"][0])
+    assert _shapes(found[0]) == _shapes(found[1])
+
+
+@on_ranks(2)
+def test_files_with_callbacks_hold_nothing_that_runs(tmp_path: Path) -> None:
+    callbacks: list[Any] = [EMAWeightAveraging(), EarlyStopping("val"), ModelCheckpoint(tmp_path, save_last=True)]
+    module = seeded(lambda: Lit(optimizer="adamw", scheduler="onecycle"))
+    fit("zero1", tmp_path, module, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "last.ckpt") == []
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
+
+
+def _keys(path: Path) -> Iterable[str]:
+    if path.is_dir():
+        return {k.removeprefix("state_dict.") for k in ShardedFolder(path).keys if k.startswith("state_dict.")}
+    return set(torch.load(path)["state_dict"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_frozen_parameters_are_left_out_and_then_needed(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "adapter.ckpt"
+    saved = fit(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path, seeded(Frozen), max_epochs=1)
+    saved.trainer.save_checkpoint(path)
+    assert _keys(path) == {"head.weight", "head.bias", "seen"}
+    of = trainer(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path)
+    with pytest.raises(RuntimeError, match=r"got .*adapter\.ckpt: it lacks turned"):
+        of.test(seeded(Odd, seed=5), loader(), ckpt_path=path, verbose=False)
+
+
 @pytest.mark.sample
 @on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
-def test_resumed_training_is_the_uninterrupted_one_to_the_bit(stage: str, tmp_path: Path) -> None:
-    whole = fit(stage, tmp_path, adamw(), max_epochs=3, gradient_clip_val=0.5, accumulate_grad_batches=2)
-    first = fit(stage, tmp_path, adamw(), max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2)
-    first.trainer.save_checkpoint(tmp_path / "two.ckpt")
-    path = tmp_path / "two.ckpt"
-    rest = fit(
-        stage, tmp_path, other_weights(), max_epochs=3, gradient_clip_val=0.5, accumulate_grad_batches=2, ckpt_path=path
-    )
-    assert rest.losses == whole.losses[-len(rest.losses) :]
-    assert_weights(rest.weights, whole.weights, tolerance=0)
-    assert rest.trainer.global_step == whole.trainer.global_step
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_saves_before_a_run_after_an_evaluation_and_after_a_fit_hold_the_weights(form: str, tmp_path: Path) -> None:
+    def loaded(name: str) -> dict[str, Tensor]:
+        test = trainer("zero1", tmp_path)
+        test.test(other_weights(), loader(), ckpt_path=tmp_path / name, verbose=False)
+        return weights(test)
+
+    of, module = trainer(strategy("zero3", form, tmp_path), tmp_path, max_epochs=1), odd()
+    of.strategy.connect(module)
+    of.save_checkpoint(tmp_path / "before", weights_only=True)
+    assert_weights(loaded("before"), odd().state_dict(), tolerance=0)
+    of.validate(module, loader(), verbose=False)
+    of.save_checkpoint(tmp_path / "validated")
+    assert_weights(loaded("validated"), odd().state_dict(), tolerance=0)
+    of.fit(module, loader())
+    of.save_checkpoint(tmp_path / "trained")
+    expected, states = weights(of), optimizer_states(of)
+    of.test(module, loader(), verbose=False)
+    of.save_checkpoint(tmp_path / "tested")
+    assert_optimizers(optimizer_states(of), states)
+    for name in ("trained", "tested"):
+        assert_weights(loaded(name), expected, tolerance=0)
 
 
 @on_ranks(2)
-def test_resume_in_the_same_process_with_the_same_trainer(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        module = adamw()
-        of = fit(strategy, tmp_path, module, max_epochs=2).trainer
-        of.save_checkpoint(tmp_path / f"{strategy}.ckpt")
-        of.fit_loop.max_epochs = 3
-        of.fit(module, loader(), loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
-        of.fit_loop.max_epochs = 4
-        of.fit(module, loader(), loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
-        return record(of, module)
-
-    expected = body("ddp")
-    for stage in ("zero1", "zero3"):
-        assert_same(body(stage), expected, what=stage)
+def test_weights_of_a_file_reach_a_module_on_meta(tmp_path: Path) -> None:
+    saved = fit("zero1", tmp_path)
+    saved.trainer.save_checkpoint(tmp_path / "some.ckpt")
+    of = trainer("zero3", tmp_path)
+    of.validate(seeded(Late), loader(), ckpt_path=tmp_path / "some.ckpt", verbose=False)
+    assert_weights(weights(of), saved.weights, tolerance=0)
 
 
 @on_ranks(2)
-def test_mid_epoch_checkpoint_resumes(tmp_path: Path) -> None:
-    """Lightning goes on with the rest of the epoch's batches counted, from the first of the loader's, as under DDP."""
-
-    def body(strategy: str) -> Any:
-        save = ModelCheckpoint(tmp_path / strategy, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-        fit(strategy, tmp_path, adamw(), max_epochs=1, enable_checkpointing=True, callbacks=[save])
-        path = tmp_path / strategy / "step=4.ckpt"
-        return fit(strategy, tmp_path, other_weights(), max_epochs=2, ckpt_path=path)
-
-    expected = body("ddp")
-    for stage in ("zero1", "zero3"):
-        assert_same(body(stage), expected, what=stage)
+@pytest.mark.parametrize("by", ["copy", "pickle"])
+def test_copy_of_a_trainer_trains_by_itself(by: str, tmp_path: Path) -> None:
+    precision: Any = {"copy": "32-true", "pickle": "bf16-mixed"}[by]
+    expected = fit("zero3", tmp_path, precision=precision)
+    of = trainer("zero3", tmp_path, precision=precision)
+    again = copy.deepcopy(of) if by == "copy" else pickle.loads(pickle.dumps(of))
+    assert again.precision_plugin.strategy is again.strategy is not of.strategy
+    for one in (again, of):
+        one.fit(module := seeded(Lit), loader(), loader())
+        assert_same(record(one, module), expected, tolerance=0)
 
 
-class EditsCheckpoint(Lit):
-    """What hooks see and change counts."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["mine"] = 5
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert checkpoint["mine"] == 5
-        self.loaded_before_optimizers = True
-        checkpoint["state_dict"] = {name: value * 0 for name, value in checkpoint["state_dict"].items()}
-
-    def configure_optimizers(self) -> Any:
-        self.order = getattr(self, "loaded_before_optimizers", False)
-        return super().configure_optimizers()
+# -- other optimizers than those that were saved ----------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_hooks_of_the_module_come_in_ddps_order_and_count(tmp_path: Path) -> None:
-    fit("zero3", tmp_path, seeded(EditsCheckpoint)).trainer.save_checkpoint(tmp_path / "edited.ckpt")
-    module = seeded(EditsCheckpoint)
-    of = trainer("zero3", tmp_path, max_steps=0)
-    of.fit(module, loader(), ckpt_path=tmp_path / "edited.ckpt")
-    assert module.order
-    assert all(not value.any() for value in weights(of).values())
-
-
-@on_ranks(2)
-def test_strict_and_not(tmp_path: Path) -> None:
-    of = fit("zero3", tmp_path).trainer
-    of.save_checkpoint(tmp_path / "full.ckpt")
-    if dist.get_rank() == 0:
-        checkpoint = torch.load(tmp_path / "full.ckpt", weights_only=False)
-        del checkpoint["state_dict"]["head.weight"]
-        checkpoint["state_dict"]["more"] = torch.ones(1)
-        torch.save(checkpoint, tmp_path / "other.ckpt")
-    dist.barrier()
-    for fresh in (True, False):
-        module = seeded(Lit, seed=5)
-        test = trainer("zero3", tmp_path)
-        if not fresh:
-            test.test(module, loader(), verbose=False)
-        with pytest.raises(RuntimeError, match=r"(?s)head\.weight.*more"):
-            test.test(module, loader(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
-        module.strict_loading = False
-        test.test(module, loader(), ckpt_path=tmp_path / "other.ckpt", verbose=False)
-        found, expected = weights(test), weights(of)
-        assert torch.equal(found["first.weight"], expected["first.weight"])
-        assert not torch.equal(found["head.weight"], expected["head.weight"])
-
-
-class OfParts(Lit):
+class OfParts(ByHand):
     """``parts``: how many of three modules train, each by an optimizer of its own."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.parts = parts
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        optimizers = self.optimizers() if self.parts > 1 else [self.optimizers()]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
 
     def configure_optimizers(self) -> Any:
         parts = (self.head, self.blocks, self.first)[: self.parts]
@@ -279,426 +452,40 @@ class OfParts(Lit):
 
 @on_ranks(2)
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (3, 1)])
-def test_more_or_fewer_optimizers_than_saved(saved: int, resumed: int, tmp_path: Path) -> None:
-    """As under DDP, which loads as many as there are of both; we say so."""
+def test_more_or_fewer_optimizers_than_saved_load_as_under_ddp_with_a_warning(
+    saved: int, resumed: int, tmp_path: Path
+) -> None:
+    def body(name: str) -> Any:
+        of = [DDPStrategy(find_unused_parameters=True) if name == "ddp" else ZeroStrategy(name) for _ in range(2)]
+        path = tmp_path / f"{name}.ckpt"
+        fit(of[0], tmp_path, seeded(lambda: OfParts(saved)), max_epochs=1).trainer.save_checkpoint(path)
+        return fit(of[1], tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
 
-    def body(strategy: str) -> Any:
-        path = tmp_path / f"{strategy}.ckpt"
-        fit(strategy, tmp_path, seeded(lambda: OfParts(saved)), max_epochs=1).trainer.save_checkpoint(path)
-        return fit(strategy, tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
-
-    unused = DDPStrategy(find_unused_parameters=True)
-    path = tmp_path / "ddp.ckpt"
-    fit(unused, tmp_path, seeded(lambda: OfParts(saved)), max_epochs=1).trainer.save_checkpoint(path)
-    again = DDPStrategy(find_unused_parameters=True)
-    expected = fit(again, tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
-    for stage in STAGES:
+    expected = body("ddp")
+    for stage in ("zero1", "zero3"):
         said: list[str] = []
         with mock.patch("lightning_zero.trainer.saves.checkpointing.rank_zero_warn", said.append):
             found = body(stage)
         assert_same(found, expected, what=stage)
-        assert_optimizer(optimizer_states(found.trainer), optimizer_states(expected.trainer), what=stage)
+        assert_optimizers(optimizer_states(found.trainer), optimizer_states(expected.trainer), what=stage)
         assert f"of {saved} optimizers, configure_optimizers() gives {resumed}" in said[0]
 
 
-def _says_of_settings(optimizer: str, scheduler: str, first: float, then: float, folder: Path) -> list[str]:
-    """What a run warns of that goes on, with another learning rate, from a checkpoint."""
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("scheduler", "then"), [*itertools.product(("none", "step", "onecycle"), (0.05, 0.1)), ("plateau", 0.05)]
+)
+def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, then: float, tmp_path: Path) -> None:
+    def lit(rate: float) -> Any:
+        return seeded(lambda: Lit(optimizer="adamw", scheduler=scheduler, lr=rate))
 
-    def lit(lr: float) -> Any:
-        return seeded(lambda: Lit(optimizer=optimizer, scheduler=scheduler, lr=lr))
-
-    before = trainer("zero3", folder)
-    before.fit(lit(first), loader(), loader())
-    before.save_checkpoint(folder / "first.ckpt")
-    after = trainer("zero3", folder, max_epochs=2)
+    fit("zero3", tmp_path, lit(0.05), max_epochs=1).trainer.save_checkpoint(tmp_path / "first.ckpt")
+    after = trainer("zero3", tmp_path, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        after.fit(lit(then), loader(), loader(), ckpt_path=folder / "first.ckpt")
-    return [str(w.message) for w in caught if "the settings of the checkpoint" in str(w.message)]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle"])
-def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, tmp_path: Path) -> None:
-    said = _says_of_settings("adamw", scheduler, 0.05, 0.1, tmp_path)
-    if dist.get_rank() or scheduler == "onecycle":  # which sets the rate that was given aside itself
+        after.fit(lit(then), loader(), loader(), ckpt_path=tmp_path / "first.ckpt")
+    said = [str(w.message) for w in caught if "the settings of the checkpoint" in str(w.message)]
+    if dist.get_rank() or then == 0.05 or scheduler == "onecycle":  # which sets aside the rate that was given
         assert said == []
     else:
         assert len(said) == 1 and "lr: 0.01 (given: 0.02)." in said[0] and ".ckpt: the optimizer" in said[0]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scheduler", ["none", "step", "onecycle", "plateau"])
-def test_settings_that_are_the_same_are_not(scheduler: str, tmp_path: Path) -> None:
-    assert _says_of_settings("sgd", scheduler, 0.05, 0.05, tmp_path) == []
-
-
-@on_ranks(2)
-def test_a_checkpoint_with_other_param_groups_is_refused(tmp_path: Path) -> None:
-    fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "one.ckpt")
-
-    class TwoGroups(Lit):
-        def configure_optimizers(self) -> Any:
-            rest = [*self.first.parameters(), *self.head.parameters()]
-            groups = [{"params": list(self.blocks.parameters())}, {"params": rest}]
-            return torch.optim.SGD(groups, lr=0.1)
-
-    with pytest.raises(ValueError, match="param groups"):
-        fit("zero3", tmp_path, seeded(TwoGroups), ckpt_path=tmp_path / "one.ckpt")
-
-
-# -- load_from_checkpoint, weights only, after teardown ---------------------------------------------------------------
-
-
-@pytest.mark.sample
-@on_ranks(2)
-def test_load_from_checkpoint(tmp_path: Path) -> None:
-    saved = fit("zero3", tmp_path, seeded(lambda: Lit(width=6)))
-    saved.trainer.save_checkpoint(tmp_path / "some.ckpt", weights_only=True)
-    loaded = Lit.load_from_checkpoint(tmp_path / "some.ckpt")
-    assert loaded.hparams["width"] == 6
-    assert_weights(loaded.state_dict(), saved.weights, tolerance=0)
-    again = trainer("zero1", tmp_path)
-    result = again.validate(loaded, loader(), verbose=False)[0]["val"]
-    assert result == pytest.approx(saved.trainer.validate(saved.module, loader(), verbose=False)[0]["val"], rel=1e-6)
-
-
-@on_ranks(2)
-def test_save_weights_only(tmp_path: Path) -> None:
-    for strategy in ("ddp", "zero3"):
-        save = ModelCheckpoint(tmp_path / strategy, save_weights_only=True, filename="last")
-        saved = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=[save])
-        path = tmp_path / strategy / "last.ckpt"
-        assert "optimizer_states" not in torch.load(path, weights_only=False)
-        of = trainer(strategy, tmp_path)
-        of.test(seeded(Lit, seed=4), loader(), ckpt_path=path, verbose=False)
-        assert_weights(weights(of), saved.weights, tolerance=0)
-        with pytest.raises(KeyError, match="weights_only"):
-            fit(strategy, tmp_path, max_epochs=3, ckpt_path=path)
-
-
-class Odd:
-    """A hyperparameter that ``torch.load(weights_only=True)`` refuses."""
-
-
-class WithOddHyperparameter(Lit):
-    def __init__(self, odd: Any = None) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-class Runs:
-    """Writes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def save_with(hyperparameter: Any, root: Path) -> Path:
-    of = fit("zero3", root, seeded(lambda: WithOddHyperparameter(hyperparameter))).trainer
-    of.save_checkpoint(root / "odd.ckpt")
-    return root / "odd.ckpt"
-
-
-@pytest.mark.sample
-@on_ranks(2)
-def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
-    """As under DDP, where nothing is said, and if ``weights_only=True`` is; in whatever is done with it."""
-    of = fit("zero3", tmp_path).trainer
-    of.save_checkpoint(tmp_path / "good.ckpt")
-    path, ran = tmp_path / "bad.ckpt", tmp_path / "ran"
-    if dist.get_rank() == 0:
-        torch.save({**torch.load(tmp_path / "good.ckpt"), "extra": Runs(ran)}, path)
-    dist.barrier()
-    for strategy in ("ddp", "zero1", "zero3"):
-        for weights_only in (None, True):
-            with pytest.raises(Exception, match=r"bad\.ckpt|Weights only load failed"):
-                trainer(strategy, tmp_path).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=weights_only)
-        with pytest.raises(Exception, match=r"bad\.ckpt|Weights only load failed"):
-            trainer(strategy, tmp_path).test(seeded(Lit), loader(), ckpt_path=path)
-    assert not ran.exists()
-    trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
-    assert ran.exists()
-
-
-def test_the_first_save_warns_of_what_will_be_refused(tmp_path: Path) -> None:
-    io = ZeroCheckpointIO()
-    says = r"odd\.ckpt holds tests\.trainer\.test_checkpoints\.Odd, and going on from it is refused"
-    with pytest.warns(UserWarning, match=says):
-        io.save_checkpoint({"extra": Odd(), "weight": torch.ones(3)}, tmp_path / "odd.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        io.save_checkpoint({"extra": Odd()}, tmp_path / "again.ckpt")
-        ZeroCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, tmp_path / "plain.ckpt")
-
-
-def test_the_first_whole_file_is_looked_at_too(tmp_path: Path) -> None:
-    """Files of weights only may come before it."""
-    io = ZeroCheckpointIO()
-    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "weights.ckpt")
-    with pytest.warns(UserWarning, match=r"whole\.ckpt holds"):
-        io.save_checkpoint({"optimizer_states": [Odd()]}, tmp_path / "whole.ckpt")
-
-
-@on_ranks(2)
-def test_a_refusal_names_the_class_and_how_to_allow_it(tmp_path: Path) -> None:
-    path = save_with(Odd(), tmp_path)
-    for stage in ("zero1", "zero3"):
-        with pytest.raises(ConfigError, match=r"odd\.ckpt with tests\.trainer\.test_checkpoints\.Odd: ") as refused:
-            fit(stage, tmp_path, max_epochs=3, ckpt_path=path)
-        assert "weights_only=False" in str(refused.value) and "add_safe_globals([Odd])" in str(refused.value)
-    trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
-    with torch.serialization.safe_globals([Odd]):
-        assert fit("zero3", tmp_path, max_epochs=3, ckpt_path=path).trainer.global_step == 18
-
-
-@on_ranks(2)
-def test_a_file_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
-    of = fit("zero3", tmp_path).trainer
-    of.save_checkpoint(tmp_path / "good.ckpt")
-    own = tmp_path / f"{dist.get_rank()}.ckpt"
-    own.write_bytes((tmp_path / "good.ckpt").read_bytes()[: -300 if dist.get_rank() else None])
-    with pytest.raises(ConfigError, match=r"expected a whole checkpoint, got .*1\.ckpt"):
-        fit("zero3", tmp_path, max_epochs=3, ckpt_path=own)
-    if dist.get_rank():
-        own.unlink()
-    with pytest.raises((FileNotFoundError, RuntimeError), match=r"not found: .*1\.ckpt"):
-        fit("zero3", tmp_path, max_epochs=3, ckpt_path=own)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("strategy", STAGES)
-def test_our_own_checkpoints_hold_nothing_that_runs(strategy: str, tmp_path: Path) -> None:
-    callbacks: list[Any] = [EMAWeightAveraging(), EarlyStopping("val"), ModelCheckpoint(tmp_path, save_last=True)]
-    module = seeded(lambda: Lit(optimizer="adamw", scheduler="onecycle"))
-    fit(strategy, tmp_path, module, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
-    assert torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "last.ckpt") == []
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
-
-
-@on_ranks(2)
-def test_saving_after_the_run_and_between_evaluations(tmp_path: Path) -> None:
-    for stage in ("zero1", "zero3"):
-        saved = fit(stage, tmp_path, adamw())
-        of = saved.trainer
-        of.save_checkpoint(tmp_path / "a.ckpt")
-        of.test(saved.module, loader(), verbose=False)
-        of.save_checkpoint(tmp_path / "b.ckpt")
-        a, b = (torch.load(tmp_path / name, weights_only=False) for name in ("a.ckpt", "b.ckpt"))
-        assert_weights(a["state_dict"], saved.weights, tolerance=0)
-        assert_weights(b["state_dict"], saved.weights, tolerance=0)
-        assert_optimizer(b["optimizer_states"], a["optimizer_states"])
-
-
-@on_ranks(2)
-def test_saving_without_training(tmp_path: Path) -> None:
-    of = trainer("zero3", tmp_path)
-    module = seeded(Lit)
-    of.validate(module, loader(), verbose=False)
-    of.save_checkpoint(tmp_path / "untrained.ckpt")
-    assert_weights(torch.load(tmp_path / "untrained.ckpt", weights_only=False)["state_dict"], weights(of), tolerance=0)
-
-
-@on_ranks(2)
-def test_saving_before_any_run(tmp_path: Path) -> None:
-    for strategy in ("ddp", "zero1", "zero3"):
-        module = seeded(Lit)
-        of = trainer(strategy, tmp_path)
-        of.strategy.connect(module)
-        of.save_checkpoint(tmp_path / f"{strategy}.ckpt")
-    dist.barrier()
-    files = [torch.load(tmp_path / f"{strategy}.ckpt", weights_only=False) for strategy in ("ddp", "zero1", "zero3")]
-    for found in files[1:]:
-        assert found.keys() == files[0].keys()
-        assert_weights(found["state_dict"], files[0]["state_dict"], tolerance=0)
-    loaded = Lit.load_from_checkpoint(tmp_path / "zero3.ckpt")
-    assert_weights(loaded.state_dict(), seeded(Lit).state_dict(), tolerance=0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("by", ["copy", "pickle"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.mainly(lambda by, precision: (by == "copy") == (precision == "32-true"))
-def test_a_copy_of_a_trainer_trains_by_itself(by: str, precision: Any, tmp_path: Path) -> None:
-    expected = fit("zero3", tmp_path, precision=precision)
-    of = trainer("zero3", tmp_path, precision=precision)
-    again = copy.deepcopy(of) if by == "copy" else pickle.loads(pickle.dumps(of))
-    assert again.precision_plugin.strategy is again.strategy is not of.strategy
-    module = seeded(Lit)
-    again.fit(module, loader(), loader())
-    assert_same(record(again, module), expected, tolerance=0)
-    of.fit(other := seeded(Lit), loader(), loader())
-    assert_same(record(of, other), expected, tolerance=0)
-
-
-@on_ranks(2)
-def test_async_checkpoint_io(tmp_path: Path) -> None:
-    """Written in a thread while training goes on: the file holds the weights of the moment."""
-    seen: dict[int, dict[str, Tensor]] = {}
-
-    class Remember(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            seen[trainer.global_step] = weights(trainer)
-
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    plugin = AsyncCheckpointIO()
-    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [save, Remember()], "plugins": [plugin]}
-    of = fit("zero3", tmp_path, max_epochs=1, **settings).trainer
-    assert plugin._executor is None  # the run's end waits for the files
-    of.strategy.barrier()
-    for step in (2, 4, 6):
-        found = torch.load(tmp_path / f"step={step}.ckpt", weights_only=False)
-        assert_weights(found["state_dict"], seen[step], tolerance=0)
-    of.save_checkpoint(tmp_path / "after.ckpt")
-    of.strategy.checkpoint_io.teardown()
-    of.strategy.barrier()
-    assert_weights(torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"], seen[6], tolerance=0)
-
-
-# -- ModelCheckpoint and EarlyStopping --------------------------------------------------------------------------------
-
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "top 2": {"monitor": "val", "save_top_k": 2},
-    "last link": {"monitor": "val", "save_last": "link"},
-    "last copy": {"save_last": True},
-    "every second step": {"every_n_train_steps": 2, "save_top_k": -1},
-    "train-time metric": {"monitor": "loss_step", "every_n_train_steps": 3, "save_top_k": 2},
-    "epoch metric after training": {"monitor": "loss_epoch", "save_on_train_epoch_end": True, "save_top_k": 1},
-    "by time": {"train_time_interval": timedelta(seconds=0), "save_top_k": 1},
-}
-
-
-@pytest.mark.sample
-@on_ranks(2)
-@pytest.mark.parametrize("case", some_of(CHECKPOINTS, "every second step", "train-time metric"))
-def test_model_checkpoint(case: str, tmp_path: Path) -> None:
-    """The same files as DDP's, and the best one holds what DDP's holds."""
-    results: list[Any] = []
-    for strategy in ("ddp", "zero1", "zero3"):
-        folder = tmp_path / strategy
-        save = ModelCheckpoint(folder, **CHECKPOINTS[case])
-        of = fit(strategy, tmp_path, max_epochs=3, enable_checkpointing=True, callbacks=[save]).trainer
-        of.strategy.barrier()
-        files = sorted(path.name for path in folder.iterdir())
-        links = {path.name: os.readlink(path) for path in folder.iterdir() if path.is_symlink()}
-        best = torch.load(save.best_model_path, weights_only=False)["state_dict"]
-        results.append((files, links, best))
-        of.test(ckpt_path="best", dataloaders=loader(), verbose=False)
-        assert_weights(weights(of), best, tolerance=0)
-    for files, links, best in results[1:]:
-        assert (files, links) == results[0][:2]
-        assert_weights(best, results[0][2])
-
-
-@on_ranks(2)
-def test_resume_from_last(tmp_path: Path) -> None:
-    save = ModelCheckpoint(tmp_path, save_last="link")
-    whole = fit("zero3", tmp_path / "whole", max_epochs=3)
-    fit("zero3", tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[save])
-    again = ModelCheckpoint(tmp_path, save_last="link")
-    rest = fit("zero3", tmp_path, max_epochs=3, enable_checkpointing=True, callbacks=[again], ckpt_path="last")
-    assert_weights(rest.weights, whole.weights, tolerance=0)
-
-
-@on_ranks(2)
-def test_early_stopping(tmp_path: Path) -> None:
-    def body(strategy: str) -> tuple[int, Any]:
-        stop = EarlyStopping("val", patience=0, min_delta=0.1)
-        found = fit(strategy, tmp_path, max_epochs=8, callbacks=[stop])
-        return found.trainer.current_epoch, found
-
-    epochs, expected = body("ddp")
-    assert 1 < epochs < 8
-    for stage in ("zero1", "zero3"):
-        found_epochs, found = body(stage)
-        assert found_epochs == epochs
-        assert_same(found, expected, what=stage)
-
-
-# -- exceptions -------------------------------------------------------------------------------------------------------
-
-
-class Failing(Lit):
-    """Raises in one step, on all ranks or on some."""
-
-    def __init__(self, ranks: tuple[int, ...], where: str = "step") -> None:
-        super().__init__()
-        self.ranks, self.where = ranks, where
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 3 and dist.get_rank() in self.ranks:
-            raise KeyError("planned")
-        return loss
-
-
-@on_ranks(2)
-def test_a_checkpoint_on_an_exception_of_all_ranks(tmp_path: Path) -> None:
-    for stage in ("zero0", "zero1", "zero3"):
-        module = seeded(lambda: Failing((0, 1)))
-        callbacks = [OnExceptionCheckpoint(tmp_path, filename=stage)]
-        of = trainer(stage, tmp_path, enable_checkpointing=True, callbacks=callbacks)
-        with pytest.raises(KeyError, match="planned"):
-            of.fit(module, loader())
-        found = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)
-        assert found["global_step"] == 3
-        three = fit(stage, tmp_path, max_steps=3, limit_val_batches=0)
-        assert_weights(found["state_dict"], three.weights, tolerance=0)
-
-
-def _fail_alone(stage: str, root: Path) -> str:
-    """What this rank ends with; the pool does not outlive this."""
-    from lightning_zero.engine.passes import passes
-    from lightning_zero.trainer import interruptions
-
-    interruptions.MEET_S, passes.ABANDON_S = 1.0, 0.5
-    strategy = ZeroStrategy(stage, stall_timeout_s=3.0)
-    of = trainer(strategy, root, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(root)])
-    try:
-        of.fit(seeded(lambda: Failing((1,))), loader())
-    except Exception as error:
-        return f"{type(error).__name__}: {error} {error.__context__!r}"
-    return "no error"
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("stage", some_of(("zero1", "zero3"), "zero3"))
-def test_no_checkpoint_and_no_hang_on_an_exception_of_one_rank(stage: str, tmp_path: Path) -> None:
-    """The rank that failed says why nothing is saved; the other one finds out by itself."""
-    pool = Pool(2)
-    try:
-        waits, failed = pool.run(pickle.dumps((_fail_alone, (stage, tmp_path), {})), 60)
-    finally:
-        pool.kill()
-    assert "no checkpoint is saved" in failed and "rank(s) [0]" in failed and "planned" in failed
-    assert "no checkpoint is saved" in waits and "StallError" in waits
-    assert not list(tmp_path.glob("*.ckpt"))
-
-
-@on_ranks(2)
-def test_a_fit_after_an_exception_of_all_ranks(tmp_path: Path) -> None:
-    for strategy in ("zero1", "zero3"):
-        module = seeded(lambda: Failing((0, 1)))
-        of = trainer(strategy, tmp_path)
-        with pytest.raises(KeyError, match="planned"):
-            of.fit(module, loader())
-        module.ranks = ()
-        module.losses.clear()
-        found = fit(strategy, tmp_path, module, limit_val_batches=0)
-        three = seeded(Lit)
-        fit(strategy, tmp_path, three, max_steps=3, limit_val_batches=0)
-        three.losses.clear()
-        assert_same(found, fit(strategy, tmp_path, three, limit_val_batches=0), tolerance=0, what=strategy)
-
-
-@on_ranks(2)
-def test_optimizer_states_are_full_tensors_on_rank_0(tmp_path: Path) -> None:
-    expected = optimizer_states(fit("ddp", tmp_path, adamw()).trainer)
-    for stage in STAGES:
-        of = fit(stage, tmp_path, adamw()).trainer
-        assert_optimizer(optimizer_states(of), expected, what=stage)
-        mine = of.strategy.optimizer_state(of.optimizers[0])
-        assert bool(mine) == (dist.get_rank() == 0)

@@ -18,7 +18,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_same, fit, loader, record, seeded, some_of, trainer
+from tests.trainer.toys import ByHand, Lit, assert_same, fit, loader, record, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -61,22 +61,15 @@ class Quiet(Lit):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("form", some_of(FORMS, "torch.compile(module)", "block.compile()"))
-@pytest.mark.parametrize("offload", ["none", pytest.param("optimizer_cpu", marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 1))])
-def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path, stage: int, offload: str, form: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload_optimizer"])
+def test_compiled_module_trains_as_the_plain_one(tmp_path: Path, row: str, form: str) -> None:
     torch._dynamo.reset()
     COUNT.graphs.clear()
-    if stage == 0:
-        offload = "none"
-
-    def strategy() -> ZeroStrategy:
-        return ZeroStrategy(stage, offload=offload)
-
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
-    plain = fit(strategy(), tmp_path / "plain", seeded(Lit if "block" in form else Quiet), **settings)
+    plain = fit(strategy_of(row), tmp_path / "plain", seeded(Lit if "block" in form else Quiet), **settings)
     module = FORMS[form]()
-    of = trainer(strategy(), tmp_path, **settings)
+    of = trainer(strategy_of(row), tmp_path, **settings)
     of.fit(module, loader(), loader())
     found = record(of, of.lightning_module)
     found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
@@ -93,26 +86,10 @@ def test_one_graph_around_units_is_refused(tmp_path: Path) -> None:
         trainer(ZeroStrategy(3), tmp_path).fit(module, loader())
 
 
-@on_ranks(2)
-def test_the_setting(tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    COUNT.graphs.clear()
-    plain = fit("zero3", tmp_path / "plain", max_epochs=1)
-    strategy = ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "counting"}})
-    assert_same(fit(strategy, tmp_path, max_epochs=1), plain, tolerance=0.0)
-    assert len(COUNT.graphs) == COUNT.blocks() == 2
-
-
 def _without_compiler(program: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": "/nowhere", "CXX": "/nowhere/g++"}
     program = f"import torch, lightning.pytorch as pl, lightning_zero\n{program}"
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
-
-
-@pytest.mark.full
-def test_without_a_compiler_nothing_starts() -> None:
-    found = _without_compiler("lightning_zero.ZeroStrategy(3, compile='blocks')")
-    assert "zero/compile=blocks: expected a C++ compiler" in found.stderr
 
 
 @pytest.mark.sample
@@ -130,7 +107,6 @@ def test_without_a_compiler_it_is_refused() -> None:
         ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
 
 
-@pytest.mark.full
 def test_without_a_compiler_a_compiled_module_is_refused_before_a_process_starts() -> None:
     found = _without_compiler(
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"
@@ -140,12 +116,8 @@ def test_without_a_compiler_a_compiled_module_is_refused_before_a_process_starts
     assert "Initializing distributed" not in found.stderr
 
 
-class Manual(Quiet):
+class Manual(ByHand, Quiet):
     """Backward and optimizer are called inside of the compiled step."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -155,7 +127,7 @@ class Manual(Quiet):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_manual_optimization_in_a_compiled_step(tmp_path: Path, stage: int) -> None:
     torch._dynamo.reset()
     COUNT.graphs.clear()

@@ -1,19 +1,15 @@
-"""Norms of gradients in hooks, as DDP shows them: ``lightning.pytorch.utilities.grad_norm`` and ``p.grad.norm()``."""
+"""Norms of gradients in hooks are DDP's, for frozen, unused and tied parameters, at all stages and of all types."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_zero import ZeroPrecision, ZeroStrategy, presets
 from tests.harness import on_ranks
 from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
 
@@ -63,9 +59,7 @@ class Watches(Lit):
         self._note("on_before_zero_grad")
 
 
-def assert_seen(
-    found: list[Seen], expected: list[Seen], *, tolerance: float = 2e-5, all_of_them: bool = True, what: str = ""
-) -> None:
+def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = True, what: str = "") -> None:
     """
     Args:
         all_of_them: also those in the middle of an accumulation, where DDP shows this rank's own gradients.
@@ -75,21 +69,15 @@ def assert_seen(
     for own, other in zip(found, expected, strict=True):
         if own.synced or all_of_them:
             assert own.norms.keys() == other.norms.keys(), (what, own.hook)
-            torch.testing.assert_close(
-                own.norms,
-                other.norms,
-                rtol=tolerance,
-                atol=tolerance / 10,
-                msg=lambda m, h=own.hook: f"{what} {h}: {m}",
-            )
+            torch.testing.assert_close(own.norms, other.norms, rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_norms_are_ddps(micro_batches: int, tmp_path: Path) -> None:
+def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> None:
     """Of all types, before and after clipping, at every stage."""
-    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05}
+    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05, "max_epochs": 1}
 
     def body(strategy: str) -> Any:
         return fit(strategy, tmp_path, seeded(lambda: Watches((1, 2, 3.5, "inf"))), **settings)
@@ -105,59 +93,8 @@ def test_norms_are_ddps(micro_batches: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("preset", ["zero1_offload", "zero3_offload", "zero3_nvme"])
-def test_norms_of_offloaded_gradients(preset: str, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir(exist_ok=True)
-    os.environ["LIGHTNING_ZERO_NVME_PATH"] = str(tmp_path / "disk")
-    row = presets.PRESETS[preset]
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    run = fit(ZeroStrategy(row.stage, offload=row.offload), tmp_path, seeded(Watches), **settings)
-    expected = fit(DDP, tmp_path, seeded(Watches), **settings)
-    assert_seen(run.module.seen, expected.module.seen, all_of_them=preset == "zero1_offload", what=preset)
-
-
-class Scaled(Watches):
-    """Without what fp16 on the CPU rounds otherwise for each kind of autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_under_loss_scaling_as_ddp_shows_them(stage: str, micro_batches: int, tmp_path: Path) -> None:
-    """Multiplied by the scale until the step unscales them."""
-    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "max_epochs": 1}
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    ddp = MixedPrecision("16-mixed", "cpu", scaler)
-    ours = ZeroPrecision.from_plugin(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0)))
-    expected = fit(DDP, tmp_path, seeded(Scaled), plugins=ddp, **settings)
-    run = fit(ZeroStrategy(stage), tmp_path, seeded(Scaled), plugins=ours, **settings)
-    assert_seen(run.module.seen, expected.module.seen, tolerance=3e-2, all_of_them=stage == "zero1", what=stage)
-    before, after = (next(s.norms for s in run.module.seen if s.hook == h and s.synced) for h in ORDER)
-    for name, norm in after.items():
-        assert before[name] == pytest.approx(norm * 256, rel=1e-5), name
-
-
-ORDER = ("on_after_backward", "on_before_optimizer_step")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("flag", ["bf16-true", "64-true", "bf16-mixed"])
-def test_norms_have_the_dtype_that_ddps_have(flag: str, tmp_path: Path) -> None:
-    class Dtypes(Lit):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.found = {name: value.dtype for name, value in grad_norm(self, 2).items()}
-
-    expected = fit("ddp", tmp_path, seeded(Dtypes), precision=flag, max_steps=1).module.found
-    for stage in ("zero1", "zero3"):
-        assert fit(stage, tmp_path, seeded(Dtypes), precision=flag, max_steps=1).module.found == expected, stage
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_another_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_path: Path) -> None:
+def test_next_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_path: Path) -> None:
     """They are there as long as nobody clears them, when the module is moved to its device again. (While the module is
     whole, between the runs, gradients are the user's.)"""
     seen = []
@@ -170,32 +107,3 @@ def test_another_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_
         of.fit(module, loader())
         seen.append(module.seen)
     assert_seen(seen[1], seen[0])
-
-
-@on_ranks(2)
-def test_manual_optimization(tmp_path: Path) -> None:
-    class ByHand(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.norms: list[float] = []
-
-        def _note(self) -> None:
-            self.norms += [p.grad.norm().item() for p in self.parameters()]
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self._note()
-            self.manual_backward(self.loss(batch) * 0.5)
-            self._note()
-            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-            self._note()
-            optimizer.step()
-
-    expected = fit("ddp", tmp_path, seeded(ByHand), max_epochs=1).module.norms
-    for stage in ("zero1", "zero3"):
-        found = fit(stage, tmp_path, seeded(ByHand), max_epochs=1).module.norms
-        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
-    assert dist.get_world_size() == 2

@@ -27,7 +27,7 @@ from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
 from tests.trainer.test_processes import Signalled, requeued, slurm
-from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, on_rank_0, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -44,7 +44,7 @@ class Terminated(Signalled):
 
 
 @on_ranks(2)
-def test_the_script_of_the_job_is_told_by_a_file(tmp_path: Path) -> None:
+def test_script_of_the_job_is_told_by_a_file_to_requeue(tmp_path: Path) -> None:
     """It requeues: in a container there may be no scontrol."""
     environment = slurm(tmp_path)
     file = tmp_path / "verdict"
@@ -56,7 +56,7 @@ def test_the_script_of_the_job_is_told_by_a_file(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_where_slurm_refuses_training_goes_on(tmp_path: Path) -> None:
+def test_training_goes_on_where_slurm_refuses_to_requeue(tmp_path: Path) -> None:
     environment = slurm(tmp_path)
     if dist.get_rank() == 0:
         (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'not allowed' >&2\nexit 1\n")
@@ -82,7 +82,7 @@ def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("at", [1, EPOCH - 1])
-def test_steps_are_counted_for_loggers_as_without_interruption(at: int, tmp_path: Path) -> None:
+def test_steps_for_loggers_are_counted_as_without_interruption(at: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     with pytest.raises(SystemExit):
         fit("zero3", tmp_path, seeded(lambda: Signalled(at, 0)), plugins=[slurm(tmp_path)], **settings)
@@ -98,7 +98,7 @@ def test_steps_are_counted_for_loggers_as_without_interruption(at: int, tmp_path
 
 
 @on_ranks(2)
-def test_one_checkpoint_of_a_signal_is_kept(tmp_path: Path) -> None:
+def test_newest_checkpoint_of_a_signal_alone_is_kept(tmp_path: Path) -> None:
     """Each holds the whole state; a long run is interrupted many times."""
     whole = fit("zero3", tmp_path / "whole", limit_val_batches=0, max_epochs=2)
     for at, version in ((1, 1), (EPOCH - 1, 2)):
@@ -114,7 +114,7 @@ def test_one_checkpoint_of_a_signal_is_kept(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_the_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
+def test_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
     """And not what an earlier job has left in the folder."""
     with pytest.raises(SystemExit):
         fit("zero3", tmp_path, seeded(lambda: Signalled(1, 0)), limit_val_batches=0, plugins=[slurm(tmp_path)])
@@ -127,7 +127,7 @@ def test_the_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_another_handler_of_the_signal_is_set_aside(tmp_path: Path) -> None:
+def test_other_handler_of_the_signal_is_set_aside_for_the_run(tmp_path: Path) -> None:
     """Submitit's, which is there first and would requeue without saving; and another signal than Lightning's."""
     environment = slurm(tmp_path)
     environment.requeue_signal = signal.SIGCONT
@@ -147,17 +147,8 @@ def test_another_handler_of_the_signal_is_set_aside(tmp_path: Path) -> None:
         signal.signal(signal.SIGCONT, before)
 
 
-@on_ranks(2)
-def test_the_weights_of_the_boundary_are_saved(tmp_path: Path) -> None:
-    until = fit("zero3", tmp_path / "until", limit_val_batches=0, max_epochs=-1, max_steps=2)
-    with pytest.raises(SystemExit):
-        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), limit_val_batches=0, plugins=[slurm(tmp_path)])
-    found = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
-    assert_weights(found["state_dict"], until.weights, tolerance=0)
-
-
 @on_ranks(1)
-def test_a_signal_while_ranks_agree_is_not_lost(tmp_path: Path) -> None:
+def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Path) -> None:
     of = trainer("zero3", tmp_path)
     of.fit(seeded(Lit), loader())
     side = Interruptions(of, of.strategy.engine, training=True)
@@ -212,7 +203,7 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
 
 
 @on_ranks(2)
-def test_a_run_may_save_before_it_leaves(tmp_path: Path) -> None:
+def test_run_saves_before_it_leaves_if_told(tmp_path: Path) -> None:
     """At the end of an epoch, where resuming needs no data loader that can tell its place."""
     settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     whole = fit("zero3", tmp_path, **settings)
@@ -244,7 +235,7 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
 @pytest.mark.sample
 @on_ranks(2)
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
-def test_saving_every_so_often(tmp_path: Path) -> None:
+def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -> None:
     """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""
     settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     whole = fit("zero3", tmp_path, **settings)
@@ -274,7 +265,7 @@ def test_saving_every_so_often(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_saving_in_the_working_directory(tmp_path: Path) -> None:
+def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
     """Which may be written in two ways; what was saved is not removed as an older one."""
     os.chdir(tmp_path)
     of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
@@ -285,10 +276,9 @@ def test_saving_in_the_working_directory(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "hooks"), [(0, False), (1, True)])
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_a_save_every_so_often_that_fails_warns(rank: int, hooks: bool, tmp_path: Path) -> None:
+def test_failed_save_by_the_clock_is_a_warning(rank: int, hooks: bool, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
     whole = fit("zero3", tmp_path, **settings)
@@ -310,8 +300,7 @@ def test_a_save_every_so_often_that_fails_warns(rank: int, hooks: bool, tmp_path
     if hooks:  # which are given values of a file
         module.on_save_checkpoint = lambda checkpoint: None
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
-    warned = pytest.warns(UserWarning, match=says) if dist.get_rank() == 0 else contextlib.nullcontext()
-    with mock.patch.object(os, "pwrite", full), warned:
+    with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
     assert module.losses == whole.losses
     dist.barrier()
@@ -319,7 +308,7 @@ def test_a_save_every_so_often_that_fails_warns(rank: int, hooks: bool, tmp_path
 
 
 @on_ranks(2)
-def test_a_save_that_failed_takes_no_room(tmp_path: Path) -> None:
+def test_failed_save_takes_no_room(tmp_path: Path) -> None:
     """Hooks are given values of a file that has no name any more: the next save may need its room."""
     finish, count = Skeleton.finish, [0]
 
@@ -351,7 +340,7 @@ def test_a_save_that_failed_takes_no_room(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_saving_takes_a_bounded_share_of_the_time(tmp_path: Path) -> None:
+def test_saves_by_the_clock_take_a_bounded_share_of_the_time(tmp_path: Path) -> None:
     now = [0.0]
     of = trainer("zero3", tmp_path, limit_val_batches=0)
     of.fit(seeded(Lit), loader())

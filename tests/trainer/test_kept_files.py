@@ -57,7 +57,7 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("top", TOP)
-def test_checkpoints_that_nobody_knows_go(top: str, tmp_path: Path) -> None:
+def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with job("one"):
         _, said = train(tmp_path, top, max_epochs=1)
@@ -87,7 +87,7 @@ def test_checkpoints_that_nobody_knows_go(top: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("other", ["job", "folder", "no checkpoint"])
-def test_what_may_be_somebody_elses_stays(other: str, tmp_path: Path) -> None:
+def test_checkpoints_of_other_jobs_folders_and_runs_stay(other: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with job("one"):
         train(tmp_path, "1", max_epochs=1)
@@ -104,7 +104,7 @@ def test_what_may_be_somebody_elses_stays(other: str, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -117,7 +117,7 @@ def test_a_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_the_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
+def test_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
     """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
     folder = tmp_path / "checkpoints"
     with job("one"):
@@ -128,7 +128,7 @@ def test_the_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
     assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
 
 
-def test_a_note_that_was_cut_off(tmp_path: Path) -> None:
+def test_note_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
     resume.note_file(tmp_path, "a", "/one.ckpt")
     with (tmp_path / resume.FILES).open("a") as file:
         file.write('["a", "/tw')
@@ -137,7 +137,7 @@ def test_a_note_that_was_cut_off(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_a_users_method_of_the_callback_is_called_and_stays(tmp_path: Path) -> None:
+def test_mock_of_the_callbacks_method_is_called_and_stays(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
     plain = save._remove_checkpoint
     with mock.patch.object(save, "_remove_checkpoint", wraps=plain) as removes:

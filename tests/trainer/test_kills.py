@@ -260,7 +260,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize(("job", "count", "seed"), CHAINS)
-def test_a_job_that_is_killed(job: Job, count: int, seed: int, tmp_path: Path) -> None:
+def test_killed_job_loses_nothing_and_leaves_nothing(job: Job, count: int, seed: int, tmp_path: Path) -> None:
     before = set(os.listdir(OTHER_DISK)) if OTHER_DISK else set()
     expected = run_chain(tmp_path / "undisturbed", job, [])
     assert list(expected) == [str(step) for step in range(1, job.steps + 1)]

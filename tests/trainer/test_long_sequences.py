@@ -22,7 +22,7 @@ from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.trainer.memory.activations import LiveBytes, measure
 from tests.harness import on_ranks
-from tests.trainer.toys import seeded, some_of, trainer
+from tests.trainer.toys import seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -233,13 +233,13 @@ def loss_of_llama(module: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.sample
-@on_ranks(2, 4)
-@pytest.mark.parametrize("stage", some_of(["0", "1", "2", "3"], "0", "3"))
-def test_own_attention_equals_one_process(stage: str, tmp_path: Path) -> None:
+@on_ranks(2, full=(4,))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_own_attention_equals_one_process(stage: int, tmp_path: Path) -> None:
     for heads, keys in ((4, 4), (4, 2), (4, 1)):
         make = lambda h=heads, k=keys: Own(h, k)  # noqa: E731
         for size in {2, dist.get_world_size()} if heads == keys else {dist.get_world_size()}:
-            assert_parity(make, loss_of_pair, "pair", tmp_path, size, int(stage), ignored=heads == keys)
+            assert_parity(make, loss_of_pair, "pair", tmp_path, size, stage, ignored=heads == keys)
 
 
 class Again(Own):
@@ -341,7 +341,7 @@ def test_layers_and_losses_of_many_forms_equal_one_process(tmp_path: Path) -> No
 
 
 @on_ranks(4)
-def test_every_batch_is_seen_once_by_a_group(tmp_path: Path) -> None:
+def test_each_group_sees_each_batch_once(tmp_path: Path) -> None:
     data = Texts("pair", 2)
     record = fit(seeded(Own), data, tmp_path, 2, 1)
     seen = [text for batch in record.seen for text in batch[0].tolist()]
@@ -362,7 +362,7 @@ class Counts(pl.Callback):
 
 
 @on_ranks(2)
-def test_messages_are_counted(tmp_path: Path) -> None:
+def test_messages_of_attention_are_counted(tmp_path: Path) -> None:
     """Two for each attention and two for its backward; where blocks are computed again two more, in all ranks alike."""
     data = Texts("pair", 1)
     for recompute, calls in (("none", 4), ("blocks", 6)):
@@ -389,7 +389,7 @@ class Most(pl.Callback):
 
 
 @on_ranks(2)
-def test_activations_are_divided(tmp_path: Path) -> None:
+def test_activations_are_divided_as_planned(tmp_path: Path) -> None:
     """Measured in a run: at most a half and a tenth of what one rank needs for the whole sequence; and planned so."""
     most, planned = {}, {}
     tokens = torch.zeros(2, 257, dtype=torch.int64)
@@ -443,7 +443,7 @@ class Dropout(Own):
 
 
 @on_ranks(2)
-def test_a_run_that_goes_on_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
+def test_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
     data, kept = Texts("pair", 1), ModelCheckpoint(tmp_path, every_n_train_steps=STEPS, save_top_k=-1)
     straight = fit(seeded(Dropout), data, tmp_path, 2, 1, max_epochs=2, callbacks=[kept], enable_checkpointing=True)
     first = min(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)

@@ -131,7 +131,7 @@ HONEST: dict[str, Change] = {
 
 
 @on_ranks(2)
-def test_what_looks_along_the_positions_is_refused(tmp_path: Path) -> None:
+def test_operations_along_the_positions_are_refused(tmp_path: Path) -> None:
     for number, (name, change) in enumerate(LOOKS_ALONG.items()):
         module = seeded(lambda c=change: Changed(c))
         with pytest.raises(ConfigError, match="the first parameter whose gradient differs is") as found:
@@ -141,7 +141,7 @@ def test_what_looks_along_the_positions_is_refused(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_computes_each_position_by_itself_is_not(tmp_path: Path) -> None:
+def test_operations_of_each_position_by_itself_are_not_refused(tmp_path: Path) -> None:
     for name, change in HONEST.items():
         found = fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 3)
         assert len(found.losses) == STEPS, name
@@ -149,7 +149,7 @@ def test_what_computes_each_position_by_itself_is_not(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
-def test_digits_that_a_precision_has_not_are_not_asked_for(precision: str, tmp_path: Path) -> None:
+def test_comparison_asks_for_no_more_digits_than_the_precision_has(precision: str, tmp_path: Path) -> None:
     for name in ("each", "dropout", "mean"):
         fit(seeded(lambda n=name: Changed(HONEST[n])), Texts("pair", 1), tmp_path, 2, 3, precision=precision)
     for name in ("var", "constant", "arange", "last"):
@@ -189,7 +189,7 @@ class ByHand(Changed):
 
 
 @on_ranks(2)
-def test_the_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
+def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
     for stage in (0, 3):
         module = seeded(lambda: ByHand(HONEST["dropout"]))
         fit(module, Texts("pair", 1), tmp_path, 2, stage, zero={"offload": "optimizer_cpu"} if stage else {})
@@ -210,7 +210,7 @@ class Third(Changed):
 
 
 @on_ranks(4)
-def test_batches_of_another_kind_are_tried_too(tmp_path: Path) -> None:
+def test_batches_of_another_form_are_tried_too(tmp_path: Path) -> None:
     """Also where those of the other group are of the same kind as before, and in the middle of an accumulation."""
     data = Texts("pair", 1)
     batches = [(data.tokens[:2], data.labels[:2])] * 3
@@ -224,7 +224,7 @@ def test_batches_of_another_kind_are_tried_too(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_gradients_that_wait_for_their_step_stay(tmp_path: Path) -> None:
+def test_gradients_of_an_accumulation_survive_a_tried_step(tmp_path: Path) -> None:
     """A batch of another kind comes in the middle of an accumulation."""
     data, found = Texts("pair", 1), []
     pair = data.tokens[:2], data.labels[:2]
@@ -259,7 +259,7 @@ class Evaluates(Own):
 
 
 @on_ranks(2)
-def test_evaluations_that_parts_give_other_values_of_are_refused(tmp_path: Path) -> None:
+def test_evaluations_whose_parts_give_other_values_are_refused(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
     of = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path)
     of.validate(seeded(lambda: Evaluates("fine")), loader(data, of), verbose=False)
@@ -295,7 +295,7 @@ class Prompted(Own):
 
 
 @on_ranks(2)
-def test_a_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
+def test_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
     tokens = torch.randint(1, 13, (2, 256), generator=torch.Generator().manual_seed(1))
     labels = torch.where(torch.arange(256) < 250, -100, tokens)
     module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
@@ -307,7 +307,7 @@ def test_a_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_attention_cannot_be_given_is_refused(tmp_path: Path) -> None:
+def test_masks_and_heads_that_attention_cannot_divide_are_refused(tmp_path: Path) -> None:
     def attend(x: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, mask)
 
@@ -347,7 +347,7 @@ class Gives(pl.LightningModule):
 
 @pytest.mark.sample
 @on_ranks(2)
-def test_batches_that_nothing_cuts_are_refused(tmp_path: Path) -> None:
+def test_batches_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     odd = torch.zeros(4, 7, dtype=torch.int64)
     floats, labels = torch.zeros(4, 8, 3), torch.zeros(4, dtype=torch.int64)
     cases: list[tuple[Any, str]] = [
@@ -369,7 +369,7 @@ def _first(data: Any) -> Any:
 
 
 @on_ranks(2)
-def test_transformers_without_positions_or_with_packed_texts(tmp_path: Path) -> None:
+def test_transformers_without_positions_or_with_packed_texts_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokens = Texts("pair", 1).tokens[:2]
     packed = torch.arange(LENGTH).remainder(3).expand(2, -1)
@@ -410,7 +410,7 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
     assert dist.get_world_size() // 2 == again.distributed_sampler_kwargs["num_replicas"]
 
 
-def test_a_run_whose_ranks_do_not_divide_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_are_refused_before_the_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"accelerator": "cpu", "logger": False, "default_root_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"divides the 4 rank\(s\) of the run \(1, 2, 4\), got 3"):
         pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=4, **settings)
@@ -423,12 +423,12 @@ def test_a_run_whose_ranks_do_not_divide_is_refused_before_it_starts(tmp_path: P
     ({"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
     ({"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of them"),
 ])  # fmt: skip
-def test_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.make_config(**settings)
 
 
-def test_the_main_job_refuses_lengths_and_ranks_that_do_not_divide() -> None:
+def test_main_job_refuses_lengths_and_ranks_that_do_not_divide() -> None:
     def check(block_size: int, world_size: int) -> None:
         synthetic = {"_target_": "lightning_zero.data.synthetic.SyntheticData", "block_size": block_size}
         job = TrainConfig(zero=config.make_config(sequence_parallel=2), data=synthetic)
@@ -466,7 +466,7 @@ class Breaks(Own):
 
 
 @on_ranks(2)
-def test_a_rank_that_raises_is_not_waited_for_without_end(tmp_path: Path) -> None:
+def test_rank_that_raises_ends_the_wait_of_its_group(tmp_path: Path) -> None:
     data, module = Texts("pair", 1), seeded(Breaks)
     error, words = (ValueError, "a bad sample") if dist.get_rank() else (StallError, "exchange of heads")
     with places_posted_often(), pytest.raises(error, match=words):

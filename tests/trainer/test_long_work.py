@@ -125,7 +125,7 @@ def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path
 
 
 @on_ranks(2)
-def test_a_wait_for_a_write_behind_training_has_its_bytes(tmp_path: Path) -> None:
+def test_wait_for_a_write_behind_training_shows_its_bytes(tmp_path: Path) -> None:
     """The count is the writer's, whoever waits and when."""
     counts: list[long_work.Count] = []
     before = long_work.LongWork.wait
@@ -140,6 +140,6 @@ def test_a_wait_for_a_write_behind_training_has_its_bytes(tmp_path: Path) -> Non
 
 
 @on_ranks(1)
-def test_nothing_is_shown_without_a_progress_bar(tmp_path: Path) -> None:
+def test_saves_and_loads_show_nothing_without_a_progress_bar(tmp_path: Path) -> None:
     assert not run(tmp_path, {"name": "full", "verify": True}, bar=False)
     assert not run(tmp_path, {"name": "full", "verify": True}, bar=False, ckpt_path=tmp_path / "a.ckpt")

@@ -28,7 +28,7 @@ def _names(model: nn.Module, group: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.sample
-def test_matrices_of_blocks_are_muons() -> None:
+def test_matrices_of_blocks_alone_go_to_muon() -> None:
     model = GPT(**SIZES)
     model.blocks[0].down.requires_grad_(False)
     muon, matrices, vectors = MuonAdamW(groups_of(model), weight_decay=0.3).param_groups
@@ -46,7 +46,7 @@ def test_without_blocks_there_is_no_group_for_muon() -> None:
 
 
 @pytest.mark.sample
-def test_it_steps_as_the_two_of_torch_do() -> None:
+def test_example_steps_as_muon_and_adamw_of_torch_do() -> None:
     one, two = (copy.deepcopy(model) for model in [GPT(**SIZES)] * 2)
     mine = MuonAdamW(groups_of(one), lr=0.02)
     matrices, decay, rest = groups_of(two)
@@ -73,7 +73,7 @@ class Tokens(Dataset[Tensor]):
 
 
 @on_ranks(2)
-def test_every_stage_gives_the_weights_of_ddp(tmp_path: Path) -> None:
+def test_example_gives_the_weights_of_ddp_in_every_row(tmp_path: Path) -> None:
     runs = []
     for strategy in ("ddp", "zero1", "zero3", ZeroStrategy("zero3", offload="cpu")):
         torch.manual_seed(0)

@@ -48,7 +48,7 @@ def test_one_device_needs_no_launcher(name: str) -> None:
 
 
 @pytest.mark.usefixtures("notebook")
-def test_several_devices_are_named_the_way() -> None:
+def test_several_devices_in_a_cell_are_refused_with_the_name_to_use() -> None:
     with pytest.raises(ConfigError, match=r"got 2 processes\. Use strategy='zero3_notebook'"):
         trainer("zero3", 2)
     launcher = trainer("zero3_notebook", 2).strategy.launcher
@@ -65,14 +65,14 @@ def launch(strategy: str = "zero3_notebook") -> None:
     trainer(strategy, 2).strategy.launcher.launch(lambda: None)  # type: ignore[union-attr]
 
 
-def test_cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_with_cuda_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "is_in_use", lambda: True)
     with pytest.raises(ConfigError, match="CUDA initialised in this process.*Restart the kernel"):
         launch()
 
 
 @pytest.mark.full
-def test_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_with_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"expected no process group.*destroy_process_group\(\)"):
         launch()
@@ -151,14 +151,14 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-def test_cells_with_one_device_and_with_two(tmp_path: Path) -> None:
+def test_cells_with_one_device_and_with_two_train_one_module(tmp_path: Path) -> None:
     found = run(TRAINING, str(tmp_path / "last.ckpt"))
     assert found.returncode == 0 and "trained" in found.stdout, found.stderr[-3000:]
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("notebook")
-def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> None:
+def test_forked_processes_compute_on_one_thread(tmp_path: Path) -> None:
     """Under DDP it does."""
     found = forked(partial(exec, NOTEBOOK + THREADS, {}), tmp_path, [""])
     assert found.returncode == 0, found.stderr[-3000:]
@@ -167,7 +167,7 @@ def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_real_kernel(tmp_path: Path) -> None:
+def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     cells = [NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')"), *_cells(tmp_path)]

@@ -1,4 +1,4 @@
-"""ModelPruning: masks, losses and files as under DDP."""
+"""ModelPruning: masks of ranks, and files and fits with them (the rest is in ``tests/lightning_table``)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 
-from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, record, seeded, some_of, trainer
+from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, record, seeded, trainer
 
 pytestmark = pytest.mark.full
-
-STAGES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
-CASES: dict[str, dict[str, Any]] = {
-    "global": {"pruning_fn": "l1_unstructured", "amount": 0.3},
-    "without lottery ticket": {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
-    "local": {
-        "pruning_fn": "l1_unstructured",
-        "amount": 0.3,
-        "use_global_unstructured": False,
-        "use_lottery_ticket_hypothesis": False,
-    },
-    "structured": {
-        "pruning_fn": "ln_structured",
-        "amount": 0.3,
-        "use_global_unstructured": False,
-        "pruning_dim": 0,
-        "pruning_norm": 1,
-        "parameter_names": ["weight"],
-    },
-    "after validation": {"pruning_fn": "l1_unstructured", "amount": 0.3, "prune_on_train_epoch_end": False},
-    "not permanent": {"pruning_fn": "l1_unstructured", "amount": 0.3, "make_pruning_permanent": False},
-}
 
 
 class Plain(Lit):
@@ -56,30 +33,6 @@ class Pruning(ModelPruning):
     @staticmethod
     def _copy_param(new: torch.nn.Module, old: torch.nn.Module, name: str) -> None:
         ModelPruning._copy_param(new, copy.deepcopy(old), name)
-
-
-def pruned(strategy: str, root: Path, case: str, **settings: Any) -> Run:
-    module = seeded(lambda: Plain(optimizer="adamw", lr=0.2))
-    of: Any = ZeroStrategy(3, offload="cpu") if strategy == "zero3_offload" else strategy
-    run = fit(of, root, module, max_epochs=3, callbacks=[Pruning(**CASES[case])], **settings)
-    run.trainer.save_checkpoint(root / f"{strategy}.ckpt")
-    return run
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("case", some_of(CASES, "global", "local"))
-def test_pruning(case: str, tmp_path: Path) -> None:
-    expected = pruned("ddp", tmp_path, case)
-    zeros = sum(int((value == 0).sum()) for value in expected.weights.values())
-    assert zeros > 50
-    for stage in STAGES:
-        found = pruned(stage, tmp_path, case)
-        assert_same(found, expected, what=stage)
-        assert sum(int((value == 0).sum()) for value in found.weights.values()) == zeros
-        dist.barrier()
-        files = [torch.load(tmp_path / f"{s}.ckpt", weights_only=False)["state_dict"] for s in ("ddp", stage)]
-        assert sorted(files[1]) == sorted(files[0])
-        assert_weights({k: files[1][k] for k in files[0]}, files[0], what=stage)
 
 
 @on_ranks(2)

@@ -101,11 +101,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("before", ["", pytest.param(MISSING, marks=pytest.mark.full)])
-def test_training_is_that_of_ddp_and_goes_on_from_a_checkpoint(before: str, tmp_path: Path) -> None:
+def test_pytorch_lightning_trains_as_under_ddp_and_resumes(before: str, tmp_path: Path) -> None:
     assert python(before + FIT, tmp_path).splitlines()[-1] == "as under DDP"
 
 
-def test_fabric_of_lightning_fabric(tmp_path: Path) -> None:
+def test_fabric_of_lightning_fabric_trains(tmp_path: Path) -> None:
     out = python(
         """
 import torch
@@ -131,7 +131,7 @@ if __name__ == "__main__":
     assert out.splitlines()[-1] == "ZeroFabricStrategy"
 
 
-def test_the_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
+def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
     out = python(
         """
 import lightning.pytorch, pytorch_lightning

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.trainer.saves.random_numbers import KEY
 from tests.harness import on_ranks, run
-from tests.trainer.toys import STAGES, Lit, Samples, seeded, trainer
+from tests.trainer.toys import Lit, Samples, seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -135,9 +135,8 @@ def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.mainly(lambda stage: stage == "zero3")
-def test_at_the_end_of_an_epoch(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, tmp_path: Path) -> None:
     """With any loader that shuffles by torch's generator, here another order on each rank."""
     whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=savers(tmp_path))
     for name in ("epoch-step={}", "validation-{}"):
@@ -149,7 +148,7 @@ def test_at_the_end_of_an_epoch(stage: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample
 @on_ranks(2, full=[1, 3])
-def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
     whole, _ = train(tmp_path, resumable=True, callbacks=savers(tmp_path))
     for name, step in (("batch", 2), ("batch", STEPS + 1), ("validation", STEPS)):
         path = tmp_path / f"{name}-{step}.ckpt"
@@ -158,29 +157,19 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("at", [1, STEPS - 1, STEPS + 2])
-@pytest.mark.mainly(lambda at: at > 1)
-def test_after_a_signal(at: int, tmp_path: Path) -> None:
-    """The next batch is fetched already, and will be once more."""
-    whole, _ = train(tmp_path, resumable=True)
-    train(tmp_path, resumable=True, module=seeded(lambda: Noisy(at)), terminates=True)
+@pytest.mark.parametrize(("at", "resumable"), [(1, True), (STEPS - 1, True), (STEPS - 1, False), (STEPS + 2, True)])
+def test_run_resumed_after_a_signal_draws_the_same_numbers(at: int, resumable: bool, tmp_path: Path) -> None:
+    """The next batch is fetched already, and will be once more. At the end of an epoch any loader will do."""
+    whole, _ = train(tmp_path, resumable=resumable)
+    train(tmp_path, resumable=resumable, module=seeded(lambda: Noisy(at)), terminates=True)
     path = tmp_path / "hpc_ckpt_1.ckpt"
-    again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
+    again, _ = train(tmp_path, resumable=resumable, module=other(), ckpt_path=path)
     assert_goes_on(again, whole, at + 1)
 
 
 @on_ranks(2)
-def test_after_a_signal_at_the_end_of_an_epoch_with_any_loader(tmp_path: Path) -> None:
-    whole, _ = train(tmp_path, resumable=False)
-    train(tmp_path, resumable=False, module=seeded(lambda: Noisy(STEPS - 1)), terminates=True)
-    path = tmp_path / "hpc_ckpt_1.ckpt"
-    again, _ = train(tmp_path, resumable=False, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, STEPS)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("resumable", [False, True])
-def test_with_workers_and_after_the_run(resumable: bool, tmp_path: Path) -> None:
+def test_run_resumed_from_a_save_after_it_draws_the_same_numbers_in_workers(resumable: bool, tmp_path: Path) -> None:
     whole, _ = train(tmp_path, resumable=resumable, workers=1)
     first, of = train(tmp_path, resumable=resumable, workers=1, max_epochs=None, max_steps=STEPS)
     assert first.losses == whole.losses[:STEPS]
@@ -191,7 +180,7 @@ def test_with_workers_and_after_the_run(resumable: bool, tmp_path: Path) -> None
 
 
 @on_ranks(2)
-def test_a_step_that_failed_is_done_again(tmp_path: Path) -> None:
+def test_failed_step_is_done_again_with_the_same_numbers(tmp_path: Path) -> None:
     class Fails(Noisy):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -219,7 +208,7 @@ class Schedules(Noisy):
 @on_ranks(2)
 @pytest.mark.parametrize("at", [2, STEPS - 1])
 @pytest.mark.mainly(lambda at: at == 2)
-def test_with_loaders_that_a_schedule_has_asked_for(at: int, tmp_path: Path) -> None:
+def test_loaders_made_for_a_schedule_draw_the_same_numbers(at: int, tmp_path: Path) -> None:
     whole, _ = train(tmp_path, resumable=True, module=seeded(Schedules))
     train(tmp_path, resumable=True, module=seeded(lambda: Schedules(at)), terminates=True)
     path = tmp_path / "hpc_ckpt_1.ckpt"
@@ -263,7 +252,7 @@ def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) ->
 
 
 @on_ranks(2)
-def test_checkpoints_without_them_load(tmp_path: Path) -> None:
+def test_checkpoints_without_random_numbers_load(tmp_path: Path) -> None:
     """DDP's; and ours under DDP, and for an evaluation."""
     _, of = train(tmp_path, resumable=True, stage="ddp", max_epochs=None, max_steps=STEPS)
     of.save_checkpoint(tmp_path / "ddp.ckpt")
@@ -281,7 +270,7 @@ def test_checkpoints_without_them_load(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_runs_that_do_not_resume_are_left_alone(tmp_path: Path) -> None:
+def test_runs_that_do_not_resume_draw_as_under_ddp(tmp_path: Path) -> None:
     for resumable in (False, True):
         expected, _ = train(tmp_path, resumable=resumable, stage="ddp")
         found, _ = train(tmp_path, resumable=resumable)

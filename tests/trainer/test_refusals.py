@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,25 +16,12 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_same, fit, loader, seeded, trainer
-
-
-def trainer_of(strategy: Any, **settings: Any) -> pl.Trainer:
-    """In the test's own process, which stands in no group: nothing may be run."""
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **settings)
-
+from tests.trainer.toys import Lit, WithBatchNorm, assert_same, fit, loader, seeded, trainer
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ZERO3", "Zero1"])
-def test_presets_by_name(name: str) -> None:
-    strategy = trainer_of(name).strategy
-    assert isinstance(strategy, ZeroStrategy)
-    assert strategy.config.stage.name.name == name.lower()
-
-
-def test_arguments() -> None:
+def test_unknown_settings_and_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"zero\.prefetch: no such setting; there are .*prefetch_bytes"):
         ZeroStrategy("zero3", prefetch=3)
     with pytest.raises(ConfigError, match=r"zero/stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"):
@@ -56,7 +42,7 @@ def with_optimizer(make: Any) -> Lit:
 
 
 @on_ranks(2)
-def test_optimizers_that_call_their_closure_or_may_not_have_whole_tensors(tmp_path: Path) -> None:
+def test_optimizers_that_call_their_closure_or_need_whole_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"):
         fit("zero0", tmp_path, with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())))
     with pytest.raises(ConfigError, match=r"zero\.optimizer\.sharding: expected a class that computes each element"):
@@ -65,7 +51,7 @@ def test_optimizers_that_call_their_closure_or_may_not_have_whole_tensors(tmp_pa
 
 
 @on_ranks(2)
-def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not part of the sharded module"):
         fit("zero3", tmp_path, with_optimizer(lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)))
 
@@ -74,7 +60,7 @@ def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_would_see_placeholders(tmp_path: Path) -> None:
+def test_reads_of_placeholders_are_refused(tmp_path: Path) -> None:
     module = seeded(Lit)
     of = fit(ZeroStrategy("zero3", gather_after_fit=False), tmp_path, module).trainer
     for look in (lambda: module.state_dict(), lambda: copy.deepcopy(module), lambda: module.double()):
@@ -87,7 +73,7 @@ def test_what_would_see_placeholders(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_the_engine_before_there_is_one(tmp_path: Path) -> None:
+def test_engine_before_there_is_one_is_refused(tmp_path: Path) -> None:
     class TooEarly(Lit):
         def setup(self, stage: str) -> None:
             self.trainer.strategy.engine  # noqa: B018
@@ -97,7 +83,7 @@ def test_the_engine_before_there_is_one(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_meta_without_a_way_to_initialise(tmp_path: Path) -> None:
+def test_module_on_meta_without_a_way_to_initialise_is_refused(tmp_path: Path) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -113,37 +99,21 @@ def test_meta_without_a_way_to_initialise(tmp_path: Path) -> None:
         fit("zero3", tmp_path, seeded(OnMeta))
 
 
-class BatchNorm(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(self.norm(x))
-
-
+@pytest.mark.full
 @on_ranks(2)
-def test_synchronized_batch_norm_is_converted_as_under_ddp(tmp_path: Path) -> None:
-    """Torch has no SyncBatchNorm for the CPU: DDP refuses it, ours gets as far as torch's own error."""
-    for strategy in ("ddp", "zero3"):
-        module = seeded(BatchNorm)
-        with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
-            fit(strategy, tmp_path, module, sync_batchnorm=True)
-    assert isinstance(module.norm, nn.SyncBatchNorm)
-
-
-@on_ranks(2)
-def test_synchronized_batch_norm_of_a_module_that_is_sharded_already(tmp_path: Path) -> None:
-    module = seeded(BatchNorm)
+def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path: Path) -> None:
+    """Torch has no SyncBatchNorm for the CPU: ours gets as far as torch's own error."""
+    module = seeded(WithBatchNorm)
     of = trainer("zero3", tmp_path, sync_batchnorm=True)
     of.validate(module, loader(), verbose=False)
     assert isinstance(module.norm, nn.BatchNorm1d)
-    with pytest.raises(ValueError, match="SyncBatchNorm"):
+    with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
         of.fit(module, loader())
     assert isinstance(module.norm, nn.SyncBatchNorm)
     assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
     class Memory(Lit):
@@ -163,12 +133,13 @@ def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
         assert_same(fit(stage, tmp_path, seeded(Memory)), expected, what=stage)
 
 
-# -- ranks that are apart before there is an engine --------------------------------------------------------------------
+# -- ranks that are apart before there is an engine -------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
-def test_a_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
+def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
     """Its script catches the exception and goes on, so nothing breaks: the others would wait for ever."""
 
     class Fails(Lit):
@@ -201,8 +172,9 @@ def test_a_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: s
         fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
 
 
+@pytest.mark.full
 @on_ranks(2)
-def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
+def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
     class Prepares(Lit):
         def prepare_data(self) -> None:
             time.sleep(2.5)  # on rank 0
@@ -211,8 +183,9 @@ def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
     assert run.losses
 
 
+@pytest.mark.full
 @on_ranks(2)
-def test_gradients_that_add_up_do_not_fit_into_bf16(tmp_path: Path) -> None:
+def test_accumulation_with_bf16_messages_is_refused_where_gradients_add_up(tmp_path: Path) -> None:
     comm, settings = {"grad_comm_dtype": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
     with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*accumulate_grad_batches.*zero/stage=zero1"):
         fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)

@@ -66,7 +66,7 @@ MAIN += [("zero3", "none", "blocks in 4 parts")]
 @pytest.mark.mainly(lambda stage, offload, recompute: (stage, offload, recompute) in MAIN)
 @pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 @pytest.mark.parametrize(("stage", "offload", "precision", "recompute", "micro_batches"), CASES)
-def test_the_plan_is_what_a_run_measures(
+def test_planned_peak_and_bytes_are_those_of_a_run(
     stage: str, offload: str, precision: str, recompute: str, micro_batches: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})

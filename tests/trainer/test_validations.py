@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -13,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
 from torch.utils._pytree import tree_flatten
 
 from tests.harness import on_ranks
@@ -29,7 +27,6 @@ from tests.trainer.toys import (
     loader,
     optimizer_states,
     seeded,
-    some_of,
     trainer,
     weights,
 )
@@ -83,13 +80,6 @@ class InValidation(Lit):
         self.saw_sigterm = self.trainer.received_sigterm
 
 
-def saving(root: Path | str, strategy: str = "zero3", **settings: Any) -> Any:
-    of = trainer(strategy, root, **settings)
-    if strategy.startswith("zero"):
-        of.strategy.saves_on_sigterm = True
-    return of
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -119,29 +109,35 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "a window of the last batches": (1, {"accumulate_grad_batches": 4}),
     "at the last batch": (EPOCH - 1, {}),
 }
+SCHEDULERS = itertools.cycle(["plateau", "step", "epoch", "plateau by step"])
+WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epoch", "plateau")]
+
+
+def body(
+    root: Path, at: int = -1, *, make: Any = InValidation, strategy: str = "zero3", path: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
+    module = seeded(lambda: make(at, 1, **settings.pop("module", {})))
+    of = trainer(strategy, root, **settings)
+    if strategy.startswith("zero"):
+        of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+        of.fit(module, Told(), loader(), ckpt_path=path)
+    return of, module
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("scheduler", some_of(["plateau", "step", "epoch", "plateau by step"], "plateau"))
-@pytest.mark.parametrize("case", some_of(CASES, "inside an epoch", "at the end of an epoch", "over epochs"))
-def test_a_resumed_run_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "scheduler"), WITH_SCHEDULERS)
+def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
     """Step for step, validation for validation."""
     at, settings = CASES[case]
-
-    def body(root: Path, at: int = -1, **more: Any) -> tuple[Any, Any]:
-        of = saving(root, **settings)
-        module = seeded(lambda: InValidation(at, 1, optimizer="adamw", scheduler=scheduler))
-        left = pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext()
-        with left:
-            of.fit(module, Told(), loader(), **more)
-        return of, module
-
-    _, whole = body(tmp_path)
-    _, cut = body(tmp_path, at)
+    settings = settings | {"module": {"optimizer": "adamw", "scheduler": scheduler}}
+    _, whole = body(tmp_path, **settings)
+    _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
     assert cut.validated[: first + EPOCH] == whole.validated[: first + EPOCH]
     assert cut.losses == whole.losses[: len(cut.losses)]
-    again, resumed = body(tmp_path, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    again, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     assert cut.losses + resumed.losses == whole.losses
     assert cut.rates + resumed.rates == whole.rates
     assert cut.validated + resumed.validated == whole.validated
@@ -154,37 +150,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: str, scheduler: str, tmp_p
     torch.testing.assert_close(optimizer_states(again), optimizer_states(whole.trainer), rtol=0, atol=0)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
-def test_a_signal_in_training_takes_no_batch_from_a_loader_that_knows_its_place(at: int, tmp_path: Path) -> None:
-    def body(at: int, **more: Any) -> Any:
-        module = seeded(lambda: Terminated(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            saving(tmp_path, limit_val_batches=0).fit(module, Told(), **more)
-        return module
-
-    whole, cut = body(-1), body(at)
-    assert len(cut.losses) == at + 1
-    resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.losses + resumed.losses == whole.losses
-
-
-@on_ranks(2)
-def test_validations_every_so_many_batches_stay_where_they_were(tmp_path: Path) -> None:
-    """Over epochs, they go by the number of all batches."""
-
-    def body(at: int, **more: Any) -> Any:
-        of = saving(tmp_path, check_val_every_n_epoch=None, val_check_interval=4)
-        module = seeded(lambda: Validated(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), **more)
-        return module
-
-    whole, cut = body(-1), body(1)
-    resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.validated_at == [] and resumed.validated_at == whole.validated_at == [4, 8, 12]
-
-
 class Validated(Terminated):
     def __init__(self, at: int, rank: int) -> None:
         super().__init__(at, rank)
@@ -195,7 +160,19 @@ class Validated(Terminated):
 
 
 @on_ranks(2)
-def test_slurm_requeues_out_of_a_validation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
+def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
+    """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
+    settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
+    (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
+    assert len(cut.losses) == at + 1
+    _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
+    assert cut.losses + resumed.losses == whole.losses
+    assert cut.validated_at + resumed.validated_at == whole.validated_at == [4, 8, 12]
+
+
+@on_ranks(2)
+def test_slurm_requeues_after_the_validation(tmp_path: Path) -> None:
     module = seeded(lambda: InValidation(1, 1, int(signal.SIGUSR1)))
     of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[slurm(tmp_path)])
     with pytest.raises(SystemExit, match="0"):
@@ -208,7 +185,7 @@ def test_slurm_requeues_out_of_a_validation(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_where_slurm_refuses_the_validation_goes_on(tmp_path: Path) -> None:
+def test_validation_goes_on_where_slurm_refuses(tmp_path: Path) -> None:
     environment = slurm(tmp_path)
     if dist.get_rank() == 0:
         (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
@@ -224,18 +201,15 @@ def test_where_slurm_refuses_the_validation_goes_on(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_is_saved_is_what_is_trained_and_not_its_average(tmp_path: Path) -> None:
-    """A validation runs on averages, which are in the model's place for that time."""
+def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
+    """Averages are in the model's place for that time."""
 
-    def body(at: int, **more: Any) -> Any:
-        of = saving(tmp_path, val_check_interval=2, callbacks=[EMAWeightAveraging(decay=0.8)])
-        module = seeded(lambda: InValidation(at, 1, optimizer="adamw"))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), **more)
-        return of, module
+    def averaged(at: int = -1, **more: Any) -> Any:
+        callbacks = [EMAWeightAveraging(decay=0.8)]
+        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
 
-    (of, whole), (_, cut) = body(-1), body(2)
-    again, resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    (of, whole), (_, cut) = averaged(), averaged(2)
+    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
     assert cut.losses + resumed.losses == whole.losses
     assert cut.evaluated + resumed.evaluated == whole.evaluated
     assert_weights(weights(again), weights(of), tolerance=0)
@@ -243,35 +217,15 @@ def test_what_is_saved_is_what_is_trained_and_not_its_average(tmp_path: Path) ->
 
 @on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
-    losses = []
-    for strategy, at, path in (("ddp", -1, None), ("zero3", 1, None), ("ddp", -1, tmp_path / "hpc_ckpt_1.ckpt")):
-        module = seeded(lambda at=at: InValidation(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            saving(tmp_path, strategy, val_check_interval=2).fit(module, Told(), loader(), ckpt_path=path)
-        losses.append(module.losses)
-    torch.testing.assert_close(losses[1] + losses[2], losses[0])
-
-
-@on_ranks(2)
-def test_a_window_is_not_lost(tmp_path: Path) -> None:
-    """The validation lies inside of it."""
-
-    def body(at: int, **more: Any) -> Any:
-        of = saving(tmp_path, val_check_interval=3, accumulate_grad_batches=2)
-        module = seeded(lambda: InValidation(at, 1))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), **more)
-        return module
-
-    whole, cut = body(-1), body(1)
-    assert len(cut.losses) == 4 and len(cut.validated) == EPOCH
-    resumed = body(-1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.losses + resumed.losses == whole.losses
+    _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
+    _, cut = body(tmp_path, 1, val_check_interval=2)
+    _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
+    torch.testing.assert_close(cut.losses + rest.losses, whole.losses)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_callback_that_saves_on_exceptions_saves_the_same(saves: bool, tmp_path: Path) -> None:
+def test_on_exception_checkpoint_saves_the_same_in_a_validation(saves: bool, tmp_path: Path) -> None:
     """Its file is the newer one, which a run of a job goes on from."""
     callbacks = [EMAWeightAveraging(decay=0.8), OnExceptionCheckpoint(tmp_path)]
     of = trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
@@ -292,11 +246,9 @@ def test_a_callback_that_saves_on_exceptions_saves_the_same(saves: bool, tmp_pat
 
 
 @on_ranks(2)
-def test_so_it_does_between_two_steps(tmp_path: Path) -> None:
+def test_on_exception_checkpoint_saves_the_same_between_two_steps(tmp_path: Path) -> None:
     callbacks = [OnExceptionCheckpoint(tmp_path)]
-    of = saving(tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(SystemExit):
-        of.fit(seeded(lambda: Terminated(1, 1)), Told(), loader())
+    body(tmp_path, 1, make=Terminated, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
     assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
 
 

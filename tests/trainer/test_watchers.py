@@ -57,7 +57,7 @@ class Watched(Lit):
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_a_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> None:
+def test_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> None:
     seen = {}
     for strategy in ("ddp", stage):
         module = seeded(Watched)
@@ -69,8 +69,8 @@ def test_a_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "dynamic_graph"), [("zero1", False), ("zero3", False), ("zero3", True)])
-def test_a_watcher_on_rank_0_alone(stage: str, dynamic_graph: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "dynamic_graph"), [("zero3", False), ("zero3", True)])
+def test_watcher_on_rank_0_alone_reads_and_changes_nothing(stage: str, dynamic_graph: bool, tmp_path: Path) -> None:
     """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it;
     under ``zero.dynamic_graph`` the other rank answers it at the end of its call."""
     module = seeded(lambda: Watched(every=4, only_rank_0=True))
@@ -103,7 +103,7 @@ def read_on_rank_0(folder: str) -> None:
                 os._exit(1)  # as the process would: only then rank 1 hears of it, inside of Lightning's call
 
 
-def test_a_read_on_rank_0_while_others_log(tmp_path: Path) -> None:
+def test_read_on_rank_0_while_others_log_is_refused(tmp_path: Path) -> None:
     """Rank 1 is in a reduction of Lightning's, which does not know of gathers."""
     pool = Pool(2)  # of its own: messages are left over
     try:
@@ -145,7 +145,7 @@ class Histograms(Lit):
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_a_look_outside_of_a_step_is_true_or_says_how(stage: str, tmp_path: Path) -> None:
+def test_look_outside_of_a_step_is_true_or_refused_with_the_way(stage: str, tmp_path: Path) -> None:
     module = seeded(Histograms)
     fit(stage, tmp_path, module, max_epochs=1)
     assert "nan" not in module.said.pop("printed")

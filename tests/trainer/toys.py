@@ -5,34 +5,29 @@ Everything here runs inside pool workers (see ``tests/harness.py``): every rank 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, presets
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.whole import state_dicts
 
 ALL_STAGES = ("zero0", "zero1", "zero2", "zero3")
 STAGES = ALL_STAGES
 SAMPLES, FEATURES = 24, 4
-
-
-def some_of(cases: Iterable[str], *always: str) -> list[Any]:
-    """Parameters of a test: ``always`` these, and the rest of ``cases`` in the full run."""
-    assert set(always) <= set(cases), always
-    return [case if case in always else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 class Block(nn.Module):
@@ -103,6 +98,123 @@ class Lit(pl.LightningModule):
         return optimizer if scheduler is None else {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
+class Odd(Lit):
+    """Tied weights, a frozen part, a buffer, a parameter that is not row-major, one number, an empty parameter, and two
+    param groups."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"width": 16, "optimizer": "adamw", "scheduler": "step", **kwargs})
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.blocks[1].down.requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(3, 4).t())
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("seen", torch.arange(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * self.scale + self.turned.sum() * 0.1 + self.empty.sum()
+        if self.training:
+            self.seen += 1
+        return out
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": trained[:3], "lr": 0.01}, {"params": trained[3:], "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def odd() -> Odd:
+    module: Odd = seeded(Odd)
+    return module
+
+
+def other_weights() -> Odd:
+    """Give what is loaded into: equal to nothing that was saved."""
+    module: Odd = seeded(Odd, seed=11)
+    return module
+
+
+class Frozen(Odd):
+    """Trains its head alone, as adapters are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.head.requires_grad_(True)
+
+
+class ByHand(Lit):
+    """Manual optimization: one backward, and a step of each optimizer. ``split`` gives each its parameters."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class WithBatchNorm(Lit):
+    """Buffers, of which one is an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Late(Lit):
+    """Builds its layers in configure_model, on the device ``on``."""
+
+    def __init__(self, on: str = "meta") -> None:
+        super().__init__()
+        self.on = on
+        del self.first, self.blocks, self.head
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "first"):
+            with torch.device(self.on):
+                built = Lit()
+            self.first, self.blocks, self.head = built.first, built.blocks, built.head
+
+
+class TwoNodes(LightningEnvironment):
+    """Ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+
+    def node_rank(self) -> int:
+        return dist.get_rank() // 2
+
+    def local_rank(self) -> int:
+        return dist.get_rank() % 2
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+
+class Fails(Lit):
+    """Raises in the batch ``at`` of each epoch, on ``ranks``."""
+
+    def __init__(self, at: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.at, self.ranks = at, ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == self.at and dist.get_rank() in self.ranks:
+            raise KeyError("planned")
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr / 5),
@@ -163,6 +275,27 @@ def whole_loader(batch_size: int, count: int = SAMPLES) -> DataLoader[Any]:
 def seeded(make: Callable[[], Any], seed: int = 3) -> Any:
     pl.seed_everything(seed, verbose=False)
     return make()
+
+
+def strategy_of(row: str, folder: Path | None = None, **settings: Any) -> ZeroStrategy:
+    """Give the strategy of a preset, or of a stage and a row of offload (``zero2 optimizer_cpu``).
+
+    Args:
+        folder: files of parameters and optimizer states are in ``disk`` below it.
+    """
+    preset = presets.PRESETS.get(row)
+    stage, offload = (preset.stage, preset.offload) if preset is not None else row.split()
+    settings = {"offload": {"name": offload}, **settings}
+    if "nvme" in offload:
+        assert folder is not None
+        (folder / "disk").mkdir(exist_ok=True)
+        settings["offload"] |= {"nvme_path": str(folder / "disk")}
+    return ZeroStrategy(stage, **settings)
+
+
+def sharded(row: str = "zero3", folder: Path | None = None, **settings: Any) -> ZeroStrategy:
+    """Give the same, which saves folders."""
+    return strategy_of(row, folder, **{"checkpoint": "sharded", **settings})
 
 
 def trainer(strategy: Any, root: Path | str, **settings: Any) -> pl.Trainer:
@@ -265,6 +398,30 @@ def assert_weights(
             atol=tolerance,
             msg=lambda t, n=name: f"{what} {n}: {t}",
         )
+
+
+def assert_goes_on(found: Run, whole: Run, what: str = "") -> None:
+    """A resumed run is the rest of the one that was not interrupted, to the bit."""
+    assert 0 < len(found.losses) < len(whole.losses), what
+    assert found.losses == whole.losses[-len(found.losses) :], what
+    assert_weights(found.weights, whole.weights, tolerance=0, what=what)
+    assert found.trainer.global_step == whole.trainer.global_step, what
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the bit, with dtypes and strides, in nested dicts and lists."""
+    if isinstance(a, Tensor):
+        return bool(torch.equal(a, b)) and a.dtype == b.dtype and a.stride() == b.stride()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def on_rank_0(context: Any) -> Any:
+    """``context`` on rank 0, and nothing elsewhere: as for a warning that rank 0 alone gives."""
+    return context if dist.get_rank() == 0 else contextlib.nullcontext()
 
 
 def assert_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import io
 from datetime import timedelta
@@ -37,10 +38,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.lightning_table.bench import Bench, Records, checkpoint
 from tests.lightning_table.table import feature
-from tests.trainer.toys import Block, Lit, seeded
+from tests.trainer.toys import Block, Lit, WithBatchNorm, seeded
 
 
 @feature("EarlyStopping")
@@ -196,15 +198,31 @@ def accumulation_scheduler(bench: Bench) -> Any:
 
 @feature("StochasticWeightAveraging")
 def stochastic_weight_averaging(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates"""
-    ran = bench.fit(max_epochs=4, callbacks=[StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)])
-    return ran.seen, ran.module.rates
+    """Losses, metrics, weights, rates, with a scheduler, and with buffers"""
+    found = []
+    for module in (seeded(lambda: Lit(scheduler="epoch")), seeded(WithBatchNorm)):
+        callback = StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
+        ran = bench.fit(module, max_epochs=4, callbacks=[callback])
+        found.append((ran.seen, ran.module.rates))
+    return found
 
 
 @feature("WeightAveraging")
 def weight_averaging(bench: Bench) -> Any:
-    """Losses, metrics, averaged weights"""
-    return bench.fit(callbacks=[WeightAveraging()]).seen
+    """Losses, metrics, averaged weights, without buffers, by epoch, rarely, and by a function of one's own"""
+
+    class EveryEpoch(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return epoch_idx is not None
+
+    averages = [
+        WeightAveraging(),
+        WeightAveraging(use_buffers=False),
+        EveryEpoch(),
+        EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
+        WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    ]
+    return [bench.fit(seeded(WithBatchNorm), callbacks=[callback], val_check_interval=2).seen for callback in averages]
 
 
 @feature("EMAWeightAveraging")
@@ -225,13 +243,37 @@ class Flat(Lit):
             block.norm = nn.Identity()
 
 
+class Pruning(ModelPruning):
+    """On the CPU Lightning's lottery ticket shares memory with the parameters, so that training changes it. On GPUs,
+    and with shards, it does not."""
+
+    @staticmethod
+    def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
+        ModelPruning._copy_param(new, copy.deepcopy(old), name)
+
+
+PRUNINGS: list[dict[str, Any]] = [
+    {},
+    {"use_lottery_ticket_hypothesis": False},
+    {"use_lottery_ticket_hypothesis": False, "use_global_unstructured": False},
+    {"prune_on_train_epoch_end": False},
+    {"make_pruning_permanent": False},
+]
+
+
 @feature("ModelPruning, unstructured")
 def pruning(bench: Bench) -> Any:
-    """Losses, metrics, pruned weights"""
-    callback = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
-    ran = bench.fit(seeded(Flat), callbacks=[callback])
-    assert sum(int((value == 0).sum()) for value in ran.weights.values()) > 30
-    return ran.seen
+    """Losses, metrics, pruned weights, what is in the file: with lottery tickets, local, kept as masks"""
+    found = []
+    for settings in PRUNINGS:
+        callback = Pruning("l1_unstructured", amount=0.3, **settings)
+        ran = bench.fit(seeded(lambda: Flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
+        ran.trainer.save_checkpoint(bench.root / "a.ckpt")
+        state = dict(sorted(checkpoint(bench.root / "a.ckpt")["state_dict"].items()))
+        assert sum(int((value == 0).sum()) for value in state.values()) > 30
+        found.append((ran.seen, state))
+        dist.barrier()
+    return found
 
 
 @feature("ModelPruning, structured")

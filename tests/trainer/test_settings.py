@@ -1,0 +1,140 @@
+"""Settings of the strategy reach the engine: each is seen there, and those that promise it change no number.
+
+What they do is shown on the engine (``tests/engine``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.trainer import summary
+from tests.harness import on_ranks, run
+from tests.trainer.toys import Lit, Run, TwoNodes, assert_same, assert_weights, fit, odd, seeded, strategy_of
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
+
+# Fields that change no number, by group.
+EQUAL: dict[str, dict[str, Any]] = {
+    "offload.host": {"offload": "cpu"},
+    "offload.files": {"offload": {"name": "nvme", "nvme_path": ""}},
+    "offload.auto": {
+        "offload": {
+            "name": "auto",
+            "device_budget": 4096,
+            "host_budget": 9000,
+            "nvme_budget": 1 << 20,
+            "nvme_path": "",
+        }
+    },
+    "unit.classes": {"unit": {"classes": ["Linear"]}},
+    "unit.sizes": {"unit": {"max_bytes": 1 << 20}},
+    "comm": {"comm": {"transport": "direct", "hybrid_shard": "flat"}},
+    "optimizer": {"optimizer": {"sharding": "slices"}},
+    "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
+    "prefetch_bytes": {"prefetch_bytes": 0},
+    "keep_gathered_bytes": {"keep_gathered_bytes": 1 << 20},
+    "reduce_bucket_bytes": {"reduce_bucket_bytes": 1 << 10},
+    "activation_checkpointing": {"activation_checkpointing": "blocks"},
+    "dynamic_graph": {"dynamic_graph": True},
+    "stall_timeout_s": {"stall_timeout_s": 50.0},
+    "gather_after_fit": {"gather_after_fit": False},
+}
+SHORT: dict[str, Any] = {"max_epochs": 1, "count": 16, "limit_val_batches": 1}
+
+
+def in_folder(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Give the settings with ``folder`` where a path is to be."""
+    return {
+        group: value | {"nvme_path": str(folder)} if isinstance(value, dict) and "nvme_path" in value else value
+        for group, value in settings.items()
+    }
+
+
+@functools.cache
+def plain() -> Run:
+    """Without any setting. (Workers are used again, and so is this.)"""
+    return fit("zero3", tempfile.mkdtemp(), odd(), **SHORT)
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("name", EQUAL)
+def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path: Path) -> None:
+    strategy = ZeroStrategy(3, **in_folder(EQUAL[name], tmp_path))
+    found = fit(strategy, tmp_path, odd(), **SHORT)
+    group = name.partition(".")[0]
+    assert getattr(strategy.engine.config, group) != getattr(ZeroConfig(), group)
+    found.weights = {key.replace("_orig_mod.", ""): value for key, value in found.weights.items()}
+    assert_same(found, plain(), tolerance=0)
+    strategy.engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [
+        ("zero3", "device"),
+        ("zero3_offload", "host"),
+        ("zero1_offload", "parameters device, gradients host, optimizer host"),
+        ("zero3_nvme", "parameters nvme, gradients host, optimizer nvme"),
+    ],
+)
+def test_table_of_units_says_where_things_rest(row: str, where: str, tmp_path: Path) -> None:
+    strategy = strategy_of(row, tmp_path)
+    fit(strategy, tmp_path, max_epochs=1)
+    engine = strategy.engine
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with mock.patch.object(summary, "Console", return_value=console):
+        summary.print_units(engine)
+    rows = [line for line in console.export_text().splitlines() if "blocks" in line or "(root)" in line]
+    assert len(rows) == 2
+    assert all(line.rstrip(" │").endswith(where) for line in rows), rows
+    engine.release()
+
+
+def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, got in ((tmp_path / "no", "does not exist"), (tmp_path / "file", "is not a folder")):
+        with pytest.raises(ConfigError, match=rf"zero.offload.nvme_path: expected .* {got}"):
+            ZeroStrategy("zero3", offload={"name": "nvme", "nvme_path": str(path)})
+
+
+def _on_two_nodes(stage: int, hybrid_shard: str, folder: Path) -> None:
+    """Nodes are told apart by their rank of node."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
+    found = []
+    for way in (hybrid_shard, "flat"):
+        strategy = ZeroStrategy(stage, comm={"hybrid_shard": way}, cluster_environment=TwoNodes())
+        settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
+        module = seeded(lambda: Lit(optimizer="adamw"))
+        result = fit(strategy, folder, module, max_epochs=1, devices=2, num_nodes=2, count=32, **settings)
+        assert result.trainer.world_size == 4
+        assert len(strategy.engine.comm.topology.shard_groups) == (2 if way == "node" else 1)
+        assert strategy.engine.comm.node_size == (2 if way == "node_backward" else 0)
+        result.trainer.save_checkpoint(folder / f"{way}.ckpt")
+        found.append(result)
+        strategy.engine.release()
+    near = 0.0 if hybrid_shard == "node_backward" else 1e-5
+    torch.testing.assert_close(found[0].losses, found[1].losses, rtol=near, atol=near)
+    assert_weights(found[0].weights, found[1].weights, tolerance=near)
+    files = [torch.load(folder / f"{name}.ckpt", weights_only=False) for name in (hybrid_shard, "flat")]
+    assert_weights(files[0]["state_dict"], files[1]["state_dict"], tolerance=near)
+    # Once: every node has all shards, but rank 0 alone writes.
+    assert sorted(p.name for p in folder.glob("*.ckpt")) == ["flat.ckpt", f"{hybrid_shard}.ckpt"]
+
+
+@pytest.mark.parametrize(("stage", "hybrid_shard"), [(1, "node"), (3, "node"), (3, "node_backward")])
+def test_two_nodes_of_two_ranks_equal_flat_sharding(stage: int, hybrid_shard: str, tmp_path: Path) -> None:
+    run(4, _on_two_nodes, stage, hybrid_shard, tmp_path)
