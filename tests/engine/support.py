@@ -367,7 +367,7 @@ def check(
     tolerance: float = 0.0,
     **config: Any,
 ) -> None:
-    """Train the twin once, and beside it the module at each stage; results, gradients and parameters agree in each step.
+    """Train the twin once, and beside it the module at each stage: results, gradients and parameters agree at each step.
 
     Args:
         work: forwards and backwards of one step, with ``side.module`` and ``side.backward``; what it returns is
@@ -450,6 +450,29 @@ def language_work(side: Side, step: int) -> Tensor:
     loss = language_loss(side.module, tokens(step))
     side.backward(loss)
     return loss
+
+
+def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
+    """A sharded model and its twin after a few steps, and a backward whose gradients are still there."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision=config.get("precision", "fp32"), each=config.get("stage", 3) >= 2)
+    sharded = Sharded(module, **config)
+    for step in range(steps + 1):
+        for side in (sharded, twin):
+            with autocast(config.get("precision", "fp32")):
+                language_work(side, step)
+            if step < steps:
+                side.step()
+                side.zero_grad()
+    return sharded, twin
+
+
+def train(side: Side, steps: Iterable[int]) -> None:
+    for step in steps:
+        language_work(side, step)
+        side.step()
+        side.zero_grad()
 
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
