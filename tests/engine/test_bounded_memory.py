@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes import gradients
@@ -16,6 +18,7 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import opened
 from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
 from tests.harness import on_ranks
+from tests.models import Does
 
 
 @on_ranks(2)
@@ -54,7 +57,7 @@ def test_first_values_become_the_masters_and_are_not_copied() -> None:
 
 
 @pytest.mark.sample
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
 def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
     """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
@@ -95,25 +98,26 @@ def assert_same_step(twin: Twin, side: Sharded) -> None:
     side.zero_grad()
 
 
-class Forks(Model):
-    """Ranks use other blocks, so that one may wait for gathers of another in its backward."""
+def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
+    """A model that takes the blocks for which ``takes(module, number)``; ``turn`` is for the test to set."""
 
-    turn = 0
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        x = self.embed(batch)
-        rank = torch.distributed.get_rank()
-        for number, block in enumerate(self.blocks):
-            if (number + self.turn) % 3 != rank:
+    def act(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        x = m.embed(batch)
+        for number, block in enumerate(m.blocks):
+            if takes(m, number):
                 x = block(x)
-        return self.head(x)
+        return m.head(x)
+
+    model = Model(width=32, depth=9)
+    return Does(act, embed=model.embed, blocks=model.blocks, head=model.head, turn=0)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("dynamic_graph", [False, True])
 def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
     torch.manual_seed(3)
-    module = Forks(width=32, depth=9)
+    # One may wait for gathers of another in its backward.
+    module = forks(lambda m, number: (number + m.turn) % 3 != torch.distributed.get_rank())
     with (
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(Reducer, "_comes", lambda self, pending: True),
@@ -127,22 +131,11 @@ def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dyna
             side.zero_grad()
 
 
-class Skips(Forks):
-    """From the third turn on ranks but the first leave out blocks."""
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        x = self.embed(batch)
-        for number, block in enumerate(self.blocks):
-            if self.turn < 2 or number % 3:
-                x = block(x)
-        return self.head(x)
-
-
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> None:
     """What was true in the passes before is not any more, and a rank that waits is needed by another."""
     torch.manual_seed(3)
-    module = Skips(width=32, depth=9)
+    module = forks(lambda m, number: m.turn < 2 or bool(number % 3))  # all blocks at first
     with (
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(gradients, "PATIENCE_S", 0.05),

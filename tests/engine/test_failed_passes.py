@@ -41,6 +41,8 @@ from tests.engine.support import (
 from tests.harness import assert_gone, on_ranks
 from tests.models import WIDTH, Block, Chain, linear
 
+pytestmark = pytest.mark.sample  # a case shows all stages
+
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
 

@@ -35,6 +35,7 @@ from tests.engine.support import (
 from tests.engine.test_hierarchy import assert_close, history, sharded
 from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
+from tests.models import Does, linear
 
 
 def through_host() -> contextlib.AbstractContextManager[Any]:
@@ -74,9 +75,6 @@ class Case(NamedTuple):
     micro_batches: int
     precision: str
 
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
 
 CASES = [Case(*values) for values in itertools.product((1, 2, 3), range(4), (1, 3), ("fp32", "bf16", "bf16_true"))]
 
@@ -88,28 +86,27 @@ def trains(case: Case) -> None:
     assert max(counts) >= 4  # of a block
 
 
-@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=str)
+@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=lambda case: "-".join(map(str, case)))
 def test_training_equals_the_twin(case: Case) -> None:
     run(case.world, trains, case)
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """Gradients that are sparse, not contiguous, or come twice; and ranks that use other parts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 8, sparse=True)
-        self.twice = nn.Linear(8, 8)
-        self.turned = nn.Parameter(torch.randn(8, 6).t())
-        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = self.table(batch)
+    def act(m: Any, batch: Tensor) -> Tensor:
+        x = m.table(batch)
         for _ in range(2):
-            x = checkpoint(self.twice, x, use_reentrant=True)
-        x = x @ self.turned.t()
-        part = self.parts[dist.get_rank()]
-        return part(x).square().mean()
+            x = checkpoint(m.twice, x, use_reentrant=True)
+        return m.parts[dist.get_rank()](x @ m.turned.t()).square().mean()
+
+    return Does(
+        act,
+        table=nn.Embedding(11, 8, sparse=True),
+        twice=linear(8),
+        turned=nn.Parameter(torch.randn(8, 6).t()),
+        parts=nn.ModuleList(linear(6) for _ in range(3)),
+    )
 
 
 def assert_equal_alone(build: Callable[[], nn.Module], work: Callable[[Sharded, int], None], stage: int) -> None:
@@ -140,8 +137,8 @@ def odd_work(side: Sharded, step: int) -> None:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_of_all_kinds(stage: int) -> None:
-    assert_equal_alone(Odd, odd_work, stage)
+def test_gradients_of_all_kinds_are_those_that_go_alone(stage: int) -> None:
+    assert_equal_alone(odd, odd_work, stage)
 
 
 def scaled_work(side: Sharded, step: int) -> None:
@@ -175,7 +172,7 @@ def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int
 
 
 @on_ranks(1)
-def test_what_waits_is_what_would_be_written() -> None:
+def test_a_gradient_that_waits_is_the_one_that_would_be_written() -> None:
     """Bit for bit, in every dtype and under every scale; also where a parameter has two gradients."""
     for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:

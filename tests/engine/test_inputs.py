@@ -33,6 +33,8 @@ from tests.engine.support import (
 from tests.harness import on_ranks
 from tests.models import WIDTH, Block, Chain, Does, Doubles, linear
 
+pytestmark = pytest.mark.sample  # a case shows all stages
+
 BOTH = (False, True)
 PLAIN = pytest.mark.parametrize("plain", BOTH, ids=["told", "noticed"])
 PREFETCH = pytest.mark.parametrize("prefetch_bytes", [0, 10**6])

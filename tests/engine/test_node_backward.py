@@ -46,6 +46,7 @@ from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
 from tests.engine.test_offload import assert_equal, offload, whole
 from tests.harness import run
+from tests.models import Does, linear
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2
@@ -288,17 +289,15 @@ def _raises() -> None:
     on_both(work)
 
 
-class Paths(nn.Module):
+def paths() -> nn.Module:
     """Ranks that take other paths, and come to a unit several times."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+    def act(m: Any, x: Tensor, path: tuple[int, ...]) -> Tensor:
         for index in path:
-            x = self.blocks[index](x).tanh()
+            x = m.blocks[index](x).tanh()
         return x
+
+    return Does(act, blocks=nn.ModuleList(linear(6) for _ in range(4)))
 
 
 def _paths() -> None:
@@ -309,8 +308,8 @@ def _paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]})
-    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
+    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]})
+    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
 
 
 @pytest.mark.sample

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,7 +41,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks, run
-from tests.models import WIDTH, Adapted, Chain, Does, linear
+from tests.models import Adapted, Chain, Does, linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -168,7 +168,7 @@ def test_training_equals_none(case: Case, tmp_path: Path) -> None:
 
 @on_ranks(2)
 @SOMEWHERE
-def test_gradients_that_rest_in_another_dtype_than_they_travel_in_equal_none(row: str, stage: int, tmp_path: Path) -> None:
+def test_gradients_that_rest_and_travel_in_two_dtypes_equal_none(row: str, stage: int, tmp_path: Path) -> None:
     def body(side: Sharded) -> list[Any]:
         found: list[Any] = []
         for step in range(3):
@@ -238,7 +238,7 @@ def spares() -> nn.Module:
                 x = block(x, step)
         return x
 
-    blocks = (Does(spare, always=linear(), sometimes=linear(), never=linear(WIDTH, 2)) for _ in range(3))
+    blocks = (Does(spare, always=linear(), sometimes=linear(), never=linear(out=2)) for _ in range(3))
     return Does(act, blocks=nn.ModuleList(blocks))
 
 
@@ -286,22 +286,25 @@ def test_freezing_and_unfreezing_equals_none(row: str, stage: int, precision: st
 # -- what happens right after step() ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def slow_steps(seconds: float = 0.01) -> Iterator[None]:
-    """The worker takes its time: whatever does not wait for it, but should, sees old values."""
+def late_steps(before: Callable[[StepJob], object]) -> Any:
+    """``before`` is called in the worker before each of its jobs."""
 
     def late(job: StepJob) -> StepJob:
         def run() -> None:
-            time.sleep(seconds)
+            before(job)
             job.run()
 
         return job._replace(run=run)
 
     submit = StepWorker.submit
-    with mock.patch.object(
+    return mock.patch.object(
         StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
-    ):
-        yield
+    )
+
+
+def slow_steps(seconds: float = 0.01) -> Any:
+    """The worker takes its time: whatever does not wait for it, but should, sees old values."""
+    return late_steps(lambda _: time.sleep(seconds))
 
 
 @on_ranks(2)

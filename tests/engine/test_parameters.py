@@ -41,6 +41,8 @@ from tests.engine.support import (
 from tests.harness import on_ranks
 from tests.models import TOKENS, VOCABULARY, WIDTH, Adapted, Block, Chain, Does, Shapes, checkpointed, linear
 
+pytestmark = pytest.mark.sample  # a case shows all stages
+
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 

@@ -40,6 +40,8 @@ from tests.engine.support import (
 from tests.harness import on_ranks
 from tests.models import WIDTH, Block, Chain, Does, checkpointed, linear
 
+pytestmark = pytest.mark.sample  # a case shows all stages
+
 BOTH = (False, True)
 PLAIN = pytest.mark.parametrize("plain", BOTH, ids=["told", "noticed"])
 REENTRANT = pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes import passes
-from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import (
     Model,
@@ -34,6 +32,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
+from tests.engine.test_offload import late_steps
 from tests.harness import on_ranks
 from tests.models import WIDTH, Chain, Does, linear
 
@@ -245,22 +244,6 @@ def test_memory_that_is_ordered_otherwise_on_a_rank_is_as_on_rank_0(stage: int) 
 
 
 # -- ranks of which one is slower, or owns less -----------------------------------------------------------------------
-
-
-def late_steps(before: Callable[[StepJob], object]) -> Any:
-    """``before`` is called in the worker before each of its jobs."""
-
-    def late(job: StepJob) -> StepJob:
-        def run() -> None:
-            before(job)
-            job.run()
-
-        return job._replace(run=run)
-
-    submit = StepWorker.submit
-    return mock.patch.object(
-        StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
-    )
 
 
 def slow_on_rank(rank: int, seconds: float = 0.02) -> Any:

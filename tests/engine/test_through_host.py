@@ -17,7 +17,7 @@ from torch import Tensor
 import lightning_zero
 from tests.engine.support import Model, Sharded, accumulate, adamw, floats
 from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_node_backward import Paths
+from tests.engine.test_node_backward import paths
 from tests.engine.test_offload import assert_equal, offload
 from tests.harness import on_ranks
 
@@ -63,4 +63,4 @@ def test_ranks_that_take_other_paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(Paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})
+    on_both(paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})
