@@ -345,6 +345,23 @@ def _assert_equal(own: Tensor, expected: Tensor, tolerance: float, what: str) ->
         raise AssertionError(f"{what}: differs by {gap:.3g}\n{own}\n{expected}")
 
 
+def assert_equal(found: Any, expected: Any, what: str = "", *, tolerance: float = 0.0) -> None:
+    """Tensors in dicts and sequences are equal: dtypes, and values to the bit or within ``tolerance``."""
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype, f"{what}: {found.dtype}, {expected.dtype}"
+        _assert_equal(found, expected, tolerance, what)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{what}: {found.keys()}, {expected.keys()}"
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{what}/{key}", tolerance=tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{what}/{place}", tolerance=tolerance)
+    else:
+        assert found == expected, f"{what}: {found}, {expected}"
+
+
 def assert_absent(param: nn.Parameter) -> None:
     """The values of a sharded parameter are not here, and a read says so."""
     with pytest.raises(RuntimeError, match="is sharded.*gather"):

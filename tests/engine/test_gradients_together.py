@@ -26,13 +26,14 @@ from tests.engine.support import (
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     check,
     floats,
     language_loss,
     pairwise_selection,
     tokens,
 )
-from tests.engine.test_hierarchy import assert_close, history, sharded
+from tests.engine.test_hierarchy import history, sharded
 from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
 from tests.models import Does, linear
@@ -212,4 +213,4 @@ def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
         torch.manual_seed(3)
         with ways(), sharded(Model(), 1, stage=stage) as side:
             found.append(history(side, clip=False))
-    assert_close(*found, tolerance=0.0)
+    assert_equal(*found)

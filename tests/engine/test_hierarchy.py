@@ -22,7 +22,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import Members
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
-from tests.engine.support import Model, Sharded, accumulate, autocast, language_loss, tokens
+from tests.engine.support import Model, Sharded, accumulate, assert_equal, autocast, language_loss, tokens
 from tests.engine.test_offload import offload, whole
 from tests.harness import on_ranks, run
 
@@ -52,16 +52,6 @@ def history(
     return found + whole(side)
 
 
-def assert_close(found: Any, expected: Any, tolerance: float) -> None:
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, tuple):
-            assert_close(one, other, tolerance)
-        elif isinstance(one, Tensor):
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-        else:
-            assert one == other
-
-
 def _parity(ranks_per_node: int, stage: int, precision: str, **config: Any) -> None:
     found = []
     for hybrid_shard in ("node", "flat"):
@@ -71,7 +61,7 @@ def _parity(ranks_per_node: int, stage: int, precision: str, **config: Any) -> N
             assert len(side.engine.comm.topology.shard_groups) == replicas
             found.append(history(side, precision=precision))
     # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
-    assert_close(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
+    assert_equal(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
@@ -91,7 +81,7 @@ def test_nodes_of_one_rank_equal_flat(stage: int) -> None:
         torch.manual_seed(3)
         with sharded(Model(), 1, hybrid_shard, stage=stage) as side:
             found.append(history(side, clip=False))
-    assert_close(*found, tolerance=0.0)
+    assert_equal(*found)
 
 
 def _offloaded(row: str, stage: int, folder: Path) -> None:
@@ -100,7 +90,7 @@ def _offloaded(row: str, stage: int, folder: Path) -> None:
         torch.manual_seed(3)
         with sharded(Model(), 2, stage=stage, **place) as side:
             found.append(history(side))
-    assert_close(*found, tolerance=0.0)
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize(("row", "stage"), [("optimizer_cpu", 2), ("nvme", 3)])

@@ -16,8 +16,8 @@ from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
 from tests.engine.optimizers import SignDescent
-from tests.engine.support import Model, Sharded, accumulate
-from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
+from tests.engine.support import Model, Sharded, accumulate, assert_equal
+from tests.engine.test_offload import OPTIMIZERS, offload, whole
 from tests.harness import on_ranks
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -35,6 +35,7 @@ from tests.engine.support import (
     Model,
     Sharded,
     accumulate,
+    assert_equal,
     autocast,
     floats,
     in_pairs,
@@ -44,7 +45,7 @@ from tests.engine.support import (
 )
 from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
-from tests.engine.test_offload import assert_equal, offload, whole
+from tests.engine.test_offload import offload, whole
 from tests.harness import run
 from tests.models import Does, linear
 

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,6 +32,7 @@ from tests.engine.support import (
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     autocast,
     floats,
     in_pairs,
@@ -77,18 +78,6 @@ def whole(side: Sharded) -> list[Any]:
     found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
     with lightning_zero.gather(side.module):
         return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
-
-
-def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str = "") -> None:
-    assert len(found) == len(expected), what
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, (list, tuple)):
-            assert_equal(one, other, f"{what} {[part for part in one if isinstance(part, str)]}")
-        elif isinstance(one, Tensor):
-            assert one.dtype == other.dtype, what
-            assert torch.equal(one, other), f"{what}: differs by {(one.double() - other.double()).abs().max():.3g}"
-        else:
-            assert one == other, what
 
 
 Body = Callable[[Sharded], list[Any]]

@@ -553,12 +553,15 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
-        wrapper: Wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        wrapper: Wrapped = make(cls, inner.shape, dtype=inner.dtype)
         wrapper.inner = inner
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(Wrapped, lambda wrapper: wrapper.inner, (args, kwargs or {}))
         result = func(*args, **kwargs)
         return Wrapped(result) if func is torch.ops.aten.detach.default else result

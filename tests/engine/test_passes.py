@@ -43,7 +43,6 @@ from tests.models import WIDTH, Block, Chain, Does, checkpointed, linear
 pytestmark = pytest.mark.sample  # a case shows all stages
 
 BOTH = (False, True)
-PLAIN = pytest.mark.parametrize("plain", BOTH, ids=["told", "noticed"])
 REENTRANT = pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 

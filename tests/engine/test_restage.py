@@ -21,7 +21,17 @@ from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
-from tests.engine.support import Model, Sharded, adamw, autocast, language_loss, pairwise_selection, sgd, tokens
+from tests.engine.support import (
+    Model,
+    Sharded,
+    adamw,
+    assert_equal,
+    autocast,
+    language_loss,
+    pairwise_selection,
+    sgd,
+    tokens,
+)
 from tests.harness import on_ranks, run
 from tests.models import Odd
 
@@ -59,21 +69,6 @@ def values(side: Sharded) -> dict[str, Any]:
     engine = side.engine
     state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
     return {"weights": engine.state_dict(only_rank_0=False), "state": state}
-
-
-def assert_equal(found: Any, expected: Any, what: str = "") -> None:
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), what
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for key in expected:
-            assert_equal(found[key], expected[key], f"{what} {key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), what
-        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, other, f"{what} {i}")
-    else:
-        assert found == expected, what
 
 
 class Case(NamedTuple):

@@ -37,6 +37,7 @@ from tests.engine.support import (
     Twin,
     accumulate,
     adamw,
+    assert_equal,
     assert_same,
     autocast,
     language_loss,
@@ -179,7 +180,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
             found.append(everything(side))
         assert any("pieces" in name for name in taken) == in_pieces
         taken.clear()
-    assert_all_equal(*found)
+    assert_equal(*found)
 
 
 def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
@@ -278,13 +279,6 @@ def seeded() -> Seldom:
     return Seldom()
 
 
-def assert_all_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.dtype == found[name].dtype, name
-        assert torch.equal(found[name], value), name
-
-
 def _train_to_file(file: Path, dtype: str, stage: int, steps: int) -> None:
     """All ranks have the same data: with 1, 2 and 4 of them the gradients are the same bits."""
     with side_of(seeded(), dtype, stage=stage) as side:
@@ -303,9 +297,9 @@ def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder
     with side_of(module, dtype, stage=stage, offload=settings(row, folder)) as side:
         state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         before = everything(side)
-        assert_all_equal(before, values)
+        assert_equal(before, values)
         seldom(side, range(2, 4))
-        assert_all_equal(everything(side), torch.load(expected, weights_only=True)[0])
+        assert_equal(everything(side), torch.load(expected, weights_only=True)[0])
 
 
 @pytest.mark.sample
@@ -334,7 +328,7 @@ def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> N
                     side.engine.restage(stage=stage, offload=settings(row, tmp_path))
                 seldom(side, range(step, step + 1))
             found.append(everything(side))
-    assert_all_equal(*found)
+    assert_equal(*found)
 
 
 @on_ranks(3, full=(1,))

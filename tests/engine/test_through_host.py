@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_zero
-from tests.engine.support import Model, Sharded, accumulate, adamw, floats
+from tests.engine.support import Model, Sharded, accumulate, adamw, assert_equal, floats
 from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_node_backward import paths
-from tests.engine.test_offload import assert_equal, offload
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")

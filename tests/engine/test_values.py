@@ -26,6 +26,7 @@ from tests.engine.support import (
     accumulate,
     adamw,
     assert_absent,
+    assert_equal,
     assert_same,
     autocast,
     check,
@@ -503,14 +504,14 @@ def test_state_of_module_and_optimizer_goes_out_and_back(
             assert torch.equal(value, master.value)
         kept = copy.deepcopy(state)
         trains(side, range(50, 52))  # to somewhere else
-        _assert_equal_state(state, kept)  # nothing taken out is shared with the engine
+        assert_equal(state, kept)  # nothing taken out is shared with the engine
         engine.load_state_dict(state[0])
         state_dicts.load_optimizer_state(engine, side.optimizer, state[1])
-        _assert_equal_state(state_of(), state)
+        assert_equal(state_of(), state)
         for one in (side, twin):
             trains(one, range(2, 4))
         assert_same(side, twin)
-        _assert_equal_state(state, kept)  # nor what was loaded
+        assert_equal(state, kept)  # nor what was loaded
 
 
 @on_ranks(2)
@@ -529,7 +530,7 @@ def test_a_plain_optimizer_goes_on_from_the_state(stage: int) -> None:
         single.load_state_dict(state)
         state_dicts.load_optimizer_state(side.engine, side.optimizer, single.state_dict())
         again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        _assert_equal_state(again["state"], state["state"])
+        assert_equal(again["state"], state["state"])
         batch = tokens(2, rank=0)  # the same on all ranks
         for _ in range(2):
             side.backward(language_loss(module, batch))
@@ -552,19 +553,3 @@ def test_loading_reports_keys_like_torch() -> None:
             side.engine.load_state_dict(state)
         keys = side.engine.load_state_dict(state, strict=False)
         assert keys.missing_keys == ["head.bias"] and keys.unexpected_keys == ["other"]
-
-
-def _assert_equal_state(own: object, other: object) -> None:
-    assert type(own) is type(other)
-    if isinstance(own, Tensor):
-        assert isinstance(other, Tensor) and own.dtype == other.dtype and torch.equal(own, other)
-    elif isinstance(own, dict):
-        assert isinstance(other, dict) and own.keys() == other.keys()
-        for key, value in own.items():
-            _assert_equal_state(value, other[key])
-    elif isinstance(own, (list, tuple)):
-        assert isinstance(other, (list, tuple)) and len(own) == len(other)
-        for a, b in zip(own, other, strict=True):
-            _assert_equal_state(a, b)
-    else:
-        assert own == other

@@ -60,6 +60,7 @@ from tests.engine.support import (
     Sharded,
     Twin,
     accumulate,
+    assert_equal,
     assert_same,
     autocast,
     language_loss,
@@ -67,7 +68,6 @@ from tests.engine.support import (
     tokens,
 )
 from tests.engine.test_offload import offload
-from tests.engine.test_restage import assert_equal
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Does, linear
 from tests.trainer.step_peak import _silence
