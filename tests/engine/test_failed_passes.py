@@ -24,6 +24,7 @@ from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole import whole_params
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     Model,
     Sharded,
     Side,
@@ -91,8 +92,9 @@ def abandoning_after(seconds: float) -> Iterator[None]:
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @pytest.mark.parametrize("where", ["forward", "backward", "block"])
-def test_an_exception_is_followed_by_a_clean_step(where: str) -> None:
+def test_an_exception_is_followed_by_a_clean_step(stages: tuple[int, ...], where: str) -> None:
     def work(side: Side, step: int) -> Tensor:
         if step in (0, 2):
             with failing(side.module, where):
@@ -100,7 +102,7 @@ def test_an_exception_is_followed_by_a_clean_step(where: str) -> None:
             side.zero_grad()
         return mean_square(side, step)
 
-    check(Chain, work, steps=3, stage=ALL_STAGES, plain=(False, True))
+    check(Chain, work, steps=3, stage=stages, plain=(False, True))
 
 
 @on_ranks(2)
@@ -121,7 +123,8 @@ def test_a_backward_that_failed_unnoticed_takes_no_gradients_of_the_next_one() -
 
 
 @on_ranks(2)
-def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoticed() -> None:
+@IN_STAGES
+def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoticed(stages: tuple[int, ...]) -> None:
     """Its graph was made before: no forward comes in between."""
 
     def work(side: Side, step: int) -> None:
@@ -140,7 +143,7 @@ def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoti
 
     build = lambda: nn.Sequential(linear(), linear(), linear())  # noqa: E731
     with abandoning_after(0.5):
-        check(build, work, steps=1, stage=ALL_STAGES, unit={"classes": ["Linear"]})
+        check(build, work, steps=1, stage=stages, unit={"classes": ["Linear"]})
 
 
 @on_ranks(2)

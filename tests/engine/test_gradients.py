@@ -36,6 +36,8 @@ from tests.engine.support import (
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 TYPES = (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf)
 PLACES = [("none", 0), ("none", 3), ("optimizer_nvme", 2), ("cpu", 3)]

@@ -17,6 +17,7 @@ import lightning_zero
 from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     OUTER_STAGES,
     Model,
     Sharded,
@@ -113,7 +114,8 @@ def test_inputs_and_outputs_in_containers_train_and_units_are_dropped(kind: str)
 
 
 @on_ranks(2)
-def test_inputs_need_gradients_or_not_or_are_ignored() -> None:
+@IN_STAGES
+def test_inputs_need_gradients_or_not_or_are_ignored(stages: tuple[int, ...]) -> None:
     def act(m: Any, x: Tensor, *, gate: Tensor, shift: float = 0.0) -> Tensor:
         return m.a(x) * torch.sigmoid(m.b(gate)) + shift
 
@@ -130,7 +132,7 @@ def test_inputs_need_gradients_or_not_or_are_ignored() -> None:
         return loss if x.grad is None else x.grad
 
     build = lambda: Does(gates, gates=nn.ModuleList(Does(act, a=linear(), b=linear()) for _ in range(3)))  # noqa: E731
-    check(build, work, stage=ALL_STAGES, steps=4, optimizer=sgd)
+    check(build, work, stage=stages, steps=4, optimizer=sgd)
 
     def feeds(m: Any, x: Tensor) -> Tensor:
         other = m.beside(x)

@@ -41,7 +41,7 @@ from tests.engine.test_offload import PLACES, late_steps, offload, slow_steps, t
 from tests.harness import on_ranks, run
 from tests.models import Clamped
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 IN_FILES = pytest.mark.parametrize(("row", "stage"), [p for p in PLACES if "nvme" in p[0]], ids=str)
 STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])

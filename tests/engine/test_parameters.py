@@ -23,6 +23,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.whole import state_dicts
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     OUTER_STAGES,
     Model,
     Sharded,
@@ -78,8 +79,9 @@ def tied_block() -> nn.Module:
 
 
 @on_ranks(2, full=(3,))
-def test_tied_parameters_train_across_and_inside_units() -> None:
-    check(tied_model, language_work, stage=ALL_STAGES)
+@IN_STAGES
+def test_tied_parameters_train_across_and_inside_units(stages: tuple[int, ...]) -> None:
+    check(tied_model, language_work, stage=stages)
     check(pair(tied_block), mean_square, stage=OUTER_STAGES)
 
 
@@ -105,13 +107,14 @@ BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @pytest.mark.parametrize(
     "frozen",
     [("embed",), ("blocks.1",), BACKBONE, ("blocks.0.up", "blocks.2.norm")],
     ids=["embedding", "one unit", "backbone", "parts of units"],
 )
-def test_frozen_parameters_stay_and_others_train(frozen: tuple[str, ...]) -> None:
-    check(functools.partial(frozen_model, *frozen), language_work, stage=ALL_STAGES)
+def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
+    check(functools.partial(frozen_model, *frozen), language_work, stage=stages)
 
 
 @on_ranks(2)
@@ -131,8 +134,9 @@ def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @PRECISIONS
-def test_parameters_are_frozen_and_unfrozen_between_steps(precision: str) -> None:
+def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...], precision: str) -> None:
     def work(side: Side, step: int) -> Tensor:
         blocks = side.module.blocks
         side.module.embed.requires_grad_(step >= 2)
@@ -141,11 +145,12 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(precision: str) -> Non
         return language_work(side, step)
 
     build = functools.partial(frozen_model, "embed", "blocks.0")
-    check(build, work, steps=5, stage=ALL_STAGES, precision=precision)
+    check(build, work, steps=5, stage=stages, precision=precision)
 
 
 @on_ranks(2)
-def test_unfreezing_after_a_forward_that_led_nowhere_trains() -> None:
+@IN_STAGES
+def test_unfreezing_after_a_forward_that_led_nowhere_trains(stages: tuple[int, ...]) -> None:
     """Its pass is still open, and is that of the next forward too."""
 
     def work(side: Side, step: int) -> Tensor:
@@ -154,7 +159,7 @@ def test_unfreezing_after_a_forward_that_led_nowhere_trains() -> None:
             side.module.blocks[0].requires_grad_(True)
         return language_work(side, step)
 
-    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=ALL_STAGES)
+    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=stages)
 
 
 @on_ranks(2)
@@ -177,9 +182,10 @@ def test_a_new_param_group_of_unfrozen_parameters_trains() -> None:
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @PRECISIONS
-def test_adapters_train_beside_frozen_weights(precision: str) -> None:
-    check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), mean_square, stage=ALL_STAGES, precision=precision)
+def test_adapters_train_beside_frozen_weights(stages: tuple[int, ...], precision: str) -> None:
+    check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), mean_square, stage=stages, precision=precision)
 
 
 def prompted() -> nn.Module:
@@ -249,23 +255,25 @@ def branch_work(side: Side, step: int, *, paths: Any) -> Tensor:
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @pytest.mark.parametrize("optimizer", [adamw, sgd, dampened_sgd])
-def test_parameters_that_no_rank_uses_are_left_alone(optimizer: Any) -> None:
+def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], optimizer: Any) -> None:
     """No decay, no state, no step count: the twin's gradient is None there."""
     paths = [((0, 2), False), ((0, 1, 2), True), ((0, 2), False), ((1,), False), ((0, 1, 2), True)]
     work = functools.partial(branch_work, paths=lambda step: paths[step])
     tolerance = 1e-6 if optimizer is dampened_sgd else 0.0
-    check(branches, work, steps=5, stage=ALL_STAGES, optimizer=optimizer, tolerance=tolerance)
+    check(branches, work, steps=5, stage=stages, optimizer=optimizer, tolerance=tolerance)
 
 
 @on_ranks(2, full=(3,))
-def test_parameters_that_some_ranks_use_train() -> None:
+@IN_STAGES
+def test_parameters_that_some_ranks_use_train(stages: tuple[int, ...]) -> None:
     def paths(step: int) -> Any:
         rank = dist.get_rank()
         return ((0, 1, 2) if rank == 0 else (0, 2)), rank == dist.get_world_size() - 1
 
     work = functools.partial(branch_work, paths=paths)
-    check(branches, work, stage=ALL_STAGES, stall_timeout_s=10)
+    check(branches, work, stage=stages, stall_timeout_s=10)
     # Fewer bytes may be in flight than one rank has to give at once.
     check(branches, work, stage=(2, 3), stall_timeout_s=10, reduce_bucket_bytes=3000, prefetch_bytes=0)
     for config in ({}, {"reduce_bucket_bytes": 3000}):
@@ -273,9 +281,10 @@ def test_parameters_that_some_ranks_use_train() -> None:
 
 
 @on_ranks(2)
-def test_unused_parts_of_a_unit_and_of_its_outputs_train() -> None:
+@IN_STAGES
+def test_unused_parts_of_a_unit_and_of_its_outputs_train(stages: tuple[int, ...]) -> None:
     half = lambda: Does(lambda m, x: m.used(x), used=linear(), unused=linear())  # noqa: E731
-    check(pair(half), mean_square, stage=ALL_STAGES)
+    check(pair(half), mean_square, stage=stages)
     two = lambda: nn.Sequential(Does(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear()))  # noqa: E731
     check(lambda: Chain(two, call=lambda block, x: block(x)[0]), mean_square, stage=OUTER_STAGES)
 
@@ -284,9 +293,10 @@ def test_unused_parts_of_a_unit_and_of_its_outputs_train() -> None:
 
 
 @on_ranks(3, full=(1, 2))
+@IN_STAGES
 @PRECISIONS
-def test_odd_shapes_train(precision: str) -> None:
-    check(pair(Shapes), mean_square, stage=ALL_STAGES, precision=precision)
+def test_odd_shapes_train(stages: tuple[int, ...], precision: str) -> None:
+    check(pair(Shapes), mean_square, stage=stages, precision=precision)
 
 
 def images() -> nn.Module:
@@ -310,8 +320,9 @@ def image_work(side: Side, step: int) -> Tensor:
 
 
 @on_ranks(2)
-def test_weights_keep_their_order_in_memory() -> None:
-    check(images, image_work, stage=ALL_STAGES)
+@IN_STAGES
+def test_weights_keep_their_order_in_memory(stages: tuple[int, ...]) -> None:
+    check(images, image_work, stage=stages)
 
 
 @on_ranks(2)
@@ -341,8 +352,9 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
 
 
 @on_ranks(2, full=(3,))
-def test_fewer_elements_than_ranks_train() -> None:
-    check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=ALL_STAGES)
+@IN_STAGES
+def test_fewer_elements_than_ranks_train(stages: tuple[int, ...]) -> None:
+    check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=stages)
 
 
 @on_ranks(2)
@@ -355,8 +367,9 @@ def test_integer_parameters_survive() -> None:
 
 
 @on_ranks(2)
+@IN_STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_several_dtypes_in_one_module_train(precision: str) -> None:
+def test_several_dtypes_in_one_module_train(stages: tuple[int, ...], precision: str) -> None:
     def build() -> nn.Module:
         parts: list[nn.Module] = []
         for _ in range(2):
@@ -369,11 +382,12 @@ def test_several_dtypes_in_one_module_train(precision: str) -> None:
             parts.append(nn.Sequential(*inner))
         return nn.Sequential(*parts)
 
-    check(build, mean_square, stage=ALL_STAGES)
+    check(build, mean_square, stage=stages)
 
 
 @on_ranks(2)
-def test_buffers_follow_the_forward() -> None:
+@IN_STAGES
+def test_buffers_follow_the_forward(stages: tuple[int, ...]) -> None:
     def conv() -> nn.Module:
         norm = nn.BatchNorm1d(3)
         return Does(lambda m, x: torch.relu(m.norm(m.conv(x))), conv=nn.Conv1d(3, 3, 3, padding=1), norm=norm)
@@ -383,7 +397,7 @@ def test_buffers_follow_the_forward() -> None:
         side.backward(loss)
         return torch.cat([loss.detach().view(1), *(b.detach().double().view(-1) for b in side.module.buffers())])
 
-    check(lambda: nn.Sequential(conv(), conv()), work, stage=ALL_STAGES)
+    check(lambda: nn.Sequential(conv(), conv()), work, stage=stages)
 
 
 @on_ranks(2)

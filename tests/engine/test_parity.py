@@ -78,6 +78,7 @@ def test_training_equals_the_twin(case: Case) -> None:
 @pytest.mark.smoke
 @on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize("precision", VALUES["precision"])
+@pytest.mark.mainly(lambda precision: precision == "fp32")
 def test_a_plain_backward_is_enough_at_every_stage(precision: str) -> None:
     work = functools.partial(accumulate, micro_batches=2)
     check(Model, work, stage=ALL_STAGES, precision=precision, plain=True, steps=3)
@@ -121,6 +122,7 @@ def _history(stage: int, *, micro_batches: int = 1, precision: str = "fp32", **c
     return found
 
 
+@pytest.mark.sample
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_stages_agree_to_the_bit_with_clipping(precision: str) -> None:

@@ -20,6 +20,7 @@ from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     OUTER_STAGES,
     Model,
     Sharded,
@@ -62,8 +63,9 @@ def image_work(side: Side, step: int) -> Tensor:
 
 
 @on_ranks(2, full=(3,))
-def test_a_module_used_several_times_in_one_forward_trains() -> None:
-    check(lambda: Chain(path=(0, 1, 2, 1, 1, 0)), mean_square, stage=ALL_STAGES, plain=BOTH)
+@IN_STAGES
+def test_a_module_used_several_times_in_one_forward_trains(stages: tuple[int, ...]) -> None:
+    check(lambda: Chain(path=(0, 1, 2, 1, 1, 0)), mean_square, stage=stages, plain=BOTH)
 
 
 @on_ranks(2)
@@ -110,10 +112,11 @@ def test_blocks_and_parts_of_units_are_called_for_themselves() -> None:
 
 
 @on_ranks(2, full=(3,))
-def test_nested_units_and_a_root_that_is_the_only_unit_train() -> None:
+@IN_STAGES
+def test_nested_units_and_a_root_that_is_the_only_unit_train(stages: tuple[int, ...]) -> None:
     for prefetch_bytes in (0, 10**6):
         unit = {"classes": ["Block", "Linear", "Embedding"]}
-        check(Model, language_work, stage=ALL_STAGES, unit=unit, prefetch_bytes=prefetch_bytes)
+        check(Model, language_work, stage=stages, unit=unit, prefetch_bytes=prefetch_bytes)
     check(Model, language_work, stage=OUTER_STAGES, unit={"classes": ["Model"]})
 
 
@@ -135,17 +138,19 @@ def test_a_module_that_returns_nothing_is_called_where_another_exception_is_hand
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @REENTRANT
-def test_checkpointed_blocks_train(reentrant: bool) -> None:
-    check(lambda: Chain(call=checkpointed(reentrant)), mean_square, stage=ALL_STAGES)
+def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> None:
+    check(lambda: Chain(call=checkpointed(reentrant)), mean_square, stage=stages)
 
 
 @on_ranks(2)
+@IN_STAGES
 @REENTRANT
-def test_several_blocks_in_one_checkpoint_train(reentrant: bool) -> None:
+def test_several_blocks_in_one_checkpoint_train(stages: tuple[int, ...], reentrant: bool) -> None:
     build = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=checkpointed(reentrant))  # noqa: E731
     for prefetch_bytes in (0, 10**6):
-        check(build, mean_square, stage=ALL_STAGES, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
+        check(build, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
 
 
 @on_ranks(2)
@@ -182,8 +187,9 @@ def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_awa
 
 
 @on_ranks(2)
+@IN_STAGES
 @REENTRANT
-def test_a_checkpoint_inside_of_a_unit_trains(reentrant: bool) -> None:
+def test_a_checkpoint_inside_of_a_unit_trains(stages: tuple[int, ...], reentrant: bool) -> None:
     """Its recomputation calls no unit. Gradients of the norm come from around it too, and the unit is dropped before
     the norm's backward inside of it: that has to gather it again."""
 
@@ -192,15 +198,16 @@ def test_a_checkpoint_inside_of_a_unit_trains(reentrant: bool) -> None:
 
     make = lambda: Does(act, norm=nn.LayerNorm(WIDTH), inner=linear())  # noqa: E731
     build = lambda: Chain(make, 2, call=lambda block, x: block(block(block(x))))  # noqa: E731
-    check(build, mean_square, stage=ALL_STAGES, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
+    check(build, mean_square, stage=stages, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
 
 
 @on_ranks(2)
+@IN_STAGES
 @REENTRANT
-def test_a_checkpointed_block_used_twice_trains(reentrant: bool) -> None:
+def test_a_checkpointed_block_used_twice_trains(stages: tuple[int, ...], reentrant: bool) -> None:
     """Under the reentrant kind its gradients arrive twice, and the second time after they were reduced."""
     build = lambda: Chain(call=checkpointed(reentrant), path=(0, 1, 2, 0))  # noqa: E731
-    check(build, mean_square, stage=ALL_STAGES, tolerance=1e-6, optimizer=sgd)
+    check(build, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
 
 
 @on_ranks(2)
@@ -223,7 +230,8 @@ def test_checkpointed_adapters_train(reentrant: bool) -> None:
 
 
 @on_ranks(2, full=(3,))
-def test_several_backwards_before_a_step_add_up() -> None:
+@IN_STAGES
+def test_several_backwards_before_a_step_add_up(stages: tuple[int, ...]) -> None:
     """Each with a forward of its own, without ``no_sync``: reduced at every backward."""
 
     def work(side: Side, step: int) -> Tensor:
@@ -233,28 +241,30 @@ def test_several_backwards_before_a_step_add_up() -> None:
             side.backward(losses[-1])
         return torch.stack(losses)
 
-    check(Model, work, stage=ALL_STAGES, plain=BOTH)
+    check(Model, work, stage=stages, plain=BOTH)
 
 
 @on_ranks(2)
-def test_two_backwards_through_one_forward_add_up() -> None:
+@IN_STAGES
+def test_two_backwards_through_one_forward_add_up(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out.square().mean(), retain_graph=True)
         side.backward(out.abs().mean())
         return out
 
-    check(Chain, work, stage=ALL_STAGES)
+    check(Chain, work, stage=stages)
 
 
 @on_ranks(2)
-def test_a_backward_with_a_gradient_of_its_own_trains() -> None:
+@IN_STAGES
+def test_a_backward_with_a_gradient_of_its_own_trains(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out, gradient=floats(step + 50, 4, WIDTH))
         return out
 
-    check(Chain, work, stage=ALL_STAGES, plain=BOTH)
+    check(Chain, work, stage=stages, plain=BOTH)
 
 
 def penalty(side: Side, x: Tensor) -> Tensor:
@@ -264,13 +274,14 @@ def penalty(side: Side, x: Tensor) -> Tensor:
 
 
 @on_ranks(2, full=(3,))
-def test_a_gradient_penalty_trains() -> None:
+@IN_STAGES
+def test_a_gradient_penalty_trains(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
         loss = penalty(side, floats(step, 4, WIDTH))
         side.backward(loss)
         return loss
 
-    check(Chain, work, stage=ALL_STAGES, plain=BOTH)
+    check(Chain, work, stage=stages, plain=BOTH)
 
 
 @on_ranks(2)
@@ -292,7 +303,8 @@ def test_a_gradient_penalty_whose_graph_is_walked_twice_trains(checkpointing: st
 
 
 @on_ranks(2)
-def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward() -> None:
+@IN_STAGES
+def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward(stages: tuple[int, ...]) -> None:
     """An attack on the input: gradients of inputs, none of parameters."""
 
     def work(side: Side, step: int) -> Tensor:
@@ -302,7 +314,7 @@ def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward() -> None:
         side.backward(loss)
         return loss
 
-    check(Chain, work, stage=ALL_STAGES)
+    check(Chain, work, stage=stages)
 
 
 @on_ranks(2)
@@ -377,8 +389,9 @@ def test_inputs_that_are_used_often_have_the_same_gradients_at_every_stage(preci
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode"])
-def test_evaluation_between_steps_gives_the_same_outputs(kind: str) -> None:
+def test_evaluation_between_steps_gives_the_same_outputs(stages: tuple[int, ...], kind: str) -> None:
     without: Callable[[], Any] = getattr(torch, kind)
 
     def work(side: Side, step: int) -> Tensor:
@@ -390,7 +403,7 @@ def test_evaluation_between_steps_gives_the_same_outputs(kind: str) -> None:
         with torch.inference_mode(False), torch.no_grad():
             return torch.stack([o.clone() for o in outputs])
 
-    check(Model, work, stage=ALL_STAGES)
+    check(Model, work, stage=stages)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
 from tests.engine.support import (
-    ALL_STAGES,
+    IN_STAGES,
     TRUE,
     Model,
     Sharded,
@@ -35,6 +35,8 @@ from tests.engine.support import (
 )
 from tests.harness import on_ranks
 from tests.models import Does, linear
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
 
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
 WIDTH = 16
@@ -116,13 +118,14 @@ def language_work(side: Side, step: int) -> Tensor:
 
 
 @on_ranks(2, full=(3,))
+@IN_STAGES
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
-def test_rows_of_one_dtype_train_as_a_plain_copy(precision: str) -> None:
+def test_rows_of_one_dtype_train_as_a_plain_copy(stages: tuple[int, ...], precision: str) -> None:
     def with_eps(params: Any) -> torch.optim.Optimizer:  # torch's own is zero in fp16
         return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True, eps=1e-4)
 
     for optimizer in (sgd, with_eps if precision == "fp16_true" else adamw):
-        check(Model, language_work, stage=ALL_STAGES, precision=precision, optimizer=optimizer)
+        check(Model, language_work, stage=stages, precision=precision, optimizer=optimizer)
 
 
 @on_ranks(2)

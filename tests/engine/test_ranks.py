@@ -36,6 +36,8 @@ from tests.engine.test_offload import late_steps
 from tests.harness import on_ranks
 from tests.models import WIDTH, Chain, Does, linear
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 FOUR = functools.partial(Chain, depth=4)
 
 

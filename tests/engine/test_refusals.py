@@ -19,7 +19,7 @@ from tests.engine.support import Model, Sharded, language_loss, language_work, s
 from tests.harness import on_ranks
 from tests.models import Does
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
 def unset(*, fails: bool = False) -> nn.Module:
@@ -108,7 +108,7 @@ def test_an_optimizer_that_one_rank_cannot_take() -> None:
     engine.release()
 
 
-@pytest.mark.sample
+@pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("how", ["module", "in place", "forward"])

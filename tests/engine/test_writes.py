@@ -17,6 +17,7 @@ import lightning_zero
 from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     OUTER_STAGES,
     Model,
     Sharded,
@@ -37,7 +38,7 @@ from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, write
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 ROWS = pytest.mark.parametrize(
@@ -93,12 +94,16 @@ def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precisio
 def test_an_embedding_with_max_norm_trains(stage: int, row: str, tmp_path: Path) -> None:
     """All ranks look up all rows, so all write the same."""
 
-    def build() -> nn.Module:
-        module = Does(lambda m, batch: (m.model.embed(torch.arange(VOCABULARY)), m.model(batch))[1], model=Model())
-        module.model.embed.max_norm = 0.5
-        return module
+    class Renormed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
 
-    check(build, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
+        def forward(self, batch: Tensor) -> Tensor:
+            self.embed(torch.arange(VOCABULARY))
+            return super().forward(batch)
+
+    check(Renormed, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
 
 
 @on_ranks(2)
@@ -241,7 +246,8 @@ def test_data_that_is_assigned_is_kept(
 
 
 @on_ranks(2)
-def test_a_vector_becomes_parameters_and_they_train_on() -> None:
+@IN_STAGES
+def test_a_vector_becomes_parameters_and_they_train_on(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
         if step == 0:
             params = list(side.module.parameters())
@@ -250,7 +256,7 @@ def test_a_vector_becomes_parameters_and_they_train_on() -> None:
             keep_in_masters(side)
         return language_work(side, step)
 
-    check(Model, work, stage=ALL_STAGES)
+    check(Model, work, stage=stages)
 
 
 @on_ranks(2)
@@ -279,7 +285,8 @@ def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str
 
 
 @on_ranks(2)
-def test_a_backward_of_values_that_were_assigned_again_is_done() -> None:
+@IN_STAGES
+def test_a_backward_of_values_that_were_assigned_again_is_done(stages: tuple[int, ...]) -> None:
     """What is clamped once is not changed by it again."""
 
     def build() -> nn.Module:
@@ -297,7 +304,7 @@ def test_a_backward_of_values_that_were_assigned_again_is_done() -> None:
             side.backward(loss)  # type: ignore[arg-type]
         return loss  # type: ignore[return-value]
 
-    check(build, work, stage=ALL_STAGES, steps=1)
+    check(build, work, stage=stages, steps=1)
 
 
 @on_ranks(2)
@@ -347,7 +354,8 @@ def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stag
 
 
 @on_ranks(2)
-def test_numpy_may_look_at_weights_inside_of_a_step() -> None:
+@IN_STAGES
+def test_numpy_may_look_at_weights_inside_of_a_step(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
         module, seen = side.module, []
         with scope(side):
@@ -362,7 +370,7 @@ def test_numpy_may_look_at_weights_inside_of_a_step() -> None:
         side.backward(loss)
         return loss
 
-    check(Model, work, stage=ALL_STAGES)
+    check(Model, work, stage=stages)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
