@@ -109,6 +109,17 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     return functools.partial(checkpoint, use_reentrant=reentrant)
 
 
+def paths() -> nn.Module:
+    """Ranks that take other paths, and come to a unit several times."""
+
+    def act(m: Any, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        for index in path:
+            x = m.blocks[index](x).tanh()
+        return x
+
+    return Does(act, blocks=nn.ModuleList(linear(6) for _ in range(4)))
+
+
 class Doubles(TorchFunctionMode):
     """A mode under which ``torch.tanh`` is another function."""
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightning_zero
 import lightning_zero.device
 from lightning_zero.comm.transports import DirectTransport, HostTransport
 from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
@@ -34,9 +36,12 @@ from tests.engine.support import (
     tokens,
 )
 from tests.engine.test_hierarchy import history, sharded
+from tests.engine.test_offload import offload
 from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
-from tests.models import Does, linear
+from tests.models import Does, linear, paths
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
 
 def through_host() -> contextlib.AbstractContextManager[Any]:
@@ -214,3 +219,47 @@ def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
         with ways(), sharded(Model(), 1, stage=stage) as side:
             found.append(history(side, clip=False))
     assert_equal(*found)
+
+
+# -- messages through host memory -------------------------------------------------------------------------------------
+
+def on_both(build: Any, work: Any, **config: Any) -> None:
+    """The same on the host and on devices, to the bit."""
+    found = []
+    for ways in (together, contextlib.nullcontext):
+        torch.manual_seed(3)
+        host = through_host() if ways is together else contextlib.nullcontext()
+        with ways(), host, Sharded(build(), optimizer=adamw, **config) as side:
+            values = []
+            for step in range(3):
+                values.append(work(side, step))
+                side.step()
+                side.zero_grad()
+            with lightning_zero.gather(side.module):
+                values += [p.detach().clone() for p in side.module.parameters()]
+            found.append(values)
+    assert_equal(*found)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("stage", "row"), [(1, "optimizer_cpu"), (2, "optimizer_nvme")])
+def test_ranks_whose_offloaded_steps_end_at_different_moments(stage: int, row: str, tmp_path: Path) -> None:
+    """Each issues the gathers after steps as far as its own have got, and then waits for the others elsewhere."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        return accumulate(side, step, 1)
+
+    on_both(Model, work, stage=stage, **offload(row, tmp_path))
+
+
+@on_ranks(2, 3)
+def test_ranks_that_take_other_paths() -> None:
+    """One reduces what another still gathers for."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2)][(dist.get_rank() + step) % 3]
+        loss = side.module(floats(step, 2, 6), path).square().mean()
+        side.backward(loss)
+        return loss.detach()
+
+    on_both(paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})

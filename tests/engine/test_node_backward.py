@@ -47,7 +47,7 @@ from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
 from tests.engine.test_offload import offload, whole
 from tests.harness import run
-from tests.models import Does, linear
+from tests.models import paths
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2
@@ -288,17 +288,6 @@ def _raises() -> None:
         return accumulate(side, step, 2)
 
     on_both(work)
-
-
-def paths() -> nn.Module:
-    """Ranks that take other paths, and come to a unit several times."""
-
-    def act(m: Any, x: Tensor, path: tuple[int, ...]) -> Tensor:
-        for index in path:
-            x = m.blocks[index](x).tanh()
-        return x
-
-    return Does(act, blocks=nn.ModuleList(linear(6) for _ in range(4)))
 
 
 def _paths() -> None:
