@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units.unit import State
 from lightning_zero.planning.placement import logical_collectives
-from tests.engine.support import Model, Sharded, accumulate, autocast, language_loss, tokens
+from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, language_loss, tokens
 from tests.harness import on_ranks
 
 BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
@@ -107,3 +109,22 @@ def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> 
             side.step()
             side.zero_grad()
     assert early[1:] == [3 - dist.get_rank()] * 2
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_that_sends_messages_to_itself_has_the_same_numbers(stage: int, precision: str) -> None:
+    """The way on which a transport is tried on one GPU."""
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
+    kinds: set[str] = set()
+
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded):
+            kinds.update(kind for kind, _ in side.engine.comm.counts)
+            side.engine.comm.counts.clear()
+        return accumulate(side, step, 1)
+
+    check(Model, work, stage=stage, precision=precision, steps=3)
+    assert ("all_gather" in kinds) == (stage > 0)
+    assert ("reduce_scatter" if stage else "all_reduce") in kinds

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from tests.engine.support import (
     ALL_STAGES,
     Model,
     Sharded,
-    Side,
     accumulate,
     adamw,
     assert_equal,
@@ -82,25 +80,6 @@ def test_training_equals_the_twin(case: Case) -> None:
 def test_a_plain_backward_is_enough_at_every_stage(precision: str) -> None:
     work = functools.partial(accumulate, micro_batches=2)
     check(Model, work, stage=ALL_STAGES, precision=precision, plain=True, steps=3)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("stage", ALL_STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_rank_that_sends_messages_to_itself_has_the_same_numbers(stage: int, precision: str) -> None:
-    """The way on which a transport is tried on one GPU."""
-    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
-    kinds: set[str] = set()
-
-    def work(side: Side, step: int) -> Tensor:
-        if isinstance(side, Sharded):
-            kinds.update(kind for kind, _ in side.engine.comm.counts)
-            side.engine.comm.counts.clear()
-        return accumulate(side, step, 1)
-
-    check(Model, work, stage=stage, precision=precision, steps=3)
-    assert ("all_gather" in kinds) == (stage > 0)
-    assert ("reduce_scatter" if stage else "all_reduce") in kinds
 
 
 # -- settings that only move things in time or place ------------------------------------------------------------------

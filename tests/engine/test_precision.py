@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
+from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.engine.support import (
     IN_STAGES,
     TRUE,
@@ -304,3 +305,24 @@ def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) ->
             with autocast(precision):
                 module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
         assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
+
+
+# -- the scale of the loss --------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("first", [2.0**16, 2.0**126])
+def test_scales_are_those_of_torch_up_to_the_largest(first: float) -> None:
+    """A scale that fp32 cannot hold would make every loss infinite, and skip a step."""
+    ours = LossScaler(first, growth_interval=2)
+    theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param])
+    for step in range(8):
+        overflowed = first < 2.0**100 and step == 5
+        param.grad = theirs.scale(torch.full((1,), float("inf") if overflowed else 0.0))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflowed=overflowed)
+        assert ours.scale == ours.get_scale() == theirs.get_scale(), step
+        assert ours.state_dict()["_growth_tracker"] == theirs.state_dict()["_growth_tracker"], step
