@@ -47,10 +47,9 @@ def asked_soon() -> Iterator[None]:
 def alone(what: str, stage: int) -> str:
     with asked_soon():
         side = Sharded(Model(), stage=stage, stall_timeout_s=3600.0)
-        side.engine.passes.calls_meet = True  # as under the Trainer
-        with side.engine.step_scope():
-            language_work(side, 0)
+        language_work(side, 0)
         side.step()
+        side.engine.passes.calls_meet = True  # as under the Trainer
         with pytest.raises(StallError, match=r"All ranks must call this, or none") as caught:
             if dist.get_rank():
                 side.engine.comm.max_(torch.zeros(1))

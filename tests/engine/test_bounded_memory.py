@@ -24,6 +24,8 @@ from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check,
 from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -60,7 +62,6 @@ def test_first_values_become_the_masters_and_are_not_copied() -> None:
                 assert master.data_ptr() == address, bucket.label
 
 
-@pytest.mark.sample
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
 def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
@@ -172,7 +173,6 @@ def most_gathered(engine: Engine) -> Iterator[list[int]]:
         yield most
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "precision"), [(UNet, "fp32"), (Recurrent, "fp32"), (Recurrent, "bf16")])
 def test_it_trains_as_its_twin(kind: type[nn.Module], precision: str) -> None:

@@ -26,6 +26,8 @@ from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, adamw, language_loss, tokens
 from tests.harness import on_ranks
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 WIDTH = 64
 NUMEL = sum(p.numel() for p in Model(width=WIDTH).parameters())
 

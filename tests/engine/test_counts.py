@@ -16,6 +16,8 @@ from lightning_zero.planning.placement import logical_collectives
 from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, language_loss, tokens
 from tests.harness import on_ranks
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
 
 

@@ -41,7 +41,7 @@ from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
 from tests.models import Does, linear, paths
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
 def through_host() -> contextlib.AbstractContextManager[Any]:

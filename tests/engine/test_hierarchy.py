@@ -26,6 +26,8 @@ from tests.engine.support import Model, Sharded, accumulate, assert_equal, autoc
 from tests.engine.test_offload import offload, whole
 from tests.harness import on_ranks, run
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 STAGES = [0, 1, 2, 3]
 
 

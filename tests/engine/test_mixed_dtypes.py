@@ -20,6 +20,8 @@ from tests.engine.support import Model, Sharded, accumulate, assert_equal
 from tests.engine.test_offload import OPTIMIZERS, offload, whole
 from tests.harness import on_ranks
 
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"fused": True}),
     "adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),
@@ -133,7 +135,6 @@ def history(optimizer: str, **config: Any) -> list[Any]:
         return losses + whole(side)
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:

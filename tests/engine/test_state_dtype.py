@@ -48,7 +48,7 @@ from tests.engine.test_held_bytes import settings
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Odd
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 ROWS = [(0, "none"), (1, "optimizer_cpu"), (2, "none"), (3, "none"), (3, "nvme")]
@@ -109,7 +109,6 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
                 assert torch.equal(found, twin.optimizer.state[master][name][: len(found)]), (names[number], name)
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
 def test_training_equals_the_twin(case: Case, tmp_path: Path) -> None:
     run(case.world, _equals_the_twin, case, tmp_path)
@@ -132,7 +131,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, bool]]] = {
 }
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("int8", "bf16")[i % 2]) for i, n in enumerate(OPTIMIZERS)])
 def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
@@ -149,7 +147,6 @@ def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
             assert_same(side, twin, what=f"step {step}: ")
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("rmsprop", "bf16"), ("sgd", "int8")])
 def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
@@ -302,7 +299,6 @@ def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder
         assert_equal(everything(side), torch.load(expected, weights_only=True)[0])
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     ("dtype", "ranks", "stage", "row"), [("int8", 4, 3, "none"), ("int8", 2, 3, "nvme"), ("bf16", 4, 1, "none")]
 )
@@ -315,7 +311,6 @@ def test_resumed_on_other_ranks_it_is_stage_0_in_one_process(
     run(6 - ranks, _go_on, tmp_path / "saved", tmp_path / "whole", dtype, stage, row, tmp_path)
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> None:
@@ -494,7 +489,6 @@ def test_values_that_are_not_finite_stay_so() -> None:
             assert found[:256].isfinite().all()
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: str) -> None:
     form = Format(StateDtype[dtype], signed=False)
