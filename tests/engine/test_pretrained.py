@@ -27,7 +27,10 @@ from tests.models import Does
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 transformers.utils.logging.disable_progress_bar()  # which leaves a thread
-pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.sample,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
