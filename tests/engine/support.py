@@ -454,7 +454,8 @@ def _assert_history(
         _assert_seen(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
         sharded.step()
         sharded.zero_grad()
-        _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+        if step == len(expected) - 1:  # before, a gather would bring parameters that a step has left behind up to date
+            _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
 
 
 def scope(side: Side, key: str = "train") -> Any:
