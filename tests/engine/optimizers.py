@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch.optim import Optimizer
 
 
 class _Toy(Optimizer):
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.01}
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {**self.settings, **settings})
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None
@@ -23,70 +29,65 @@ class _Toy(Optimizer):
     def update(self) -> None:
         raise NotImplementedError
 
+    def used(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Parameters with a gradient, each with its group."""
+        return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def norm_over_all(self) -> Tensor:
+        grads = [p.grad.norm() for _, p in self.used()]
+        return torch.stack(grads).norm() if grads else torch.ones(())
+
 
 class Lamb(_Toy):
     """Adam's update scaled by the ratio of two norms of the whole tensor (You et al. 2020, arXiv:1904.00962)."""
 
-    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
+    settings: ClassVar = {"lr": 0.02, "weight_decay": 0.01, "betas": (0.9, 0.99)}
 
     def update(self) -> None:
-        for group in self.param_groups:
+        for group, p in self.used():
             first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                state["exp_avg"].lerp_(p.grad, 1 - first)
-                state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6) + group["weight_decay"] * p
-                ratio = p.norm() / update.norm().clamp(min=1e-9)
-                p.add_(update * ratio, alpha=-group["lr"])
+            state = self.state[p]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+            state["exp_avg"].lerp_(p.grad, 1 - first)
+            state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+            update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6) + group["weight_decay"] * p
+            ratio = p.norm() / update.norm().clamp(min=1e-9)
+            p.add_(update * ratio, alpha=-group["lr"])
 
 
 class Shampoo(_Toy):
     """A root of a Gram matrix for each dimension (Gupta et al. 2018, arXiv:1802.09568): lists of tensors of other
     shapes than the parameter's, some of them made anew at each step, and not contiguous."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+    settings: ClassVar = {"lr": 0.05}
 
     def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, update = self.state[p], p.grad
-                if not state:
-                    state["grams"] = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
-                    state["roots"] = [None for _ in p.shape]
-                for dim in range(p.dim()):
-                    matrix = update.transpose(0, dim).reshape(p.shape[dim], -1)
-                    state["grams"][dim].add_(matrix @ matrix.T)
-                    values, vectors = torch.linalg.eigh(state["grams"][dim].float())
-                    root = vectors * values.clamp(min=1e-6).pow(-0.5 / p.dim())
-                    state["roots"][dim] = (root @ vectors.T).T.to(p.dtype)
-                    shape = update.transpose(0, dim).shape
-                    update = (state["roots"][dim] @ matrix).reshape(shape).transpose(0, dim)
-                p.add_(update, alpha=-group["lr"])
+        for group, p in self.used():
+            state, update = self.state[p], p.grad
+            if not state:
+                state["grams"] = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+                state["roots"] = [None for _ in p.shape]
+            for dim in range(p.dim()):
+                matrix = update.transpose(0, dim).reshape(p.shape[dim], -1)
+                state["grams"][dim].add_(matrix @ matrix.T)
+                values, vectors = torch.linalg.eigh(state["grams"][dim].float())
+                root = vectors * values.clamp(min=1e-6).pow(-0.5 / p.dim())
+                state["roots"][dim] = (root @ vectors.T).T.to(p.dtype)
+                shape = update.transpose(0, dim).shape
+                update = (state["roots"][dim] @ matrix).reshape(shape).transpose(0, dim)
+            p.add_(update, alpha=-group["lr"])
 
 
 class SignDescent(_Toy):
     """Element-wise, which nobody says."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
     def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.lerp_(p.grad, 0.1)
-                    p.sub_(momentum.sign(), alpha=group["lr"])
+        for group, p in self.used():
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 0.1)
+            p.sub_(momentum.sign(), alpha=group["lr"])
 
 
 class Decaying(SignDescent):
@@ -103,88 +104,71 @@ class MuonAndAdam(_Toy):
     """As users have it in one class: matrices orthogonalised in some groups, Adam in others, and a count of steps for
     a group and for all."""
 
+    settings: ClassVar = {"lr": 0.02, "use_muon": False, "step": 0}
+
     def __init__(self, groups: Any, *, own_count: bool = True) -> None:
         self.steps, self.own_count = 0, own_count
-        super().__init__(groups, {"lr": 0.02, "use_muon": False, "step": 0})
+        super().__init__(groups)
 
     def update(self) -> None:
         self.steps += self.own_count
         for group in self.param_groups:
             group["step"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if group["use_muon"]:
-                    momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                    u, _, v = torch.linalg.svd(momentum.reshape(len(p), -1).float(), full_matrices=False)
-                    p.add_((u @ v).reshape(p.shape).to(p.dtype), alpha=-group["lr"] / max(1, self.steps))
-                else:
-                    first = state.setdefault("first", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                    second = state.setdefault("second", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
-                    p.addcdiv_(first / (1 - 0.9 ** group["step"]), second.sqrt().add_(1e-6), value=-group["lr"])
+        for group, p in self.used():
+            state = self.state[p]
+            if group["use_muon"]:
+                momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                u, _, v = torch.linalg.svd(momentum.reshape(len(p), -1).float(), full_matrices=False)
+                p.add_((u @ v).reshape(p.shape).to(p.dtype), alpha=-group["lr"] / max(1, self.steps))
+            else:
+                first = state.setdefault("first", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                second = state.setdefault("second", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
+                p.addcdiv_(first / (1 - 0.9 ** group["step"]), second.sqrt().add_(1e-6), value=-group["lr"])
 
 
 class Flagged(_Toy):
     """Notes in the state of each parameter how it is to be stepped, when it is built; reads a mark on parameters."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params)
         for group in self.param_groups:
             for place, p in enumerate(group["params"]):
                 self.state[p]["sign"] = place % 2 == 0
 
     def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    change = p.grad.sign() if self.state[p]["sign"] else p.grad / p.grad.norm()
-                    p.sub_(change, alpha=group["lr"] * getattr(p, "scale", 1.0))
+        for group, p in self.used():
+            change = p.grad.sign() if self.state[p]["sign"] else p.grad / p.grad.norm()
+            p.sub_(change, alpha=group["lr"] * getattr(p, "scale", 1.0))
 
 
 class NormOverAll(_Toy):
     """Couples tensors: all are scaled by one norm."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    settings: ClassVar = {"lr": 0.1}
 
     def update(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / norm, alpha=group["lr"])
+        norm = self.norm_over_all()
+        for group, p in self.used():
+            p.sub_(p.grad / norm, alpha=group["lr"])
 
 
 class Langevin(_Toy):
     """Draws random numbers, one tensor after the other."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+    settings: ClassVar = {}
 
     def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
+        for _, p in self.used():
+            p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
 
 
 class RareClip(_Toy):
     """Couples tensors by a norm over all that few gradients are large enough for."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
     def update(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        factor = 1.0
-        if grads:
-            factor = min(1.0, 1000 / float(torch.stack([grad.norm() for grad in grads]).norm().clamp(min=1e-9)))
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * factor, alpha=group["lr"])
+        factor = min(1.0, 1000 / float(self.norm_over_all().clamp(min=1e-9)))
+        for group, p in self.used():
+            p.sub_(p.grad * factor, alpha=group["lr"])
 
 
 class Remembering(SignDescent):
@@ -195,8 +179,7 @@ class Remembering(SignDescent):
         super().__init__(params)
 
     def update(self) -> None:
-        grads = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.norms.append(float(torch.stack(grads).norm()) if grads else 0.0)
+        self.norms.append(float(self.norm_over_all()) if any(self.used()) else 0.0)
         if len(self.norms) == self.norms.maxlen:
             for group in self.param_groups:
                 group["lr"] = 0.01 * min(self.norms) / max(self.norms)
@@ -223,15 +206,10 @@ class CountingObjects(SignDescent):
 class Batched(_Toy):
     """Orthogonalises matrices of one shape as a batch, whose roundings depend on how many these are."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
     def update(self) -> None:
         by_shape: dict[Any, list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape.setdefault(p.shape, []).append(p)
+        for _, p in self.used():
+            by_shape.setdefault(p.shape, []).append(p)
         for listed in by_shape.values():
             x = torch.stack([p.grad.reshape(len(p), -1) for p in listed])  # type: ignore[union-attr]
             x = x / x.norm(dim=(1, 2), keepdim=True)
@@ -246,17 +224,15 @@ class Shared(SignDescent):
     """Shares the rate among the tensors of a group."""
 
     def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / len(group["params"]))
+        for group, p in self.used():
+            p.sub_(p.grad, alpha=group["lr"] / len(group["params"]))
 
 
 class Counting(_Toy):
     """Counts steps in a collection, and holds functions."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params)
         self.counts = {"steps": 0}
         self.rate, self.direction = (lambda count: 1 / count), self._direction
 
@@ -265,10 +241,8 @@ class Counting(_Toy):
 
     def update(self) -> None:
         self.counts["steps"] += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(self.direction(p.grad), alpha=group["lr"] * self.rate(self.counts["steps"]))
+        for group, p in self.used():
+            p.sub_(self.direction(p.grad), alpha=group["lr"] * self.rate(self.counts["steps"]))
 
 
 class Prepared(Shampoo):
@@ -349,24 +323,22 @@ class Rewritten(torch.optim.SGD):
 class NormOverLarge(_Toy):
     """Couples tensors by a norm over those that are matrices with sides of more than 64."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
     def update(self) -> None:
-        listed = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        large = [p.grad.norm() for p in listed if p.dim() == 2 and min(p.shape) > 64]  # type: ignore[union-attr]
-        for p in listed:
-            grad = p.grad / torch.stack(large).norm() if p.dim() == 2 and min(p.shape) > 64 else p.grad  # type: ignore
-            p.sub_(grad, alpha=0.1)
+        large = {id(p) for _, p in self.used() if p.dim() == 2 and min(p.shape) > 64}
+        norms = [p.grad.norm() for _, p in self.used() if id(p) in large]
+        for _, p in self.used():
+            p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
 
 
 class FirstOfGroup(_Toy):
     """Cannot stand a param group without tensors, and counts steps for each group."""
 
+    settings: ClassVar = {"lr": 0.01, "count": 0}
+
     def __init__(self, params: Any) -> None:
         params = list(params)
         groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]]
-        super().__init__([{"params": listed} for listed in groups], {"lr": 0.01, "count": 0})
+        super().__init__([{"params": listed} for listed in groups])
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -379,9 +351,6 @@ class FirstOfGroup(_Toy):
 
 class Fading(_Toy):
     """The momentum of what has no gradient fades, and nothing else of it changes."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -406,8 +375,3 @@ def adafactor(params: Any) -> Optimizer:
 
 def muon_and_adam(params: Any) -> Optimizer:
     return MuonAndAdam(matrices_and_rest(params))
-
-
-def state_of(value: Any) -> Any:
-    """A state without tensors' identity: to compare."""
-    return value.tolist() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Models, a plain replicated twin, and training both side by side.
+"""A plain replicated twin, and training a sharded module beside it. The modules are in ``tests/models.py``.
 
 The twin is what sharded training must equal: a copy of the module on every rank whose gradients are averaged over the
 ranks as ``docs/architecture.md`` (Gradients) says. It uses no part of ``lightning_zero``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,40 +22,16 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.ranks import watchdog
+from tests.models import TOKENS as TOKENS
+from tests.models import VOCABULARY as VOCABULARY
+from tests.models import WIDTH as WIDTH
+from tests.models import Block as Block
+from tests.models import Model as Model
 from tests.selection import pairwise_places
 
 DEVICE = os.environ.get("LIGHTNING_ZERO_TEST_DEVICE", "cpu")
-VOCABULARY = 11
-TOKENS = 7
 NORMS = (nn.LayerNorm, nn.BatchNorm1d)
 TRUE = {"bf16_true": torch.bfloat16, "fp16_true": torch.float16, "fp64": torch.float64}
-
-
-class Block(nn.Module):
-    """Odd sizes, so that parameters need gaps behind them and shards are cut inside of parameters."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 19, depth: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def tokens(step: int, micro: int = 0, *, rank: int | None = None, rows: int = 2) -> Tensor:
@@ -151,7 +128,7 @@ class Twin:
         for param in self.module.parameters():
             dist.broadcast(param.data, 0)
         self.grads: dict[nn.Parameter, Tensor] = {}
-        self.synchronize = True
+        self.synchronize, self.accumulates = True, False
         self._each = each
         self._local: dict[nn.Parameter, Tensor] = {}
         self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
@@ -198,7 +175,7 @@ class Twin:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.synchronize = False
+        self.synchronize, self.accumulates = False, True
         yield
         self.synchronize = True
 
@@ -332,17 +309,31 @@ def _sum_over_ranks(local: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Ten
 
 def assert_same(sharded: Sharded, twin: Twin, *, grads: bool = False, tolerance: float = 0.0, what: str = "") -> None:
     """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
-    masters = list(twin.masters.items())
+    _assert_seen(sharded, Seen(twin), grads=grads, tolerance=tolerance, what=what)
+
+
+class Seen:
+    """What a twin holds, by parameter: values of masters, and gradients."""
+
+    def __init__(self, twin: Twin, *, copied: bool = False) -> None:
+        self.values = [master.value for master in twin.masters.values()]
+        self.grads = [twin.grads.get(param) for param in twin.masters]
+        if copied:
+            self.values = [value.clone() for value in self.values]
+            self.grads = [None if grad is None else grad.clone() for grad in self.grads]
+
+
+def _assert_seen(sharded: Sharded, seen: Seen, *, grads: bool, tolerance: float, what: str) -> None:
     with lightning_zero.gather(sharded.module, grads=grads):
-        for (name, own), (param, master) in zip(sharded.module.named_parameters(), masters, strict=True):
-            assert own.dtype == master.value.dtype or not own.requires_grad
-            _assert_equal(own.detach().to(master.value.dtype), master.value, tolerance, f"{what}{name}")
+        own_params = sharded.module.named_parameters()
+        for (name, own), value, grad in zip(own_params, seen.values, seen.grads, strict=True):
+            assert own.dtype == value.dtype or not own.requires_grad
+            _assert_equal(own.detach().to(value.dtype), value, tolerance, f"{what}{name}")
             if grads:
-                expected = twin.grads.get(param)
-                assert (own.grad is None) == (expected is None), f"{what}{name}: {own.grad} but twin {expected}"
+                assert (own.grad is None) == (grad is None), f"{what}{name}: {own.grad} but twin {grad}"
                 if own.grad is not None:
-                    assert expected is not None
-                    _assert_equal(own.grad, expected, tolerance, f"{what}gradient of {name}")
+                    assert grad is not None
+                    _assert_equal(own.grad, grad, tolerance, f"{what}gradient of {name}")
 
 
 def _assert_equal(own: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
@@ -353,51 +344,160 @@ def _assert_equal(own: Tensor, expected: Tensor, tolerance: float, what: str) ->
         raise AssertionError(f"{what}: differs by {gap:.3g}\n{own}\n{expected}")
 
 
+def assert_equal(found: Any, expected: Any, what: str = "", *, tolerance: float = 0.0) -> None:
+    """Tensors in dicts and sequences are equal: dtypes, and values to the bit or within ``tolerance``."""
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype, f"{what}: {found.dtype}, {expected.dtype}"
+        _assert_equal(found, expected, tolerance, what)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{what}: {found.keys()}, {expected.keys()}"
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{what}/{key}", tolerance=tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{what}/{place}", tolerance=tolerance)
+    else:
+        assert found == expected, f"{what}: {found}, {expected}"
+
+
 def assert_absent(param: nn.Parameter) -> None:
     """The values of a sharded parameter are not here, and a read says so."""
     with pytest.raises(RuntimeError, match="is sharded.*gather"):
         param.sum()
 
 
+ALL_STAGES = (0, 1, 2, 3)
+OUTER_STAGES = (0, 3)
+IN_STAGES = pytest.mark.parametrize("stages", [OUTER_STAGES, pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
+
+
 def check(
     build: Callable[[], nn.Module],
     work: Work,
     *,
-    steps: int = 3,
-    stage: int = 3,
+    stage: int | Sequence[int] = 3,
+    plain: bool | Sequence[bool] = False,
+    steps: int = 2,
     precision: str = "fp32",
     optimizer: MakeOptimizer = adamw,
     tolerance: float = 0.0,
     **config: Any,
 ) -> None:
-    """Train the sharded module and its twin side by side; losses, gradients and parameters agree at every step.
+    """Train a twin, and beside it the module at each stage: results, gradients and parameters agree at each step.
 
     Args:
         work: forwards and backwards of one step, with ``side.module`` and ``side.backward``; what it returns is
             compared too.
+        stage: one, or several.
+        plain: whether the engine has to notice backwards; of several values each stage has one, and the last has all.
+    """
+    history = functools.partial(_twin_history, build, work, steps, optimizer=optimizer, precision=precision)
+    expected: dict[bool, list[tuple[Any, Seen, Seen]]] = {}
+    for at, notices in _ways(_each(stage), _each(plain)):
+        each = at >= 2
+        if each not in expected:
+            found, accumulates = history(each=each)
+            expected.update({each: found} if accumulates else {False: found, True: found})
+        try:
+            torch.default_generator.manual_seed(3)
+            sharded = Sharded(
+                build(), stage=at, plain=notices, precision=precision, optimizer=optimizer, **copy.deepcopy(config)
+            )
+            with sharded:
+                _assert_history(sharded, work, expected[each], precision=precision, tolerance=tolerance)
+        except BaseException as error:
+            error.add_note(f"at stage {at}, where backwards are {'noticed' if notices else 'told'}")
+            raise
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) else (value,)
+
+
+def _ways(stages: Sequence[int], plain: Sequence[bool]) -> Iterator[tuple[int, bool]]:
+    for at in stages[:-1]:
+        yield at, plain[at % len(plain)]
+    for notices in plain:
+        yield stages[-1], notices
+
+
+def _twin_history(
+    build: Callable[[], nn.Module], work: Work, steps: int, *, precision: str, **settings: Any
+) -> tuple[list[tuple[Any, Seen, Seen]], bool]:
+    """Of each step of a twin the result, what there is after its work, and after the optimizer's step.
+
+    Beside it: whether there was a backward in ``no_sync``, whose gradients stages average in different ways.
     """
     torch.default_generator.manual_seed(3)
-    module = build()
-    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
-    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
-        for step in range(steps):
-            results = []
-            for side in (sharded, twin):
-                with autocast(precision):
-                    results.append(work(side, step))
-            if isinstance(results[0], Tensor):
-                _assert_equal(results[0].detach(), results[1].detach(), tolerance, f"step {step}: result")
-            assert_same(sharded, twin, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
-            for side in (sharded, twin):
-                side.step()
-                side.zero_grad()
-            assert_same(sharded, twin, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+    twin = Twin(build(), precision=precision, **settings)
+    found = []
+    for step in range(steps):
+        with autocast(precision):
+            result = work(twin, step)
+        result = result.detach().clone() if isinstance(result, Tensor) else result
+        worked = Seen(twin, copied=True)
+        twin.step()
+        twin.zero_grad()
+        found.append((result, worked, Seen(twin, copied=True)))
+    return found, twin.accumulates
+
+
+def _assert_history(
+    sharded: Sharded, work: Work, expected: Sequence[tuple[Any, Seen, Seen]], *, precision: str, tolerance: float
+) -> None:
+    for step, (result, worked, stepped) in enumerate(expected):
+        with autocast(precision):
+            own = work(sharded, step)
+        if isinstance(own, Tensor):
+            _assert_equal(own.detach(), result, tolerance, f"step {step}: result")
+        _assert_seen(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
+        sharded.step()
+        sharded.zero_grad()
+        if step == len(expected) - 1:  # before, a gather would bring parameters that a step has left behind up to date
+            _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+
+
+def scope(side: Side, key: str = "train") -> Any:
+    return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
+
+
+def mean_square(side: Side, step: int, *, width: int = WIDTH) -> Tensor:
+    """One forward and backward of a module that maps [rows, width] to anything."""
+    dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
+    low = dtypes == {torch.bfloat16}
+    loss = side.module(floats(step, 4, width).to(torch.bfloat16 if low else torch.float32)).float().square().mean()
+    side.backward(loss)
+    return loss
 
 
 def language_work(side: Side, step: int) -> Tensor:
     loss = language_loss(side.module, tokens(step))
     side.backward(loss)
     return loss
+
+
+def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
+    """A sharded model and its twin after a few steps, and a backward whose gradients are still there."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision=config.get("precision", "fp32"), each=config.get("stage", 3) >= 2)
+    sharded = Sharded(module, **config)
+    for step in range(steps + 1):
+        for side in (sharded, twin):
+            with autocast(config.get("precision", "fp32")):
+                language_work(side, step)
+            if step < steps:
+                side.step()
+                side.zero_grad()
+    return sharded, twin
+
+
+def train(side: Side, steps: Iterable[int]) -> None:
+    for step in steps:
+        language_work(side, step)
+        side.step()
+        side.zero_grad()
 
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:

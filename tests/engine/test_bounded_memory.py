@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_zero.comm.reduction import Reduction
+from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import opened
-from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
+from lightning_zero.engine.units.param_store import FlatBuffer
+from lightning_zero.trainer.summary import large_unit
+from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens
 from tests.harness import on_ranks
+from tests.models import Does, Recurrent, UNet
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
 
 
 @on_ranks(2)
@@ -53,8 +62,7 @@ def test_first_values_become_the_masters_and_are_not_copied() -> None:
                 assert master.data_ptr() == address, bucket.label
 
 
-@pytest.mark.sample
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
 def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
     """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
@@ -95,25 +103,26 @@ def assert_same_step(twin: Twin, side: Sharded) -> None:
     side.zero_grad()
 
 
-class Forks(Model):
-    """Ranks use other blocks, so that one may wait for gathers of another in its backward."""
+def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
+    """A model that takes the blocks for which ``takes(module, number)``; ``turn`` is for the test to set."""
 
-    turn = 0
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        x = self.embed(batch)
-        rank = torch.distributed.get_rank()
-        for number, block in enumerate(self.blocks):
-            if (number + self.turn) % 3 != rank:
+    def act(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        x = m.embed(batch)
+        for number, block in enumerate(m.blocks):
+            if takes(m, number):
                 x = block(x)
-        return self.head(x)
+        return m.head(x)
+
+    model = Model(width=32, depth=9)
+    return Does(act, embed=model.embed, blocks=model.blocks, head=model.head, turn=0)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("dynamic_graph", [False, True])
 def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
     torch.manual_seed(3)
-    module = Forks(width=32, depth=9)
+    # One may wait for gathers of another in its backward.
+    module = forks(lambda m, number: (number + m.turn) % 3 != torch.distributed.get_rank())
     with (
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(Reducer, "_comes", lambda self, pending: True),
@@ -127,22 +136,11 @@ def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dyna
             side.zero_grad()
 
 
-class Skips(Forks):
-    """From the third turn on ranks but the first leave out blocks."""
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        x = self.embed(batch)
-        for number, block in enumerate(self.blocks):
-            if self.turn < 2 or number % 3:
-                x = block(x)
-        return self.head(x)
-
-
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> None:
     """What was true in the passes before is not any more, and a rank that waits is needed by another."""
     torch.manual_seed(3)
-    module = Skips(width=32, depth=9)
+    module = forks(lambda m, number: m.turn < 2 or bool(number % 3))  # all blocks at first
     with (
         mock.patch.object(Reduction, "done", lambda self: False),
         mock.patch.object(gradients, "PATIENCE_S", 0.05),
@@ -153,3 +151,67 @@ def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> Non
             side.backward(language_loss(side.module, tokens(step)))
             side.step()
             side.zero_grad()
+
+
+# -- models without repeated blocks, divided by size ------------------------------------------------------------------
+
+
+SIZES = {UNet: (2, 3, 16, 16), Recurrent: (2, 5, 64)}
+
+
+@contextmanager
+def most_gathered(engine: Engine) -> Iterator[list[int]]:
+    """The most bytes of compute parameters that are on the device at a time."""
+    most, allocate = [0], FlatBuffer.allocate
+
+    def allocating(buffer: FlatBuffer) -> None:
+        allocate(buffer)
+        now = sum(b.full.nbytes for unit in engine.units for b in unit.buckets if b.full.allocated)
+        most[0] = max(most[0], now)
+
+    with mock.patch.object(FlatBuffer, "allocate", allocating):
+        yield most
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "precision"), [(UNet, "fp32"), (Recurrent, "fp32"), (Recurrent, "bf16")])
+def test_it_trains_as_its_twin(kind: type[nn.Module], precision: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        loss = side.module(floats(step, *SIZES[kind])).square().mean()
+        side.backward(loss)
+        return loss
+
+    check(kind, work, stage=(2, 3), precision=precision)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [UNet, Recurrent])
+def test_few_units_are_gathered_at_a_time(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    with Sharded(kind(), stage=3, prefetch_bytes=0) as side:
+        sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
+        assert len(sizes) > 4 and sizes[0] < sum(sizes) / 8  # the root keeps little
+        for step in range(3):
+            with most_gathered(side.engine) as most:
+                side.backward(side.module(floats(step, *SIZES[kind])).square().mean())
+                side.step()
+                side.zero_grad()
+            # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
+            assert most[0] <= sizes[0] + sum(sorted(sizes[1:])[-3:]), (most, sizes)
+            assert most[0] < 0.75 * sum(sizes)
+
+
+@on_ranks(2)
+def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
+    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=3) as side:
+        assert large_unit(side.engine) == (
+            "99 % of the parameters are gathered at once, as 0; it holds no modules that could be units"
+        )
+    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=2) as side:
+        assert large_unit(side.engine) is None
+    with Sharded(UNet(), stage=3) as side:
+        assert large_unit(side.engine) is None
+    with Sharded(UNet(), stage=3, unit={"classes": ["UNet"]}) as side:
+        said = large_unit(side.engine)
+        assert said is not None and said.startswith("100 % of the parameters are gathered at once, as (root)")
+        assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in said

@@ -173,18 +173,12 @@ def _check(case: Case) -> None:
         assert found[1:] == found[:1] * 2, found
 
 
+PAIRS = [pytest.param(c, marks=pytest.mark.full) for c in pairwise_selection(MATRIX) if c not in SELECTED]
+
+
 @pytest.mark.sample
-@pytest.mark.parametrize("case", SELECTED, ids=str)
+@pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=str)
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
-    run(2, _check, case)
-
-
-PAIRS = [case for case in pairwise_selection(MATRIX) if case not in SELECTED]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_compiled_training_equals_the_plain_twin_in_every_pair_of_settings(case: Case) -> None:
     run(2, _check, case)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -36,6 +37,7 @@ from tests.engine.support import (
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     autocast,
     floats,
     in_pairs,
@@ -45,8 +47,9 @@ from tests.engine.support import (
     tokens,
 )
 from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_offload import assert_equal, offload
+from tests.engine.test_offload import offload
 from tests.harness import Pool, on_ranks, run
+from tests.models import Does, linear
 
 CPU = torch.device("cpu")
 WIRES = ("full", "auto")
@@ -124,9 +127,6 @@ CASES = [
 
 
 def _check(case: Case, folder: Path) -> None:
-    def work(side: Sharded, step: int) -> Tensor:
-        return accumulate(side, step, case.micro_batches)
-
     config: dict[str, Any] = {"stage": case.stage, **offload(case.row, folder)}
     if case.precision == "bf16_true":
         config["precision"] = {"name": "bf16_true", "reduce_dtype": "fp32"}
@@ -135,6 +135,7 @@ def _check(case: Case, folder: Path) -> None:
         kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
         host = through_host() if case.together and case.row != "none" else contextlib.nullcontext()
         with together() if case.together else contextlib.nullcontext(), host, sent_dtypes(kinds):
+            work = accumulated(case.micro_batches)
             found.append(trained(Model, work, wire, clips=case.clips, optimizer=sgd, **config))
         sent.append(kinds)
     assert_equal(*found)
@@ -189,7 +190,7 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
     """Norms keep fp32 by default; under other rows nothing changes."""
     kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
     with sent_dtypes(kinds):
-        trained(Model, lambda side, step: accumulate(side, step, 1), "bf16")
+        trained(Model, accumulated(), "bf16")
     assert set(kinds) == {(torch.bfloat16, torch.float32), (torch.float32, None)}
     for config in (
         {"precision": "fp32"},
@@ -199,7 +200,7 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
     ):
         kinds.clear()
         with sent_dtypes(kinds):
-            trained(Model, lambda side, step: accumulate(side, step, 1), "auto", steps=1, **config)
+            trained(Model, accumulated(), "auto", steps=1, **config)
         assert kinds and {total for _, total in kinds} == {None}
 
 
@@ -210,20 +211,21 @@ class Part(nn.Linear):
     """A unit."""
 
 
-class Again(nn.Module):
+def repeats() -> nn.Module:
     """Gradients that come in parts: before their bucket is complete (that of the root), and after."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.parts = nn.ModuleList(Part(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x)
-        for module in (self.first, *self.parts):
+    def act(m: Any, x: Tensor) -> Tensor:
+        x = m.start(x)
+        for module in (m.first, *m.parts):
             for _ in range(3):
                 x = checkpoint(module, x, use_reentrant=True)
         return x
+
+    return Does(act, start=linear(8), first=linear(8), parts=nn.ModuleList(Part(8, 8) for _ in range(2)))
+
+
+def accumulated(micro_batches: int = 1) -> Callable[[Sharded, int], Tensor]:
+    return lambda side, step: accumulate(side, step, micro_batches)
 
 
 def again(side: Sharded, step: int) -> Tensor:
@@ -232,7 +234,7 @@ def again(side: Sharded, step: int) -> Tensor:
     return loss.detach()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) -> None:
@@ -253,7 +255,7 @@ def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) ->
     found = []
     for wire in WIRES:
         with mock.patch.object(BucketGrads, "complete", completed), contextlib.nullcontext() if alone else together():
-            found.append(trained(Again, counted, wire, stage=stage, unit={"classes": ["Part"]}))
+            found.append(trained(repeats, counted, wire, stage=stage, unit={"classes": ["Part"]}))
     assert_equal(*found)
     assert set(apart) == {torch.float32}
     assert {n for _, n in counts} == {2}
@@ -281,7 +283,7 @@ def test_a_gradient_of_another_dtype_keeps_its_digits(stage: int) -> None:
     assert_equal(*(trained(Model, work, wire, stage=stage, optimizer=sgd) for wire in WIRES))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
     """Also by what is no power of two."""
@@ -311,9 +313,9 @@ def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
             side.zero_grad()
         return again(side, step)
 
-    found = [trained(Again, work, wire, stage=stage, unit={"classes": ["Part"]}) for wire in WIRES]
+    found = [trained(repeats, work, wire, stage=stage, unit={"classes": ["Part"]}) for wire in WIRES]
     assert_equal(*found)
-    assert_equal(found[0], trained(Again, again, "auto", stage=stage, unit={"classes": ["Part"]}))
+    assert_equal(found[0], trained(repeats, again, "auto", stage=stage, unit={"classes": ["Part"]}))
 
 
 def _raise(_: Tensor) -> None:
@@ -323,32 +325,27 @@ def _raise(_: Tensor) -> None:
 # -- transports and nodes ---------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_transports_have_the_same_bits(stage: int) -> None:
     """``auto`` beyond a few ranks, and over NCCL: gathers by the library, gradients by an all-to-all."""
 
-    def work(side: Sharded, step: int) -> Tensor:
-        return accumulate(side, step, 1)
-
-    expected = trained(Model, work, "full", stage=stage, precision=WHOLE_BF16)
+    found = functools.partial(trained, Model, accumulated(), stage=stage, precision=WHOLE_BF16)
+    expected = found("full")
     for wire in WIRES:
         with mock.patch.object(transports, "DIRECT_MAX_RANKS", 1):
-            assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
+            assert_equal(expected, found(wire))
         with through_host():
-            assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
+            assert_equal(expected, found(wire))
 
 
 def _hierarchical(stage: int) -> None:
-    def work(side: Sharded, step: int) -> Tensor:
-        return accumulate(side, step, 1)
-
     node = f"node {dist.get_rank() // 2}"
     found, sent = [], []
     for wire in WIRES:
         kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
         with sent_dtypes(kinds):
-            found.append(trained(Model, work, wire, stage=stage, node=node, comm={"hybrid_shard": "node"}))
+            found.append(trained(Model, accumulated(), wire, stage=stage, node=node, comm={"hybrid_shard": "node"}))
         sent.append({dtype for dtype, total in kinds if total is not None})
     assert_equal(*found)
     assert sent == [{torch.float32}, {torch.bfloat16}]
@@ -418,7 +415,7 @@ def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
         side.no_sync()
     narrow = {"name": "bf16", "grad_dtype": "bf16"}  # they are added in bf16, as was asked for
     found = [
-        trained(Model, lambda side, step: accumulate(side, step, 2), wire, stage=stage, precision=narrow)
+        trained(Model, accumulated(2), wire, stage=stage, precision=narrow)
         for wire in ("full", "bf16")
     ]
     assert_equal(*found)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightning_zero
 import lightning_zero.device
 from lightning_zero.comm.transports import DirectTransport, HostTransport
 from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
@@ -26,15 +28,20 @@ from tests.engine.support import (
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     check,
     floats,
     language_loss,
     pairwise_selection,
     tokens,
 )
-from tests.engine.test_hierarchy import assert_close, history, sharded
+from tests.engine.test_hierarchy import history, sharded
+from tests.engine.test_offload import offload
 from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
+from tests.models import Does, linear, paths
+
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
 def through_host() -> contextlib.AbstractContextManager[Any]:
@@ -74,9 +81,6 @@ class Case(NamedTuple):
     micro_batches: int
     precision: str
 
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
 
 CASES = [Case(*values) for values in itertools.product((1, 2, 3), range(4), (1, 3), ("fp32", "bf16", "bf16_true"))]
 
@@ -88,28 +92,27 @@ def trains(case: Case) -> None:
     assert max(counts) >= 4  # of a block
 
 
-@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=str)
+@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=lambda case: "-".join(map(str, case)))
 def test_training_equals_the_twin(case: Case) -> None:
     run(case.world, trains, case)
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """Gradients that are sparse, not contiguous, or come twice; and ranks that use other parts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 8, sparse=True)
-        self.twice = nn.Linear(8, 8)
-        self.turned = nn.Parameter(torch.randn(8, 6).t())
-        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = self.table(batch)
+    def act(m: Any, batch: Tensor) -> Tensor:
+        x = m.table(batch)
         for _ in range(2):
-            x = checkpoint(self.twice, x, use_reentrant=True)
-        x = x @ self.turned.t()
-        part = self.parts[dist.get_rank()]
-        return part(x).square().mean()
+            x = checkpoint(m.twice, x, use_reentrant=True)
+        return m.parts[dist.get_rank()](x @ m.turned.t()).square().mean()
+
+    return Does(
+        act,
+        table=nn.Embedding(11, 8, sparse=True),
+        twice=linear(8),
+        turned=nn.Parameter(torch.randn(8, 6).t()),
+        parts=nn.ModuleList(linear(6) for _ in range(3)),
+    )
 
 
 def assert_equal_alone(build: Callable[[], nn.Module], work: Callable[[Sharded, int], None], stage: int) -> None:
@@ -140,8 +143,8 @@ def odd_work(side: Sharded, step: int) -> None:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_of_all_kinds(stage: int) -> None:
-    assert_equal_alone(Odd, odd_work, stage)
+def test_gradients_of_all_kinds_are_those_that_go_alone(stage: int) -> None:
+    assert_equal_alone(odd, odd_work, stage)
 
 
 def scaled_work(side: Sharded, step: int) -> None:
@@ -175,7 +178,7 @@ def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int
 
 
 @on_ranks(1)
-def test_what_waits_is_what_would_be_written() -> None:
+def test_a_gradient_that_waits_is_the_one_that_would_be_written() -> None:
     """Bit for bit, in every dtype and under every scale; also where a parameter has two gradients."""
     for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
@@ -215,4 +218,48 @@ def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
         torch.manual_seed(3)
         with ways(), sharded(Model(), 1, stage=stage) as side:
             found.append(history(side, clip=False))
-    assert_close(*found, tolerance=0.0)
+    assert_equal(*found)
+
+
+# -- messages through host memory -------------------------------------------------------------------------------------
+
+def on_both(build: Any, work: Any, **config: Any) -> None:
+    """The same on the host and on devices, to the bit."""
+    found = []
+    for ways in (together, contextlib.nullcontext):
+        torch.manual_seed(3)
+        host = through_host() if ways is together else contextlib.nullcontext()
+        with ways(), host, Sharded(build(), optimizer=adamw, **config) as side:
+            values = []
+            for step in range(3):
+                values.append(work(side, step))
+                side.step()
+                side.zero_grad()
+            with lightning_zero.gather(side.module):
+                values += [p.detach().clone() for p in side.module.parameters()]
+            found.append(values)
+    assert_equal(*found)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("stage", "row"), [(1, "optimizer_cpu"), (2, "optimizer_nvme")])
+def test_ranks_whose_offloaded_steps_end_at_different_moments(stage: int, row: str, tmp_path: Path) -> None:
+    """Each issues the gathers after steps as far as its own have got, and then waits for the others elsewhere."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        return accumulate(side, step, 1)
+
+    on_both(Model, work, stage=stage, **offload(row, tmp_path))
+
+
+@on_ranks(2, 3)
+def test_ranks_that_take_other_paths() -> None:
+    """One reduces what another still gathers for."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2)][(dist.get_rank() + step) % 3]
+        loss = side.module(floats(step, 2, 6), path).square().mean()
+        side.backward(loss)
+        return loss.detach()
+
+    on_both(paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})

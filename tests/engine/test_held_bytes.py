@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_zero.config import Offload, Precision, allowed_rows, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
@@ -20,28 +19,16 @@ from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan
 from tests.engine.live_bytes import live_bytes, staging_nbytes
 from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
 from tests.harness import on_ranks
+from tests.models import Odd
 
 ROWS = [(stage.value, offload.value) for stage, offload in allowed_rows() if offload is not Offload.auto]
-
-
-class Odd(Model):
-    """With a frozen unit, a parameter that stays whole, and tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.blocks[1].requires_grad_(False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return super().forward(batch) * self.scale
 
 
 def settings(offload: str, folder: Path) -> dict[str, Any]:
     return {"name": offload, "nvme_path": str(folder)} if "nvme" in offload else {"name": offload}
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "offload"), ROWS)
 def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_path: Path) -> None:
@@ -81,8 +68,8 @@ def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
             assert plan_of(side.engine) == [place(s, STAGES[stage], tiers, dist.get_world_size()) for s in shapes]
 
 
-@on_ranks(1, 2)
-def test_another_optimizer_has_other_states() -> None:
+@on_ranks(2)
+def test_the_plan_follows_the_states_of_the_optimizer() -> None:
     with Sharded(Model(), optimizer=sgd) as side:
         side.backward(language_loss(side.module, tokens(0)))
         side.step()
@@ -105,7 +92,7 @@ def test_a_copy_that_is_kept_is_seen() -> None:
         assert sum(held_bytes(side.engine).values()) > sum(before.values())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), (1, "optimizer_cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
 )

@@ -11,27 +11,13 @@ from torch import nn
 import lightning_zero
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
-from tests.engine.support import VOCABULARY, Model
+from tests.models import VOCABULARY, Model, Odd
 
 
 @pytest.fixture(autouse=True)
 def compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch's meta kernels import the compiler, which sets this variable for good where it is not set."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-class Odd(Model):
-    """With a frozen unit, tied weights, a buffer, and parameters of its own without ``reset_parameters``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("shift", torch.zeros(3))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return super().forward(batch) * self.scale + self.shift.sum()
 
 
 @pytest.mark.parametrize("built_on", ["meta", "cpu"])

@@ -15,9 +15,12 @@ from lightning_zero.config import ConfigError, make_config
 from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
-from tests.engine.support import Model, Sharded, accumulate
-from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
+from tests.engine.optimizers import SignDescent
+from tests.engine.support import Model, Sharded, accumulate, assert_equal
+from tests.engine.test_offload import OPTIMIZERS, offload, whole
 from tests.harness import on_ranks
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"fused": True}),
@@ -132,7 +135,6 @@ def history(optimizer: str, **config: Any) -> list[Any]:
         return losses + whole(side)
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
@@ -185,14 +187,8 @@ def test_refusals_of_the_engine() -> None:
     with pytest.raises(ConfigError, match="zero/precision=fp32"):
         lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", precision={"stochastic_rounding": True})
 
-    class Own(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        def step(self, closure: Any = None) -> None: ...
-
     module = torch.nn.Linear(8, 8)
     engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"sharding": "slices"}))
-    with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*Own"):
-        engine.add_optimizer(Own(module.parameters()))
+    with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*SignDescent"):
+        engine.add_optimizer(SignDescent(module.parameters()))
     engine.release()

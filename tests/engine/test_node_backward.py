@@ -35,6 +35,7 @@ from tests.engine.support import (
     Model,
     Sharded,
     accumulate,
+    assert_equal,
     autocast,
     floats,
     in_pairs,
@@ -44,8 +45,9 @@ from tests.engine.support import (
 )
 from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
-from tests.engine.test_offload import assert_equal, offload, whole
+from tests.engine.test_offload import offload, whole
 from tests.harness import run
+from tests.models import paths
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2
@@ -288,19 +290,6 @@ def _raises() -> None:
     on_both(work)
 
 
-class Paths(nn.Module):
-    """Ranks that take other paths, and come to a unit several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
-        for index in path:
-            x = self.blocks[index](x).tanh()
-        return x
-
-
 def _paths() -> None:
     def work(side: Sharded, step: int) -> Any:
         rank = dist.get_rank()
@@ -309,8 +298,8 @@ def _paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]})
-    on_both(work, build=Paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
+    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]})
+    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
 
 
 @pytest.mark.sample

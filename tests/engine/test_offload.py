@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,26 +22,27 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
-from lightning_zero.tiers.nvme import NvmeTier
+from tests.engine.optimizers import WarmsUp
 from tests.engine.support import (
     MakeOptimizer,
     Model,
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     autocast,
     floats,
+    in_pairs,
     language_loss,
-    pairwise_selection,
+    mean_square,
     sgd,
     tokens,
 )
-from tests.engine.test_delays import delay
 from tests.harness import on_ranks, run
+from tests.models import Adapted, Chain, Does, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -51,11 +50,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning
 AUTO = [("auto", stage) for stage in (1, 2, 3)]
 SOME = [("optimizer_nvme", 2), ("cpu", 3)]
 MORE = [("optimizer_cpu", 1), ("nvme", 3)]
-EVERYWHERE = pytest.mark.parametrize(
-    ("row", "stage"),
-    [pytest.param(*place, marks=() if place in SOME else pytest.mark.full) for place in [*PLACES, *AUTO]],
-    ids=str,
-)
 SOMEWHERE = pytest.mark.parametrize(
     ("row", "stage"), [*SOME, *(pytest.param(*place, marks=pytest.mark.full) for place in MORE)], ids=str
 )
@@ -81,18 +75,6 @@ def whole(side: Sharded) -> list[Any]:
     found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
     with lightning_zero.gather(side.module):
         return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
-
-
-def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str = "") -> None:
-    assert len(found) == len(expected), what
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, (list, tuple)):
-            assert_equal(one, other, f"{what} {[part for part in one if isinstance(part, str)]}")
-        elif isinstance(one, Tensor):
-            assert one.dtype == other.dtype, what
-            assert torch.equal(one, other), f"{what}: differs by {(one.double() - other.double()).abs().max():.3g}"
-        else:
-            assert one == other, what
 
 
 Body = Callable[[Sharded], list[Any]]
@@ -141,7 +123,6 @@ MATRIX = [
         (1, 2), [*PLACES, *AUTO], ("fp32", "bf16", "fp16", "bf16_true"), (False, True), (1, 2), tuple(OPTIMIZERS)
     )
 ]
-SELECTED = pairwise_selection(MATRIX)
 
 
 def _history(side: Sharded, case: Case) -> list[Any]:
@@ -166,20 +147,14 @@ def _check_case(case: Case, folder: Path) -> None:
     compare(row, stage, folder, lambda side: _history(side, case), **settings)
 
 
-@pytest.mark.parametrize("case", SELECTED, ids=str)
+@in_pairs(MATRIX)
 def test_training_equals_none(case: Case, tmp_path: Path) -> None:
-    run(case.world, _check_case, case, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in MATRIX if c not in SELECTED], ids=str)
-def test_training_equals_none_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
     run(case.world, _check_case, case, tmp_path)
 
 
 @on_ranks(2)
 @SOMEWHERE
-def test_gradients_that_rest_in_another_dtype_than_they_travel_in(row: str, stage: int, tmp_path: Path) -> None:
+def test_gradients_that_rest_and_travel_in_two_dtypes_equal_none(row: str, stage: int, tmp_path: Path) -> None:
     def body(side: Sharded) -> list[Any]:
         found: list[Any] = []
         for step in range(3):
@@ -212,24 +187,10 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> No
 # -- which parameters are stepped -------------------------------------------------------------------------------------
 
 
-class Adapter(nn.Module):
-    """A frozen layer with a trainable low-rank one beside it."""
-
-    def __init__(self, width: int = 19) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.norm = nn.LayerNorm(width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.tanh(self.base(self.norm(x)) + self.up(self.down(x)))
-        return out
-
-
 def adapted() -> nn.Module:
     module = Model()
     module.embed.requires_grad_(False)
-    module.blocks = nn.ModuleList([Adapter(), module.blocks[1].requires_grad_(False), Adapter(), module.blocks[2]])
+    module.blocks = nn.ModuleList([Adapted(), module.blocks[1].requires_grad_(False), Adapted(), module.blocks[2]])
     module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: stays on the device in every row
     module.register_forward_hook(lambda m, _, out: out * m.scale)
     return module
@@ -242,42 +203,35 @@ def trainable(params: Any) -> torch.optim.Optimizer:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @SOMEWHERE
-def test_frozen_units_and_adapters(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+def test_frozen_units_and_adapters_equal_none(row: str, stage: int, precision: str, tmp_path: Path) -> None:
     def body(side: Sharded) -> list[Any]:
         return list(train(side, 3, precision=precision))
 
-    settings: dict[str, Any] = {"unit": {"classes": ["Block", "Adapter"]}, "optimizer": trainable}
+    settings: dict[str, Any] = {"unit": {"classes": ["Block", "Adapted"]}, "optimizer": trainable}
     compare(row, stage, tmp_path, body, adapted, precision=precision, **settings)
 
 
-class Spare(nn.Module):
-    """A layer of its parameters is used in every second step only, a block of its model in every third."""
+def spares() -> nn.Module:
+    """A layer of blocks is used in every second step only, a block of the model in every third."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(19, 19), nn.Linear(19, 19), nn.Linear(19, 2)
+    def spare(m: Any, x: Tensor, step: int) -> Tensor:
+        x = torch.tanh(m.always(x))
+        return x if step % 2 else torch.tanh(m.sometimes(x))
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        x = torch.tanh(self.always(x))
-        return x if step % 2 else torch.tanh(self.sometimes(x))
-
-
-class Spares(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Spare() for _ in range(3))
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        for i, block in enumerate(self.blocks):
+    def act(m: Any, x: Tensor, step: int) -> Tensor:
+        for i, block in enumerate(m.blocks):
             if i != step % 3:
                 x = block(x, step)
         return x
+
+    blocks = (Does(spare, always=linear(), sometimes=linear(), never=linear(out=2)) for _ in range(3))
+    return Does(act, blocks=nn.ModuleList(blocks))
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @SOMEWHERE
-def test_parameters_that_are_not_always_used(row: str, stage: int, optimizer: str, tmp_path: Path) -> None:
+def test_parameters_that_are_not_always_used_equal_none(row: str, stage: int, optimizer: str, tmp_path: Path) -> None:
     """Runs are cut anew, and with them the tensors that rest in files."""
 
     def body(side: Sharded) -> list[Any]:
@@ -290,14 +244,13 @@ def test_parameters_that_are_not_always_used(row: str, stage: int, optimizer: st
             losses.append(loss.detach())
         return losses
 
-    settings: dict[str, Any] = {"unit": {"classes": ["Spare"]}, "optimizer": OPTIMIZERS[optimizer]}
-    compare(row, stage, tmp_path, body, Spares, **settings)
+    compare(row, stage, tmp_path, body, spares, optimizer=OPTIMIZERS[optimizer])
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @SOMEWHERE
-def test_freezing_and_unfreezing(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+def test_freezing_and_unfreezing_equals_none(row: str, stage: int, precision: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         module = Model()
         module.blocks[0].requires_grad_(False)
@@ -319,22 +272,25 @@ def test_freezing_and_unfreezing(row: str, stage: int, precision: str, tmp_path:
 # -- what happens right after step() ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def slow_steps(seconds: float = 0.01) -> Iterator[None]:
-    """The worker takes its time: whatever does not wait for it, but should, sees old values."""
+def late_steps(before: Callable[[StepJob], object]) -> Any:
+    """``before`` is called in the worker before each of its jobs."""
 
     def late(job: StepJob) -> StepJob:
         def run() -> None:
-            time.sleep(seconds)
+            before(job)
             job.run()
 
         return job._replace(run=run)
 
     submit = StepWorker.submit
-    with mock.patch.object(
+    return mock.patch.object(
         StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
-    ):
-        yield
+    )
+
+
+def slow_steps(seconds: float = 0.01) -> Any:
+    """The worker takes its time: whatever does not wait for it, but should, sees old values."""
+    return late_steps(lambda _: time.sleep(seconds))
 
 
 @on_ranks(2)
@@ -367,7 +323,7 @@ def test_hyperparameters_are_those_at_the_step(row: str, stage: int, tensor_lr: 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @SOMEWHERE
-def test_several_optimizers_that_share_buckets(row: str, stage: int, set_to_none: bool, tmp_path: Path) -> None:
+def test_optimizers_that_share_buckets_equal_none(row: str, stage: int, set_to_none: bool, tmp_path: Path) -> None:
     """Clearing, clipping and clamping the gradients of one leaves the step of the other alone."""
 
     def body(side: Sharded) -> list[Any]:
@@ -394,7 +350,7 @@ def test_several_optimizers_that_share_buckets(row: str, stage: int, set_to_none
 @pytest.mark.smoke
 @on_ranks(1, 2)
 @SOMEWHERE
-def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: Path) -> None:
+def test_values_are_those_of_none_right_after_the_step(row: str, stage: int, tmp_path: Path) -> None:
     def body(side: Sharded) -> list[Any]:
         found: list[Any] = []
         for step in range(4):
@@ -419,35 +375,24 @@ def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: 
         compare(row, stage, tmp_path, body)
 
 
-class Broken(RuntimeError):
-    pass
-
-
-class _BreakBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        raise Broken
-
-
 @on_ranks(1, 2)
 @SOMEWHERE
 def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path) -> None:
-    def body(side: Sharded) -> list[Any]:
-        def broken(*_: Any) -> None:
-            raise Broken
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
 
+    def body(side: Sharded) -> list[Any]:
         found = list(train(side, 2))
-        with pytest.raises(Broken), contextlib.closing(_Handle(side.module.blocks[1].register_forward_hook(broken))):
+        handle = side.module.blocks[1].register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
             side.module(tokens(2))
+        handle.remove()
         side.engine.passes.abort()
         found += train(side, 1, first=2)
-        hook = side.module.blocks[1].register_forward_hook(lambda m, args, out: _BreakBackward.apply(out))
-        with pytest.raises(Broken), contextlib.closing(_Handle(hook)):
+        handle = side.module.blocks[1].register_forward_hook(lambda m, _, out: out.register_hook(fail) and None)
+        with pytest.raises(ZeroDivisionError):
             side.backward(language_loss(side.module, tokens(3)))
+        handle.remove()
         side.zero_grad()
         return found + train(side, 2, first=3)
 
@@ -455,32 +400,25 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
         compare(row, stage, tmp_path, body)
 
 
-class _Handle:
-    def __init__(self, handle: Any) -> None:
-        self.close = handle.remove
-
-
 # -- other settings ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(1, 2)
 @SOMEWHERE
-def test_settings_of_time_and_memory(row: str, stage: int, tmp_path: Path) -> None:
-    at_stage_3 = [{"keep_gathered_bytes": 10**9}, {"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000}]
+def test_settings_of_time_and_memory_change_nothing(row: str, stage: int, tmp_path: Path) -> None:
+    at_stage_3: list[dict[str, Any]] = [
+        {"keep_gathered_bytes": 10**9},
+        {"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000},
+        {"dynamic_graph": True},
+    ]
     for config in ({"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}, *(at_stage_3 if stage == 3 else [])):
         with slow_steps(0.002):
-            compare(row, stage, tmp_path, lambda side: list(train(side, 3)), **config)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
-def test_dynamic_paths(row: str, tmp_path: Path) -> None:
-    compare(row, 3, tmp_path, lambda side: list(train(side, 3)), dynamic_graph=True)
+            compare(row, stage, tmp_path, lambda side: list(train(side, 2)), **config)
 
 
 @on_ranks(2)
 @SOMEWHERE
-def test_a_module_from_meta(row: str, stage: int, tmp_path: Path) -> None:
+def test_a_module_from_meta_equals_none(row: str, stage: int, tmp_path: Path) -> None:
     def build() -> nn.Module:
         with torch.device("meta"):
             return Model()
@@ -553,7 +491,7 @@ def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path)
 
 @on_ranks(1, 2)
 @SOMEWHERE
-def test_two_models_side_by_side(row: str, stage: int, tmp_path: Path) -> None:
+def test_two_models_side_by_side_equal_none(row: str, stage: int, tmp_path: Path) -> None:
     """A generator and its critic, say: each has an engine of its own, in the same folder."""
     found = []
     for place in (offload(row, tmp_path), {"offload": "none"}):
@@ -572,41 +510,27 @@ def test_two_models_side_by_side(row: str, stage: int, tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
-
+    plain = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, 3, device="meta")))
     for _ in range(2):
         with pytest.raises(ConfigError, match="reset_parameters"):
-            lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), Plain()), device="cpu", **offload("nvme", tmp_path))
+            lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), plain), device="cpu", **offload("nvme", tmp_path))
     assert not list(tmp_path.rglob("*.bin"))
 
 
 # -- optimizers that the worker cannot take apart ---------------------------------------------------------------------
 
 
-class Counting(torch.optim.AdamW):
-    """Counts its steps: there is one call for all of a group, and not one for each bucket."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-            group["lr"] = 0.001 / group["calls"]
-        return super().step(closure)
-
-
 @on_ranks(1, 2)
 @SOMEWHERE
 def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Path) -> None:
+    """It counts its steps: there is one call for all of a group, and not one for each bucket."""
+
     def body(side: Sharded) -> list[Any]:
         losses = train(side, 3)
-        assert [group["calls"] for group in side.optimizer.param_groups] == [3]
+        assert vars(side.optimizer)["steps"] == 3
         return list(losses)
 
-    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"sharding": "slices"}}
-    compare(row, stage, tmp_path, body, **settings)
+    compare(row, stage, tmp_path, body, optimizer=WarmsUp, optimizer_settings={"sharding": "slices"})
 
 
 @on_ranks(1, 2)
@@ -630,115 +554,7 @@ def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_
     compare(row, stage, tmp_path, body)
 
 
-# -- random delays ----------------------------------------------------------------------------------------------------
-
-
-class LateFuture:
-    """A transfer that is seen to be over only some time after it is."""
-
-    def __init__(self, inner: Future[Any], delay_s: float) -> None:
-        self._inner, self._from = inner, time.monotonic() + delay_s
-
-    def result(self) -> Any:
-        time.sleep(max(0.0, self._from - time.monotonic()))
-        return self._inner.result()
-
-    def exception(self) -> BaseException | None:
-        time.sleep(max(0.0, self._from - time.monotonic()))
-        return self._inner.exception()
-
-
-@contextlib.contextmanager
-def delays(seed: int) -> Iterator[set[str]]:
-    """Pauses before and after everything that happens in another thread, each rank with others. Gives what was late."""
-    chance = random.Random(100 * seed + dist.get_rank())
-    seen: set[str] = set()
-
-    def pause() -> float:
-        return chance.random() ** 4 * 0.006  # mostly short
-
-    def late(method: Any) -> Any:
-        def call(*args: Any) -> Any:
-            seen.add(method.__name__)
-            time.sleep(pause())
-            return LateFuture(method(*args), pause())
-
-        return call
-
-    def late_job(job: StepJob) -> StepJob:
-        def run() -> None:
-            seen.add("step")
-            time.sleep(pause())
-            job.run()
-            time.sleep(pause())
-
-        return job._replace(run=run)
-
-    submit = StepWorker.submit
-    with contextlib.ExitStack() as stack:
-        for name in ("stage_in", "stage_out"):
-            stack.enter_context(mock.patch.object(NvmeTier, name, late(getattr(NvmeTier, name))))
-        late_submit = mock.patch.object(
-            StepWorker, "submit", lambda self, jobs, event: submit(self, [late_job(j) for j in jobs], event)
-        )
-        stack.enter_context(late_submit)
-        yield seen
-
-
-def slow_disk(engine: Engine, seed: int) -> None:
-    chance = random.Random(seed)
-    if (nvme := engine.tiers.nvme) is not None:
-        calls = nvme._file.syscalls
-
-        def slow(call: Any) -> Any:
-            def moved(*args: Any) -> int:
-                time.sleep(chance.random() ** 4 * 0.004)
-                count: int = call(*args)
-                return count
-
-            return moved
-
-        calls.preadv, calls.pwritev = slow(calls.preadv), slow(calls.pwritev)
-
-
-@pytest.mark.full
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-@EVERYWHERE
-def test_random_delays_change_nothing(row: str, stage: int, precision: str, tmp_path: Path) -> None:
-    def body(side: Sharded) -> list[Any]:
-        delay(side.engine, stage)
-        slow_disk(side.engine, stage)
-        found: list[Any] = []
-        for step in range(4):
-            with autocast(precision):
-                found.append(accumulate(side, step, 2))
-            side.step()
-            side.zero_grad()
-            if step == 1:
-                with torch.no_grad(), autocast(precision):
-                    found.append(side.module(tokens(9)).float())
-        return found
-
-    settings: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000, "precision": precision}
-    with delays(stage) as late:
-        compare(row, stage, tmp_path, body, lambda: Model(depth=4), **settings)
-    assert late >= ({"step", "stage_in", "stage_out"} if "nvme" in row else {"step"})
-
-
 NEVER = property(lambda _: False, lambda *_: None)
-
-
-class Repeats(Model):
-    """Calls its first block as often as it is told."""
-
-    times = 1
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in [*[self.blocks[0]] * self.times, *self.blocks[1:]]:
-            x = block(x)
-        return self.head(x)
 
 
 @on_ranks(2)
@@ -749,8 +565,10 @@ def test_a_unit_is_used_again_while_the_next_awaits_its_step() -> None:
     def found(side: Sharded) -> tuple[list[Tensor], Counter[tuple[str, str]]]:
         losses = []
         for step, times in enumerate((1, 1, 2, 1, 2, 2)):
-            side.module.times = times  # type: ignore[assignment]
-            losses += train(side, 1, first=step)
+            side.module.path = (0,) * times + (1, 2)
+            losses.append(mean_square(side, step).detach())
+            side.step()
+            side.zero_grad()
         return losses, side.engine.comm.counts
 
     both = []
@@ -758,7 +576,7 @@ def test_a_unit_is_used_again_while_the_next_awaits_its_step() -> None:
         torch.manual_seed(3)
         with (
             mock.patch.object(GatherOrder, "holds_next", NEVER, create=True) if at_once else contextlib.nullcontext(),
-            Sharded(Repeats(), stage=3, offload="cpu") as side,
+            Sharded(Chain(), stage=3, offload="cpu") as side,
         ):
             both.append(found(side))
     assert_equal(both[0][0], both[1][0])

@@ -37,11 +37,12 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
-from tests.engine.test_offload import offload, slow_steps, train
+from tests.engine.test_offload import late_steps, offload, slow_steps, train
 from tests.harness import on_ranks, run
+from tests.models import Clamped
 from tests.rows import IN_FILES, PARAMS_IN_FILES, PLACES, STATE_IN_FILES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 SOME_STATE_IN_FILES = pytest.mark.parametrize(
     ("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)]
@@ -70,7 +71,7 @@ def assert_at_rest(engine: Engine) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
 def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
     with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
@@ -218,23 +219,17 @@ def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str,
             assert recorder.most_in_memory == 3
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
 def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path) -> None:
     """The first block has run while the last one is still to be stepped."""
     ran: list[str] = []
-    submit = StepWorker.submit
 
-    def late(job: StepJob) -> StepJob:
-        def work() -> None:
-            if job.bucket.label.startswith("blocks.4"):
-                deadline = time.monotonic() + 20
-                while "blocks.0" not in ran:
-                    assert time.monotonic() < deadline, "the forward waits for steps that it does not need"
-                    time.sleep(0.001)
-            job.run()
-
-        return job._replace(run=work)
+    def wait(job: StepJob) -> None:
+        deadline = time.monotonic() + 20
+        while job.bucket.label.startswith("blocks.4") and "blocks.0" not in ran:
+            assert time.monotonic() < deadline, "the forward waits for steps that it does not need"
+            time.sleep(0.001)
 
     with Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path)) as side:
         train(side, 2)
@@ -242,9 +237,7 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
         side.module.blocks[0].register_forward_hook(lambda *_: ran.append("blocks.0"))
         side.backward(side.module(tokens(3)).square().mean())
         ran.clear()
-        with mock.patch.object(
-            StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
-        ):
+        with late_steps(wait):
             side.step()
         side.zero_grad()
         side.backward(side.module(tokens(4)).square().mean())
@@ -278,7 +271,7 @@ def shard_in_file(
 
 
 @on_ranks(1)
-def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None:
+def test_parameters_read_ahead_are_read_again_after_a_write(tmp_path: Path) -> None:
     with shard_in_file(tmp_path, Tier.device) as (file, _):
         out = torch.empty(2000)
         file.stage_ahead()
@@ -608,19 +601,6 @@ def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) ->
 # -- two threads ------------------------------------------------------------------------------------------------------
 
 
-class Clamped(nn.Module):
-    """A block that writes to its weight before it uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.1, 0.1)
-        return x + self.linear(x)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["clamp", "assign"])
@@ -634,7 +614,7 @@ def test_a_write_comes_while_the_worker_brings_the_stepped_masters_to_rest(
         return os.pwritev(*args)
 
     torch.manual_seed(0)
-    blocks = [Clamped() if how == "clamp" else nn.Sequential(nn.Linear(64, 64)) for _ in range(4)]
+    blocks = [Clamped("in place", 64) if how == "clamp" else nn.Sequential(nn.Linear(64, 64)) for _ in range(4)]
     module = nn.Sequential(*blocks)
     unit = {"classes": ["Clamped" if how == "clamp" else "Sequential"]}
     found: list[list[Tensor]] = []

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,10 +19,9 @@ import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units import grad_store
 from lightning_zero.tiers import pinned
-from tests.engine.support import Model, Sharded, accumulate, adamw, autocast, pairwise_selection, sgd
-from tests.engine.test_offload import assert_equal, offload, whole
-from tests.harness import on_ranks, run
-from tests.rows import OFFLOADED
+from tests.engine.support import MakeOptimizer, Model, Sharded, accumulate, adamw, assert_equal, autocast, sgd
+from tests.engine.test_offload import offload, whole
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -51,61 +49,52 @@ def streams() -> Iterator[None]:
         yield
 
 
-class Case(NamedTuple):
-    world: int
-    row: str
-    precision: str
-    clips: str  # "", by which norm, or "twice"
-    micro_batches: int
-    optimizer: str
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self)).replace(" ", "_")
-
-
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
-MATRIX = [
-    Case(*values)
-    for values in itertools.product(
-        (1, 2), OFFLOADED, ("fp32", "bf16", "fp16", "bf16_true"), ("", "2", "inf", "twice"), (1, 2), tuple(OPTIMIZERS)
-    )
+CASES = [  # by which norm gradients are clipped, or twice
+    ("optimizer_cpu", "fp32", "2", 1),
+    ("cpu", "bf16", "inf", 2),
+    ("optimizer_nvme", "fp16", "twice", 1),
+    ("optimizer_cpu_param_nvme", "bf16_true", "", 2),
+    ("nvme", "fp16", "2", 2),
+    ("cpu", "fp32", "twice", 1),
+    ("nvme", "bf16_true", "inf", 1),
 ]
 
 
-def _history(side: Sharded, case: Case) -> list[Any]:
-    found: list[Any] = []
-    for step in range(4):  # from the second on, norms are taken on the way
-        with autocast(case.precision):
-            found.append(accumulate(side, step, case.micro_batches))
-        found.append(
-            side.engine.passes.sharded_grads.overflowed(map(side.engine.units.place_of, side.module.parameters()))
-        )
-        if case.clips == "twice":
-            found += [side.clip(0.4), side.clip(0.2)]
-        elif case.clips:
-            found.append(side.clip(0.3, float(case.clips)))
-        if step == 3:
-            with lightning_zero.gather(side.module, grads=True):
-                found += [p.grad.clone() for p in side.module.parameters() if p.grad is not None]
-        side.step()
-        side.zero_grad()
-    return found + whole(side)
+@on_ranks(2, full=(1,))
+@pytest.mark.sample
+@pytest.mark.parametrize(("row", "precision", "clips", "micro_batches"), CASES)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_training_equals_no_offload(
+    row: str, precision: str, clips: str, micro_batches: int, optimizer: MakeOptimizer, tmp_path: Path
+) -> None:
+    def history(side: Sharded) -> list[Any]:
+        found: list[Any] = []
+        for step in range(4):  # from the second on, norms are taken on the way
+            with autocast(precision):
+                found.append(accumulate(side, step, micro_batches))
+            places = map(side.engine.units.place_of, side.module.parameters())
+            found.append(side.engine.passes.sharded_grads.overflowed(places))
+            if clips == "twice":
+                found += [side.clip(0.4), side.clip(0.2)]
+            elif clips:
+                found.append(side.clip(0.3, float(clips)))
+            if step == 3:
+                with lightning_zero.gather(side.module, grads=True):
+                    found += [p.grad.clone() for p in side.module.parameters() if p.grad is not None]
+            side.step()
+            side.zero_grad()
+        return found + whole(side)
 
-
-def _check(case: Case, folder: Path) -> None:
     found = []
     for on_streams in (True, False):
         torch.manual_seed(3)
-        settings: dict[str, Any] = offload(case.row, folder) if on_streams else {"offload": "none"}
-        settings |= {"precision": case.precision, "optimizer": OPTIMIZERS[case.optimizer], "stage": 3}
-        with streams() if on_streams else contextlib.nullcontext(), Sharded(Model(width=64), **settings) as side:
-            found.append(_history(side, case))
+        place: dict[str, Any] = offload(row, tmp_path) if on_streams else {"offload": "none"}
+        with (
+            streams() if on_streams else contextlib.nullcontext(),
+            Sharded(Model(width=64), precision=precision, optimizer=optimizer, **place) as side,
+        ):
+            found.append(history(side))
     assert_equal(*found)
-
-
-@pytest.mark.parametrize("case", pairwise_selection(MATRIX), ids=str)
-def test_training_equals_no_offload(case: Case, tmp_path: Path) -> None:
-    run(case.world, _check, case, tmp_path)
 
 
 # -- what is found out on the way -------------------------------------------------------------------------------------

@@ -19,13 +19,15 @@ from torch import Tensor
 
 import lightning_zero
 from tests.engine.support import (
+    ALL_STAGES,
     Model,
     Sharded,
     accumulate,
     adamw,
+    assert_equal,
     autocast,
     check,
-    pairwise_selection,
+    in_pairs,
     sgd,
 )
 from tests.harness import on_ranks, run
@@ -39,9 +41,6 @@ class Case(NamedTuple):
     prefetch_bytes: int
     optimizer: str
 
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
 
 VALUES: dict[str, Sequence[Any]] = {
     "world": (2, 3),
@@ -54,7 +53,6 @@ VALUES: dict[str, Sequence[Any]] = {
 MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
 
 
-SELECTED = pairwise_selection(MATRIX)
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
@@ -70,30 +68,18 @@ def _check_case(case: Case, **config: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("case", SELECTED, ids=str)
+@in_pairs(MATRIX)
 def test_training_equals_the_twin(case: Case) -> None:
     run(case.world, _check_case, case)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in MATRIX if c not in SELECTED], ids=str)
-def test_training_equals_the_twin_in_the_whole_matrix(case: Case) -> None:
-    run(case.world, _check_case, case)
-
-
 @pytest.mark.smoke
-@on_ranks(2, 3)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_plain_backward_is_enough(stage: int) -> None:
-    check(Model, functools.partial(accumulate, micro_batches=2), stage=stage, plain=True)
-
-
-@on_ranks(1)
+@on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize("precision", VALUES["precision"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank(stage: int, precision: str) -> None:
+@pytest.mark.mainly(lambda precision: precision == "fp32")
+def test_a_plain_backward_is_enough_at_every_stage(precision: str) -> None:
     work = functools.partial(accumulate, micro_batches=2)
-    check(Model, work, stage=stage, precision=precision, plain=stage % 2 == 0)
+    check(Model, work, stage=ALL_STAGES, precision=precision, plain=True, steps=3)
 
 
 # -- settings that only move things in time or place ------------------------------------------------------------------
@@ -115,28 +101,24 @@ def _history(stage: int, *, micro_batches: int = 1, precision: str = "fp32", **c
     return found
 
 
-def _assert_alike(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float = 0.0) -> None:
-    for one, other in zip(a, b, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-@on_ranks(2, 3)
+@pytest.mark.sample
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_stages_agree_to_the_bit_with_clipping(precision: str) -> None:
     first = _history(0, precision=precision)
     for stage in (1, 2, 3):
-        _assert_alike(first, _history(stage, precision=precision))
+        assert_equal(first, _history(stage, precision=precision))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_accumulating_stages_agree_in_pairs_to_the_bit() -> None:
     zero0, zero1, zero2, zero3 = (_history(stage, micro_batches=3) for stage in range(4))
-    _assert_alike(zero0, zero1)
-    _assert_alike(zero2, zero3)
-    _assert_alike(zero0, zero2, 1e-6)
+    assert_equal(zero0, zero1)
+    assert_equal(zero2, zero3)
+    assert_equal(zero0, zero2, tolerance=1e-6)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_settings_of_time_and_memory_change_nothing() -> None:
     plain = _history(3)
     for config in (
@@ -146,10 +128,10 @@ def test_settings_of_time_and_memory_change_nothing() -> None:
         {"keep_gathered_bytes": 10**9, "prefetch_bytes": 0},
         {"dynamic_graph": True},
     ):
-        _assert_alike(plain, _history(3, **config))
+        assert_equal(plain, _history(3, **config))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_other_buckets_sum_norms_in_another_order_and_that_is_all() -> None:
     plain = _history(3)
     for config in (
@@ -157,12 +139,12 @@ def test_other_buckets_sum_norms_in_another_order_and_that_is_all() -> None:
         {"unit": {"classes": ["Block", "Linear"]}},  # nested units
         {"unit": {"classes": ["Model"]}},  # the root alone
     ):
-        _assert_alike(plain, _history(3, **config), 1e-6)
+        assert_equal(plain, _history(3, **config), tolerance=1e-6)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_transports_agree() -> None:
     tolerance = 0.0 if dist.get_world_size() == 2 else 1e-6
     for stage in (0, 3):
         direct = _history(stage, comm={"transport": "direct"})
-        _assert_alike(direct, _history(stage, comm={"transport": "plain"}), tolerance)
+        assert_equal(direct, _history(stage, comm={"transport": "plain"}), tolerance=tolerance)

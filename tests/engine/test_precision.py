@@ -17,7 +17,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
+from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.engine.support import (
+    IN_STAGES,
     TRUE,
     Model,
     Sharded,
@@ -33,29 +35,23 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks
+from tests.models import Does, linear
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
 
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
 WIDTH = 16
 
 
-class TakesTwo(nn.Module):
+def takes_two() -> nn.Module:
     """A layer of two inputs; one comes from another layer, and so in lower precision under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.both = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.both(self.first(x), x)
+    both = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+    return Does(lambda m, x: m.both(m.first(x), x), first=linear(WIDTH), both=both)
 
 
-class LooksUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.table(torch.arange(len(x)) % 5) + x)
+def looks_up() -> nn.Module:
+    act = lambda m, x: m.last(m.table(torch.arange(len(x)) % 5) + x)  # noqa: E731
+    return Does(act, table=nn.Embedding(5, WIDTH, sparse=True), last=linear(WIDTH))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -65,8 +61,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "weight norm before": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
-    "bilinear": TakesTwo,
-    "sparse": LooksUp,
+    "bilinear": takes_two,
+    "sparse": looks_up,
 }
 
 
@@ -123,21 +119,14 @@ def language_work(side: Side, step: int) -> Tensor:
 
 
 @on_ranks(2, full=(3,))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@IN_STAGES
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
-@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
-@pytest.mark.mainly(lambda stage, optimizer: stage in (1, 3) and optimizer is adamw)
-def test_rows_of_one_dtype_train_as_a_plain_copy(stage: int, precision: str, optimizer: Any) -> None:
+def test_rows_of_one_dtype_train_as_a_plain_copy(stages: tuple[int, ...], precision: str) -> None:
     def with_eps(params: Any) -> torch.optim.Optimizer:  # torch's own is zero in fp16
         return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True, eps=1e-4)
 
-    check(
-        Model,
-        language_work,
-        stage=stage,
-        precision=precision,
-        optimizer=with_eps if optimizer is adamw and precision == "fp16_true" else optimizer,
-    )
+    for optimizer in (sgd, with_eps if precision == "fp16_true" else adamw):
+        check(Model, language_work, stage=stages, precision=precision, optimizer=optimizer)
 
 
 @on_ranks(2)
@@ -197,7 +186,7 @@ class Narrow(Twin):
         super()._take()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) -> None:
@@ -237,7 +226,7 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
 def test_a_bilinear_gives_back_the_dtype_that_it_was_given(stage: int, precision: str) -> None:
     """Also without autocast, where the layer after it takes nothing else."""
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    module = nn.Sequential(TakesTwo(), nn.Linear(WIDTH, WIDTH))
+    module = nn.Sequential(takes_two(), nn.Linear(WIDTH, WIDTH))
     with Sharded(module, stage=stage, precision=precision) as side:
         loss = module(floats(0, 4, WIDTH).to(low))
         assert loss.dtype is low
@@ -247,15 +236,12 @@ def test_a_bilinear_gives_back_the_dtype_that_it_was_given(stage: int, precision
             assert module[0].both(wide, wide.to(low)).dtype is torch.float32
 
 
-class Refuses(nn.Module):
+class Refuses(Does):
     """An operation that takes one dtype only, and that autocast does not know."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.lerp(x.float(), self.weight, 0.5)
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        super().__init__(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=weight)
 
 
 @on_ranks(2)
@@ -280,18 +266,15 @@ class Packed(nn.Parameter):
     quant_state = 500.0
 
 
-class Decodes(nn.Module):
+def decodes() -> nn.Module:
     """A frozen layer whose weight is decoded from the bytes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        packed = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8)
-        self.weight = Packed(packed.view(torch.float16), requires_grad=False)
-        self.adapter = nn.Linear(WIDTH, WIDTH)
+    def act(m: Any, x: Tensor) -> Tensor:
+        weight = (m.weight.view(torch.uint8).to(x.dtype) - 127.5) / m.weight.quant_state
+        return x @ weight + m.adapter(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = (self.weight.view(torch.uint8).to(x.dtype) - 127.5) / self.weight.quant_state
-        return x @ weight + self.adapter(x)
+    packed = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8)
+    return Does(act, weight=Packed(packed.view(torch.float16), requires_grad=False), adapter=linear(WIDTH))
 
 
 @on_ranks(2)
@@ -299,7 +282,7 @@ class Decodes(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "bf16_true", "fp64"])
 def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(Decodes(), Decodes())
+    module = nn.Sequential(decodes(), decodes())
     before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
     with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
         for step in range(2):
@@ -320,3 +303,24 @@ def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) ->
             with autocast(precision):
                 module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
         assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
+
+
+# -- the scale of the loss --------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("first", [2.0**16, 2.0**126])
+def test_scales_are_those_of_torch_up_to_the_largest(first: float) -> None:
+    """A scale that fp32 cannot hold would make every loss infinite, and skip a step."""
+    ours = LossScaler(first, growth_interval=2)
+    theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param])
+    for step in range(8):
+        overflowed = first < 2.0**100 and step == 5
+        param.grad = theirs.scale(torch.full((1,), float("inf") if overflowed else 0.0))
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflowed=overflowed)
+        assert ours.scale == theirs.get_scale(), step
+        assert ours.state_dict()["_growth_tracker"] == theirs.state_dict()["_growth_tracker"], step

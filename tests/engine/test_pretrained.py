@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,15 @@ from lightning_zero.config import ConfigError
 from lightning_zero.pretrained import SafetensorsFolder, sources_from
 from lightning_zero.pretrained.conversions import forget
 from tests.harness import on_ranks
+from tests.models import Does
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 transformers.utils.logging.disable_progress_bar()  # which leaves a thread
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.sample,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -90,27 +96,34 @@ def test_a_model_on_meta_has_the_values_of_the_folder(kind: str, stage: int, tmp
     with torch.no_grad(), engine.step_scope(evaluation=True):
         found = module(TOKENS)
     assert torch.equal(found, logits)
-    state = engine.state_dict(only_rank_0=False)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(state[name], value), name
+    assert_values(engine, expected)
     for (name, own), other in zip(module.named_buffers(), expected.buffers(), strict=True):
         assert torch.equal(own, other), name
     engine.release()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
-def test_into_offloaded_shards(row: str, tmp_path: Path) -> None:
-    expected = Wrapped(saved("llama", tmp_path / "files"))
-    module = Wrapped(make("llama", "meta"))
-    (tmp_path / "disk").mkdir(exist_ok=True)
-    offload = {"name": row} | ({"nvme_path": str(tmp_path / "disk")} if row == "nvme" else {})
-    settings: dict[str, Any] = {"init_from": str(tmp_path / "files"), "offload": offload, "precision": "bf16"}
-    engine = lightning_zero.shard(module, stage=3, device="cpu", **settings)
+@contextlib.contextmanager
+def from_folder(module: nn.Module, folder: Path, **settings: Any) -> Iterator[Any]:
+    engine = lightning_zero.shard(module, **{"stage": 3, "init_from": str(folder), "device": "cpu", **settings})
+    yield engine
+    engine.release()
+
+
+def assert_values(engine: Any, expected: nn.Module, prefix: str = "") -> None:
     state = engine.state_dict(only_rank_0=False)
     for name, value in expected.state_dict().items():
-        assert torch.equal(state[name], value), name
-    engine.release()
+        assert torch.equal(state[f"{prefix}{name}"], value), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
+def test_values_go_into_offloaded_shards(row: str, tmp_path: Path) -> None:
+    expected = Wrapped(saved("llama", tmp_path / "files"))
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    offload = {"name": row} | ({"nvme_path": str(tmp_path / "disk")} if row == "nvme" else {})
+    module = Wrapped(make("llama", "meta"))
+    with from_folder(module, tmp_path / "files", offload=offload, precision="bf16") as engine:
+        assert_values(engine, expected)
 
 
 @on_ranks(3)
@@ -139,16 +152,13 @@ def test_ranks_read_no_byte_beyond_their_shards(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_model_off_meta_takes_the_values_too(tmp_path: Path) -> None:
-    expected = saved("gpt2", tmp_path).state_dict()
-    module = make("gpt2", seed=5)
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    state = engine.state_dict(only_rank_0=False)
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
-    engine.release()
+    expected = saved("gpt2", tmp_path)
+    with from_folder(make("gpt2", seed=5), tmp_path) as engine:
+        assert_values(engine, expected)
 
 
 @pytest.mark.parametrize("what", ["several files", "the base model's", "no index"])
-def test_forms_of_folders(what: str, tmp_path: Path) -> None:
+def test_folders_of_every_form_are_read(what: str, tmp_path: Path) -> None:
     model = make("gpt2")
     if what == "the base model's":  # as gpt2 was published: without the prefix transformer.
         model.transformer.save_pretrained(tmp_path)
@@ -157,11 +167,8 @@ def test_forms_of_folders(what: str, tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
         if what == "no index":
             (tmp_path / "model.safetensors.index.json").unlink()
-    module = Wrapped(make("gpt2", "meta"))
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    state = engine.state_dict()
-    assert all(torch.equal(state[f"model.{name}"], value) for name, value in model.state_dict().items())
-    engine.release()
+    with from_folder(Wrapped(make("gpt2", "meta")), tmp_path) as engine:
+        assert_values(engine, model, "model.")
 
 
 def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
@@ -173,17 +180,13 @@ def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
     save_file({key: value.contiguous() for key, value in net.state_dict().items()}, tmp_path / "a.safetensors")
     with torch.device("meta"):
         module = Wrapped(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
-    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    state = engine.state_dict()
-    assert all(torch.equal(state[f"model.{name}"], value) for name, value in net.state_dict().items())
-    engine.release()
+    with from_folder(module, tmp_path) as engine:
+        assert_values(engine, net, "model.")
 
 
-class NoReset(nn.Module):
+class NoReset(Does):
     def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
-        self.bias = nn.Parameter(torch.ones(3))
+        super().__init__(lambda m, x: x, gain=nn.Parameter(torch.ones(3)), bias=nn.Parameter(torch.ones(3)))
 
 
 def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:

@@ -17,21 +17,19 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of, engines
 from tests.engine.support import Model, Sharded, language_loss, language_work, sgd, tokens
 from tests.harness import on_ranks
+from tests.models import Does
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
-
-
-class NeedsInitialising(nn.Module):
-    """On meta, and without a way to get values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, 3, device="meta"))
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
-class FailsToInitialise(NeedsInitialising):
-    def reset_parameters(self) -> None:
-        raise ZeroDivisionError("in reset_parameters")
+def unset(*, fails: bool = False) -> nn.Module:
+    """On meta, and without a way to get values, or with one that fails."""
+
+    class Fails(Does):
+        def reset_parameters(self) -> None:
+            raise ZeroDivisionError("in reset_parameters")
+
+    return (Fails if fails else Does)(lambda m, x: x, weight=nn.Parameter(torch.empty(1, 3, device="meta")))
 
 
 # What rank 1 does otherwise than the others, and what all hear.
@@ -61,17 +59,17 @@ CASES: dict[str, Refused] = {
         "NOWHERE",
     ),
     "reset": (
-        lambda m, _: _add(m, FailsToInitialise() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
+        lambda m, _: _add(m, unset(fails=True) if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
         "in reset_parameters",
     ),
     "no reset": (
-        lambda m, _: _add(m, NeedsInitialising() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
+        lambda m, _: _add(m, unset() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
         "has no reset_parameters",
     ),
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
     change, message = CASES[name]
@@ -94,7 +92,7 @@ def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
             side.step()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 def test_an_optimizer_that_one_rank_cannot_take() -> None:
     module = Model()
     engine = lightning_zero.shard(module, device="cpu", stage=2)
@@ -110,7 +108,7 @@ def test_an_optimizer_that_one_rank_cannot_take() -> None:
     engine.release()
 
 
-@pytest.mark.sample
+@pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("how", ["module", "in place", "forward"])

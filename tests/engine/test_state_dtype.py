@@ -23,49 +23,40 @@ import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.optimizers import low_bits
-from lightning_zero.optimizers.low_bits import Format, NarrowStep, PieceMemory, Stretch, in_threads
+from lightning_zero.optimizers.low_bits import Format, NarrowStep, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.narrow_twin import narrow_twin
+from tests.engine.optimizers import SignDescent, WarmsUp
 from tests.engine.snapshots import KeptRanges
 from tests.engine.support import (
-    VOCABULARY,
     Model,
     Sharded,
     Twin,
     accumulate,
     adamw,
+    assert_equal,
     assert_same,
     autocast,
     language_loss,
     pairwise_selection,
     tokens,
 )
-from tests.engine.test_held_bytes import Odd, settings
+from tests.engine.test_held_bytes import settings
 from tests.harness import on_ranks, run
+from tests.models import VOCABULARY, Odd
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 ROWS = [(0, "none"), (1, "optimizer_cpu"), (2, "none"), (3, "none"), (3, "nvme")]
 MORE_ROWS = [(1, "none"), (2, "optimizer_nvme"), (3, "cpu")]
 
 
-def narrow(dtype: str, **more: Any) -> dict[str, Any]:
-    return {"optimizer": {"state_dtype": dtype, **more}}
-
-
-class Side(Sharded):
-    """With settings of ``zero.optimizer``."""
-
-    def __init__(self, module: nn.Module, dtype: str, *, make: Callable[[Any], Optimizer] = adamw, **config: Any):
-        self.module = module
-        self.engine = lightning_zero.shard(module, device="cpu", **{**narrow(dtype), **config})
-        self.optimizer = make(module.parameters())
-        self.engine.add_optimizer(self.optimizer)
-        self._plain = False
+def side_of(module: nn.Module, dtype: str, *, make: Callable[[Any], Optimizer] = adamw, **config: Any) -> Sharded:
+    return Sharded(module, optimizer=make, optimizer_settings={"state_dtype": dtype}, **config)
 
 
 def wide_model() -> Model:
@@ -102,7 +93,7 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
     make = narrow_twin(adamw, names, case.dtype, MOMENTS)
     twin = Twin(module, optimizer=make, precision=case.precision, each=stage >= 2)
     more = {"precision": case.precision, "reduce_bucket_bytes": case.reduce_bucket_bytes}
-    with Side(module, case.dtype, stage=stage, offload=settings(row, folder), **more) as side:
+    with side_of(module, case.dtype, stage=stage, offload=settings(row, folder), **more) as side:
         for step in range(3):
             for each in (side, twin):
                 with autocast(case.precision):
@@ -118,7 +109,6 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
                 assert torch.equal(found, twin.optimizer.state[master][name][: len(found)]), (names[number], name)
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
 def test_training_equals_the_twin(case: Case, tmp_path: Path) -> None:
     run(case.world, _equals_the_twin, case, tmp_path)
@@ -141,7 +131,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, bool]]] = {
 }
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("int8", "bf16")[i % 2]) for i, n in enumerate(OPTIMIZERS)])
 def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
@@ -149,7 +138,7 @@ def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
     torch.default_generator.manual_seed(3)
     module = wide_model()
     twin = Twin(module, optimizer=narrow_twin(make, [n for n, _ in module.named_parameters()], dtype, states))
-    with Side(module, dtype, make=make) as side:
+    with side_of(module, dtype, make=make) as side:
         for step in range(3):
             for each in (side, twin):
                 each.backward(language_loss(each.module, tokens(step)))
@@ -158,7 +147,6 @@ def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
             assert_same(side, twin, what=f"step {step}: ")
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("rmsprop", "bf16"), ("sgd", "int8")])
 def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
@@ -177,7 +165,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
         with (
             mock.patch.object(low_bits, "pieces_of", return_value=(512, 3) if in_pieces else (1 << 18, 1)),
             mock.patch.object(NarrowStep, "_piece", counted),
-            Side(wide_model(), dtype, make=make, stage=1) as side,
+            side_of(wide_model(), dtype, make=make, stage=1) as side,
         ):
             for step in range(3):
                 side.backward(language_loss(side.module, tokens(step, rank=0)))
@@ -189,7 +177,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
             found.append(everything(side))
         assert any("pieces" in name for name in taken) == in_pieces
         taken.clear()
-    assert_all_equal(*found)
+    assert_equal(*found)
 
 
 def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
@@ -219,20 +207,6 @@ def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
     assert done == [4, 5, 6, 7]
 
 
-def test_memory_for_pieces_stays_for_the_runs_that_follow() -> None:
-    memory, cpu = PieceMemory(), torch.device("cpu")
-    one, two = memory.lend(2, 512, cpu)
-    assert memory.lend(1, 256, cpu) == [one]
-    assert memory.lend(2, 512, cpu) == [one, two]
-    larger = memory.lend(1, 1024, cpu)
-    assert larger[0].numel == 1024 and memory.lend(2, 512, cpu) == [*larger, two]
-    # Of another dtype it is other memory: what was there may be read yet.
-    wide = two.buffer("param", 512, torch.float64)
-    assert wide.dtype is torch.float64 and two.buffer("param", 512, torch.float32).data_ptr() != wide.data_ptr()
-    memory.clear()
-    assert memory.lend(1, 512, cpu) != [two]
-
-
 @on_ranks(1)
 def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_the_host() -> None:
     lent, used = list[Tensor](), dict[Optimizer, set[int]]()
@@ -242,7 +216,7 @@ def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_th
         lent.append(buffer(*args))
         return lent[-1]
 
-    with Side(wide_model(), "bf16", stage=1, offload="optimizer_cpu", make=lambda p: adamw([*p][::2])) as side:
+    with side_of(wide_model(), "bf16", stage=1, offload="optimizer_cpu", make=lambda p: adamw([*p][::2])) as side:
         other = torch.optim.RMSprop([*side.module.parameters()][1::2], lr=0.01)
         side.engine.add_optimizer(other)
         with mock.patch.object(low_bits._Memory, "buffer", seen):
@@ -277,7 +251,7 @@ class Seldom(Odd):
         return super().forward(batch) + more
 
 
-def seldom(side: Side, steps: range) -> list[Tensor]:
+def seldom(side: Sharded, steps: range) -> list[Tensor]:
     losses = []
     for side.module.step in steps:  # type: ignore[assignment]
         loss = language_loss(side.module, tokens(side.module.step, rank=0))
@@ -288,7 +262,7 @@ def seldom(side: Side, steps: range) -> list[Tensor]:
     return losses
 
 
-def everything(side: Side) -> dict[str, Tensor]:
+def everything(side: Sharded) -> dict[str, Tensor]:
     """Weights and state, whole, by name; on every rank."""
     state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
     names = [name for name, _ in side.module.named_parameters()]
@@ -302,16 +276,9 @@ def seeded() -> Seldom:
     return Seldom()
 
 
-def assert_all_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.dtype == found[name].dtype, name
-        assert torch.equal(found[name], value), name
-
-
 def _train_to_file(file: Path, dtype: str, stage: int, steps: int) -> None:
     """All ranks have the same data: with 1, 2 and 4 of them the gradients are the same bits."""
-    with Side(seeded(), dtype, stage=stage) as side:
+    with side_of(seeded(), dtype, stage=stage) as side:
         seldom(side, range(steps))
         weights, state = everything(side), state_dicts.optimizer_state(side.engine, side.optimizer)
     if torch.distributed.get_rank() == 0:
@@ -324,15 +291,14 @@ def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder
     with torch.no_grad():
         for name, param in module.named_parameters():
             param.copy_(values[name])
-    with Side(module, dtype, stage=stage, offload=settings(row, folder)) as side:
+    with side_of(module, dtype, stage=stage, offload=settings(row, folder)) as side:
         state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         before = everything(side)
-        assert_all_equal(before, values)
+        assert_equal(before, values)
         seldom(side, range(2, 4))
-        assert_all_equal(everything(side), torch.load(expected, weights_only=True)[0])
+        assert_equal(everything(side), torch.load(expected, weights_only=True)[0])
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     ("dtype", "ranks", "stage", "row"), [("int8", 4, 3, "none"), ("int8", 2, 3, "nvme"), ("bf16", 4, 1, "none")]
 )
@@ -345,27 +311,26 @@ def test_resumed_on_other_ranks_it_is_stage_0_in_one_process(
     run(6 - ranks, _go_on, tmp_path / "saved", tmp_path / "whole", dtype, stage, row, tmp_path)
 
 
-@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> None:
     found = []
     for restages in (True, False):
-        with Side(seeded(), dtype, stage=1) as side:
+        with side_of(seeded(), dtype, stage=1) as side:
             seldom(side, range(2))
             for step, (stage, row) in enumerate([(3, "nvme"), (0, "none"), (3, "cpu"), (2, "none")], 2):
                 if restages:
                     side.engine.restage(stage=stage, offload=settings(row, tmp_path))
                 seldom(side, range(step, step + 1))
             found.append(everything(side))
-    assert_all_equal(*found)
+    assert_equal(*found)
 
 
-@on_ranks(1, 3)
+@on_ranks(3, full=(1,))
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "nvme")])
-def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with Side(Odd(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
+    with side_of(Odd(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
         engine = side.engine
         for step in range(2):
             side.backward(language_loss(side.module, tokens(step)))
@@ -382,21 +347,14 @@ def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Pa
             assert held[Role.optim_state, Tier.device] == 2 * each
 
 
-class Everything:
-    """Of values, all."""
-
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "cpu")])
 def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with Side(seeded(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+    with side_of(seeded(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
         seldom(side, range(2))
         before, engine = everything(side), side.engine
-        kept = KeptRanges(engine, Everything())
+        kept = KeptRanges(engine, mock.MagicMock(__contains__=lambda *_: True))
         kept.snapshot.stage()
         seldom(side, range(2, 4))
         seen = 0
@@ -419,7 +377,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
     log = logging.getLogger("lightning_zero.engine.steps.runs")
     log.addFilter(lambda record: words.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
     log.setLevel(logging.INFO)
-    with Side(seeded(), dtype) as side:
+    with side_of(seeded(), dtype) as side:
         seldom(side, range(2))
         state, values = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False), everything(side)
     plain = seeded()
@@ -430,7 +388,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
         for kind in MOMENTS if param in optimizer.state else ():
             assert optimizer.state[param][kind].dtype is torch.float32
             assert torch.equal(optimizer.state[param][kind], values[f"{name}.{kind}"].float())
-    with Side(seeded(), "fp32") as side:  # wider: the same values
+    with side_of(seeded(), "fp32") as side:  # wider: the same values
         state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         found = everything(side)
         assert all(
@@ -440,22 +398,12 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
         )
         seldom(side, range(2, 3))
         wide = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-    with Side(seeded(), dtype) as side:
+    with side_of(seeded(), dtype) as side:
         state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         assert not words
         state_dicts.load_optimizer_state(side.engine, side.optimizer, wide)
         assert f"zero.optimizer.state_dtype={dtype}: the optimizer state that was loaded is wider" in words[0]
         seldom(side, range(2, 3))
-
-
-class OwnStep(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class Unknown(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
@@ -464,12 +412,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
     "averages": (lambda p: torch.optim.ASGD(p), {}, "torch.optim.ASGD keeps more than moments"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, r"AdamW\(amsgrad=True\)"),
     "centered": (lambda p: torch.optim.RMSprop(p, centered=True), {}, r"RMSprop\(centered=True\)"),
-    "unknown": (Unknown, {"sharding": "slices"}, "whose state is not known"),
+    "unknown": (SignDescent, {"sharding": "slices"}, "whose state is not known"),
     "whole": (lambda p: torch.optim.AdamW(p), {"sharding": "tensors"}, "steps whole tensors"),
-    "stepped whole": (Unknown, {}, "steps whole tensors"),
-    "own step": (OwnStep, {"sharding": "slices"}, "whose state is not known"),
+    "stepped whole": (SignDescent, {}, "steps whole tensors"),
+    "own step": (WarmsUp, {"sharding": "slices"}, "whose state is not known"),
     "torchao": (
-        lambda p: type("AdamW8bit", (Unknown,), {"__module__": "torchao.optim.adam"})(p),
+        lambda p: type("AdamW8bit", (SignDescent,), {"__module__": "torchao.optim.adam"})(p),
         {"sharding": "slices"},
         "torchao.optim.adam.AdamW8bit chooses by the size of a tensor",
     ),
@@ -503,7 +451,7 @@ def noise(bits: Tensor) -> list[Stretch]:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_what_was_rounded_is_kept_and_right_on_average(dtype: str, signed: bool) -> None:
+def test_rounded_values_are_kept_and_right_on_average(dtype: str, signed: bool) -> None:
     form = Format(StateDtype[dtype], signed)
     torch.default_generator.manual_seed(0)
     scales = torch.exp(40 * torch.randn(16)).repeat_interleave(256)  # of blocks, up to the limits of fp32
@@ -528,7 +476,7 @@ def test_what_was_rounded_is_kept_and_right_on_average(dtype: str, signed: bool)
         assert (rounded[values > 1e-30] > 0).all()  # it would be divided by
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_values_that_are_not_finite_stay_so() -> None:
     for dtype in (StateDtype.bf16, StateDtype.int8):
         for bad in (torch.nan, -torch.nan, torch.inf):
             form = Format(dtype, signed=True)
@@ -541,7 +489,6 @@ def test_what_is_not_finite_stays_so() -> None:
             assert found[:256].isfinite().all()
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: str) -> None:
     form = Format(StateDtype[dtype], signed=False)
@@ -565,7 +512,7 @@ def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: st
 def test_losses_follow_those_of_fp32() -> None:
     def losses(dtype: str) -> Tensor:
         torch.default_generator.manual_seed(3)
-        with Side(Model(), dtype, make=lambda p: torch.optim.AdamW(p, lr=2e-3, betas=(0.9, 0.999))) as side:
+        with side_of(Model(), dtype, make=lambda p: torch.optim.AdamW(p, lr=2e-3, betas=(0.9, 0.999))) as side:
             found = []
             for step in range(200):
                 batch = tokens(step, rank=0, rows=8)

@@ -1,4 +1,4 @@
-"""zero.timeline: what is recorded is what was done, on one clock, and recording changes nothing."""
+"""zero.timeline and ranges for profilers: what is recorded is what was done, and where nobody records nothing costs."""
 
 from __future__ import annotations
 
@@ -297,3 +297,40 @@ def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path)
     page = (tmp_path / "timeline.html").read_text()
     assert re.findall("<h2>(.*?)</h2>", page) == ["rank 0"] and re.findall("<td>(rank .)</td>", page)[2] == "rank 2"
     assert "Lanes of 1 of them" in page
+
+
+# -- ranges for profilers ---------------------------------------------------------------------------------------------
+
+
+def ranges(side: Sharded) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        language_work(side, 0)
+        side.step()
+        side.engine.passes.wait_for_all()
+    return {event.name for event in profile.events() if event.name.startswith("zero: ")}
+
+
+@on_ranks(2)
+def test_gathers_reductions_and_steps_have_ranges_with_names() -> None:
+    with Sharded(Model(), prefetch_bytes=0) as side:
+        found = ranges(side)
+        for unit in side.engine.units:
+            assert f"zero: gather {unit.title}" in found and f"zero: wait for {unit.title}" in found
+        for bucket in side.engine.buckets:
+            assert f"zero: reduce {bucket.label}" in found
+        assert f"zero: step {len(side.engine.buckets)} buckets" in found
+
+
+@on_ranks(2)
+def test_transfers_have_ranges(tmp_path: Path) -> None:
+    with Sharded(Model(), **offload("nvme", tmp_path)) as side:
+        ranges(side)  # what rests in files is read from the second step on
+        found = ranges(side)
+        assert any(name.startswith("zero: transfer ") for name in found), found
+
+
+@on_ranks(1)
+def test_where_nobody_profiles_no_range_is_made() -> None:
+    with Sharded(Model()) as side, mock.patch("torch.profiler.record_function", side_effect=AssertionError):
+        language_work(side, 0)
+        side.step()

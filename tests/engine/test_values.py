@@ -1,38 +1,51 @@
-"""Reading and changing sharded parameters and gradients, and what refuses to be read or changed."""
+"""Reading and changing whole values, gradients and states, and what refuses to be read or changed."""
 
 from __future__ import annotations
 
 import copy
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_zero
-from tests.engine.support import Model, Sharded, Twin, assert_absent, assert_same, autocast, language_work
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.whole import state_dicts, whole_params
+from tests.engine.support import (
+    ALL_STAGES,
+    IN_STAGES,
+    MakeOptimizer,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    accumulate,
+    adamw,
+    assert_absent,
+    assert_equal,
+    assert_same,
+    autocast,
+    check,
+    floats,
+    language_loss,
+    language_work,
+    sgd,
+    tokens,
+    train,
+    trained,
+)
 from tests.harness import on_ranks
+from tests.models import WIDTH
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
+STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
-
-
-def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
-    """A sharded module and its twin after a few steps, and a backward whose gradients are still there."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, precision=config.get("precision", "fp32"), each=config.get("stage", 3) >= 2)
-    sharded = Sharded(module, **config)
-    for step in range(steps + 1):
-        for side in (sharded, twin):
-            with autocast(config.get("precision", "fp32")):
-                language_work(side, step)
-            if step < steps:
-                side.step()
-                side.zero_grad()
-    return sharded, twin
 
 
 # -- gather -----------------------------------------------------------------------------------------------------------
@@ -75,23 +88,6 @@ def test_the_values_of_one_rank_count_where_it_is_named(stage: int) -> None:
 
 @on_ranks(2)
 @STAGES
-def test_changes_to_gradients_inside_gather_are_kept(stage: int) -> None:
-    sharded, twin = trained(stage=stage)
-    with sharded:
-        with lightning_zero.gather(sharded.module, grads=True):
-            sharded.module.head.weight.grad.mul_(0.5)
-            sharded.module.blocks[0].up.bias.grad = None
-        params = dict(twin.module.named_parameters())
-        twin.grads[params["head.weight"]].mul_(0.5)
-        del twin.grads[params["blocks.0.up.bias"]]
-        assert_same(sharded, twin, grads=True)
-        for side in (sharded, twin):
-            side.step()
-        assert_same(sharded, twin)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side:
         state = side.engine.state_dict(only_rank_0=False)
@@ -105,7 +101,7 @@ def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int
 
 
 @on_ranks(2)
-def test_gather_of_one_parameter_or_submodule_and_nested() -> None:
+def test_gather_takes_a_parameter_several_or_a_submodule_and_nests() -> None:
     with Sharded(Model()) as side:
         block = side.module.blocks[1]
         with lightning_zero.gather(block.up.weight):
@@ -116,6 +112,24 @@ def test_gather_of_one_parameter_or_submodule_and_nested() -> None:
         assert_absent(block.up.weight)
         with lightning_zero.gather(list(block.parameters())):
             assert all(p.isfinite().all() for p in block.parameters())
+    with pytest.raises(ValueError, match="sharded module"), lightning_zero.gather(nn.Linear(2, 2)):
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("argument", [{"from_rank": 0}, {"grads": True}], ids=str)
+def test_arguments_of_a_nested_gather_are_refused(stage: int, argument: dict[str, int]) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        weight = side.module.head.weight
+        with lightning_zero.gather(side.module):
+            before = weight.detach().clone()
+            with pytest.raises(RuntimeError, match="cannot be nested"), lightning_zero.gather(weight, **argument):
+                weight.data.fill_(7.0)
+            assert torch.equal(weight, before)
+        with lightning_zero.gather(weight, **argument):  # alone it works
+            assert torch.equal(weight, before)
+        train(side, range(1))
 
 
 @on_ranks(2)
@@ -129,25 +143,152 @@ def test_an_exception_inside_gather_drops_what_was_written() -> None:
             assert not (side.module.head.weight == 7).any()
 
 
-@on_ranks(1, 2)
-def test_gather_of_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="sharded module"), lightning_zero.gather(nn.Linear(2, 2)):
-        pass
+@on_ranks(2)
+@STAGES
+def test_other_shapes_and_other_parameters_inside_gather_are_refused(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        module, weight = side.module, side.module.head.weight
+        shape = tuple(weight.shape)
+        with (
+            pytest.raises(RuntimeError, match=r"head\.weight\.data = .*expected a tensor of shape .*, got \(2, 5\)"),
+            lightning_zero.gather(module),
+        ):
+            weight.data = torch.zeros(2, 5)
+        assert tuple(weight.shape) == shape
+        with (
+            pytest.raises(RuntimeError, match=r"head\.weight was replaced.*assign=False"),
+            lightning_zero.gather(module),
+        ):
+            module.head.weight = nn.Parameter(torch.zeros_like(module.head.weight))
+        module.head.weight = weight
+        train(side, range(1))
+
+
+# -- copies of modules ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 @STAGES
-def test_gradients_that_were_cleared_or_zeroed_show_so(stage: int) -> None:
-    sharded, _ = trained(stage=stage)
+@PRECISIONS
+def test_copies_conversions_and_state_dicts_are_refused_outside_of_gather(stage: int, precision: str) -> None:
+    """Of the module and of its children; inside of it they are plain."""
+    sharded, _ = trained(stage=stage, precision=precision)
+    module, block = sharded.module, sharded.module.blocks[0]
+    plain = stage == 0 and precision != "bf16"
     with sharded:
-        sharded.optimizer.zero_grad(set_to_none=False)
-        assert lightning_zero.grad_norm(sharded.module).item() == 0
-        with lightning_zero.gather(sharded.module, grads=True):
-            assert all(p.grad is not None and not p.grad.any() for p in sharded.module.parameters())
-        sharded.optimizer.zero_grad()
-        with lightning_zero.gather(sharded.module, grads=True):
-            assert all(p.grad is None for p in sharded.module.parameters())
-        assert lightning_zero.grad_norm(sharded.module).item() == 0
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("converting", lambda: module.to(torch.float64)),
+            ("converting", module.half),
+            ("deepcopy", lambda: copy.deepcopy(module)),
+            ("state_dict", lambda: module.load_state_dict({})),
+            ("", block.half),
+            ("", block.up.double),
+            ("", lambda: copy.deepcopy(block)),
+            ("", lambda: copy.deepcopy(module.blocks)),
+            ("", lambda: block.load_state_dict({}, strict=False)),
+        ]
+        if plain:
+            assert module.state_dict()["head.weight"].isfinite().all()
+        else:
+            calls += [("state_dict", module.state_dict), ("", block.state_dict), ("", module.blocks.state_dict)]
+        for what, call in calls:
+            with pytest.raises(RuntimeError, match=rf"{what}.*gather"):
+                call()
+        with lightning_zero.gather(module):
+            copied = copy.deepcopy(module)
+            state = module.state_dict()
+            module.load_state_dict({key: value * 2 for key, value in state.items()})
+            own = {key: value.clone() for key, value in block.state_dict().items()}
+            block.load_state_dict({key: value * 2 for key, value in own.items()})
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in copied.modules())
+        copied.to(torch.float64)
+        with lightning_zero.gather(module):
+            for (name, param), other in zip(module.named_parameters(), copied.parameters(), strict=True):
+                times = 4 if name.startswith("blocks.0.") else 2
+                assert torch.equal(param, times * other.to(param.dtype)), name
+
+
+def _doubles(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
+    with Sharded(Model(), stage=stage, precision=precision) as side:
+        handle = side.module.blocks[0].register_forward_hook(_doubles)  # the user's own hooks are copied
+        with lightning_zero.gather(side.module):
+            block, whole = copy.deepcopy(side.module.blocks[0]), copy.deepcopy(side.module)
+            values = [p.detach().clone() for p in side.module.parameters()]
+        handle.remove()
+        assert len(block._forward_hooks) == 1
+        for copied in (block, whole):
+            for inner in copied.modules():
+                assert not inner._forward_pre_hooks and not inner._state_dict_pre_hooks
+                assert not inner._load_state_dict_pre_hooks and not {"_apply", "__deepcopy__"} & set(inner.__dict__)
+                assert set(inner._forward_hooks.values()) <= {_doubles}
+            assert not any(p._post_accumulate_grad_hooks for p in copied.parameters())
+        side.engine.comm.counts.clear()
+        language_loss(whole, tokens(0)).backward()
+        block(floats(0, 4, WIDTH)).sum().backward()
+        assert not side.engine.comm.counts and not side.engine.passes.in_backward
+        assert all(type(p.grad) is Tensor for p in (*whole.parameters(), *block.parameters()))
+        copy.deepcopy(whole).double().load_state_dict(whole.state_dict())
+        assert all(torch.equal(p, v) for p, v in zip(whole.parameters(), values, strict=True))
+        train(side, range(1))
+        assert all(torch.equal(p, v) for p, v in zip(whole.parameters(), values, strict=True))
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_a_module_is_plain_inside_gather(stage: int, checkpointing: str) -> None:
+    """It can be pickled and scripted, and what comes of it needs nothing of ours."""
+    with Sharded(Model(), stage=stage, activation_checkpointing=checkpointing) as side:
+        train(side, range(1))
+        module, engine = side.module, side.engine
+        hooks = [dict(m._forward_hooks) for m in module.modules()]
+        with pytest.raises(RuntimeError, match=r"pickling.*gather"):
+            torch.save(module, io.BytesIO())
+        engine.comm.counts.clear()
+        with lightning_zero.gather(module):
+            assert engine_of(module) is engine
+            assert all(type(p) is nn.Parameter for p in module.parameters())
+            file = io.BytesIO()
+            torch.save(module, file)
+            scripted, traced = torch.jit.script(module), torch.jit.trace(module, tokens(0))
+            expected = module(tokens(0))  # on this rank alone
+            assert all(torch.equal(other(tokens(0)), expected) for other in (scripted, traced))
+            if dist.get_rank() == 0:
+                module(tokens(1))
+        assert b"lightning_zero" not in file.getvalue()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(tokens(0)), expected)
+        assert [dict(m._forward_hooks) for m in module.modules()] == hooks
+        train(side, range(1, 3))
+        language_loss(loaded, tokens(0)).backward()
+        assert all(p.grad is not None for p in loaded.parameters())
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_norm_without_parameters_is_plain_inside_gather_too(stage: int, precision: str) -> None:
+    """Norms keep the dtype of their inputs in lower precision; that is for training alone."""
+    norm = nn.LayerNorm(6, elementwise_affine=False)
+    module = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6))
+    with Sharded(module, stage=stage, precision=precision) as side:
+        hooks = dict(norm._forward_hooks)
+        with lightning_zero.gather(module):
+            file = io.BytesIO()
+            torch.save(module, file)
+            expected = module(floats(0, 2, 6))
+        assert hooks and dict(norm._forward_hooks) == hooks
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(floats(0, 2, 6)), expected)
+        assert not whole_params.gathered_buckets(side.engine)
 
 
 # -- placeholders -----------------------------------------------------------------------------------------------------
@@ -191,17 +332,20 @@ READS_AND_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", list(READS_AND_WRITES))
-def test_reads_and_writes_between_steps_are_refused_by_name(name: str) -> None:
+def test_reads_and_writes_between_steps_are_refused_by_name() -> None:
     with Sharded(Model()) as side:
         weight = side.module.blocks[1].up.weight
-        for _ in range(2):
-            message = r"blocks\.1\.up\.weight is sharded.*gather"
-            with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-                READS_AND_WRITES[name](weight)
-            language_work(side, 0)
-            side.step()
-            side.zero_grad()
+        for step in range(2):
+            for name, use in READS_AND_WRITES.items():
+                message = r"blocks\.1\.up\.weight is sharded.*gather"
+                with torch.no_grad():
+                    try:
+                        use(weight)
+                    except RuntimeError as error:
+                        assert pytest.raises(RuntimeError, match=message).matches(error), name
+                    else:
+                        pytest.fail(f"{name} is not refused")
+            train(side, [step])
 
 
 @on_ranks(2)
@@ -216,73 +360,28 @@ def test_parameters_that_are_on_their_way_after_a_step_are_waited_for(stage: int
             assert torch.equal(own, other) and torch.equal(own.data, other)
 
 
-@on_ranks(2)
-@STAGES
-@PRECISIONS
-def test_copies_conversions_and_state_dicts_are_refused(stage: int, precision: str) -> None:
-    sharded, _ = trained(stage=stage, precision=precision)
-    module = sharded.module
-    plain = stage == 0 and precision != "bf16"
-    with sharded:
-        for what, call in (
-            ("converting", lambda: module.to(torch.float64)),
-            ("converting", module.half),
-            ("deepcopy", lambda: copy.deepcopy(module)),
-            ("state_dict", module.state_dict),
-            ("state_dict", lambda: module.load_state_dict({})),
-        ):
-            if plain and call == module.state_dict:
-                assert module.state_dict()["head.weight"].isfinite().all()
-                continue
-            with pytest.raises(RuntimeError, match=rf"{what}.*gather"):
-                call()
-        with lightning_zero.gather(module):
-            copied = copy.deepcopy(module)
-            state = module.state_dict()
-            module.load_state_dict({key: value * 2 for key, value in state.items()})
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in copied.modules())
-        copied.to(torch.float64)
-        with lightning_zero.gather(module):
-            for own, other in zip(module.parameters(), copied.parameters(), strict=True):
-                assert torch.equal(own, 2 * other.to(own.dtype))
-
-
-@on_ranks(2)
-def test_state_dicts_of_submodules_are_refused_too() -> None:
-    with Sharded(Model()) as side:
-        for call in (
-            side.module.blocks.state_dict,
-            lambda: copy.deepcopy(side.module.blocks[0]),
-            side.module.head.half,
-        ):
-            with pytest.raises(RuntimeError, match="gather"):
-                call()
-
-
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @STAGES
-def test_gradients_cannot_be_used_by_mistake(stage: int) -> None:
-    sharded, _ = trained(stage=stage)
-    module = sharded.module
-    weight = module.head.weight
+def test_changes_to_gradients_inside_gather_are_kept(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
     with sharded:
-        assert weight.grad is not None and weight.grad.shape == weight.shape
-        for use in (
-            lambda: weight.grad.mul_(weight.grad),
-            lambda: weight.grad.add_(1),
-            lambda: weight.grad.pow_(2),
-            lambda: weight.grad.copy_(torch.zeros_like(weight)),
-        ):
-            with pytest.raises(RuntimeError, match=r"gradient of \S+ is sharded.*gather"):
-                use()
-        assert "head.weight" in repr(weight.grad)
+        with lightning_zero.gather(sharded.module, grads=True):
+            sharded.module.head.weight.grad.mul_(0.5)
+            sharded.module.blocks[0].up.bias.grad = None
+        params = dict(twin.module.named_parameters())
+        twin.grads[params["head.weight"]].mul_(0.5)
+        del twin.grads[params["blocks.0.up.bias"]]
+        assert_same(sharded, twin, grads=True)
+        for side in (sharded, twin):
+            side.step()
+        assert_same(sharded, twin)
 
 
 @on_ranks(2)
-def test_norms_and_clipping_inside_gather_are_torchs() -> None:
+def test_norms_and_clipping_inside_gather_are_torch_s() -> None:
     sharded, _ = trained(stage=3)
     module = sharded.module
     with sharded:
@@ -321,6 +420,7 @@ def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> 
             sharded.optimizer.zero_grad(set_to_none=False)
             for grad in twin.grads.values():
                 grad.zero_()
+            assert lightning_zero.grad_norm(sharded.module).item() == 0
             if step == 2:
                 for side in (sharded, twin):
                     side.module.embed.weight.grad = None
@@ -332,14 +432,6 @@ def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> 
             for side in (sharded, twin):
                 side.step()
             assert_same(sharded, twin)
-
-
-@on_ranks(2)
-@STAGES
-def test_zeroing_some_parameters_between_backwards(stage: int) -> None:
-    sharded, twin = trained(stage=stage)
-    params = dict(twin.module.named_parameters())
-    with sharded:
         sharded.module.blocks[0].up.weight.grad = None
         sharded.module.head.zero_grad()
         for name in ("blocks.0.up.weight", "head.weight", "head.bias"):
@@ -347,6 +439,38 @@ def test_zeroing_some_parameters_between_backwards(stage: int) -> None:
         for side in (sharded, twin):
             language_work(side, 7)
         assert_same(sharded, twin, grads=True)
+        sharded.optimizer.zero_grad()
+        with lightning_zero.gather(sharded.module, grads=True):
+            assert all(p.grad is None for p in sharded.module.parameters())
+        assert lightning_zero.grad_norm(sharded.module).item() == 0
+
+
+@on_ranks(2)
+@IN_STAGES
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+def test_sparse_gradients_of_embeddings_train_as_dense_ones(stages: tuple[int, ...], plain: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        side.module.embed.sparse = isinstance(side, Sharded)
+        return accumulate(side, step, micro_batches=2)
+
+    check(Model, work, stage=stages, plain=plain, tolerance=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scheduler_made_after_add_optimizer_sees_the_steps(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        scheduler = torch.optim.lr_scheduler.StepLR(side.optimizer, 1, gamma=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2):
+                train(side, [step])
+                scheduler.step()
+        assert side.optimizer.param_groups[0]["lr"] == 0.01 / 4
+    with Sharded(Model(), stage=stage) as side:
+        scheduler = torch.optim.lr_scheduler.StepLR(side.optimizer, 1)
+        with pytest.warns(UserWarning, match=r"before `optimizer\.step"):
+            scheduler.step()  # and a wrong order is still told
 
 
 # -- whole state dicts ------------------------------------------------------------------------------------------------
@@ -355,20 +479,73 @@ def test_zeroing_some_parameters_between_backwards(stage: int) -> None:
 @on_ranks(2, full=(1, 3))
 @STAGES
 @PRECISIONS
-def test_module_state_dict_holds_full_values_on_rank_0(stage: int, precision: str) -> None:
-    sharded, twin = trained(stage=stage, precision=precision)
-    with sharded:
-        state = sharded.engine.state_dict()
-        if dist.get_rank():
-            assert state == {}
-        else:
-            for name, master in zip(state, twin.masters.values(), strict=True):
-                assert torch.equal(state[name], master.value), name
-        everywhere = sharded.engine.state_dict(only_rank_0=False)
-        sharded.engine.load_state_dict({k: v * 2 for k, v in everywhere.items()})
-        for master in twin.masters.values():
-            master.value.mul_(2)
-        assert_same(sharded, twin)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_state_of_module_and_optimizer_goes_out_and_back(
+    stage: int, precision: str, optimizer: MakeOptimizer
+) -> None:
+    def trains(side: Side, steps: range) -> None:
+        with autocast(precision):
+            for step in steps:
+                language_work(side, step)
+                side.step()
+                side.zero_grad()
+
+    def state_of() -> tuple[Any, Any]:
+        whole = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
+        return engine.state_dict(only_rank_0=False), whole
+
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as side:
+        for one in (side, twin):
+            trains(one, range(2))
+        engine = side.engine
+        on_rank_0 = engine.state_dict(), state_dicts.optimizer_state(engine, side.optimizer)
+        assert [bool(state) for state in on_rank_0] == [dist.get_rank() == 0] * 2
+        state = state_of()
+        for value, master in zip(state[0].values(), twin.masters.values(), strict=True):
+            assert torch.equal(value, master.value)
+        kept = copy.deepcopy(state)
+        trains(side, range(50, 52))  # to somewhere else
+        assert_equal(state, kept)  # nothing taken out is shared with the engine
+        engine.load_state_dict(state[0])
+        state_dicts.load_optimizer_state(engine, side.optimizer, state[1])
+        assert_equal(state_of(), state)
+        for one in (side, twin):
+            trains(one, range(2, 4))
+        assert_same(side, twin)
+        assert_equal(state, kept)  # nor what was loaded
+
+
+@on_ranks(2)
+@STAGES
+def test_a_plain_optimizer_goes_on_from_the_state(stage: int) -> None:
+    """One by one parameter, where a step count that several share would be counted up several times."""
+    torch.manual_seed(3)
+    module = Model()
+    with Sharded(module, stage=stage) as side:
+        train(side, range(2))
+        plain = Model()
+        plain.load_state_dict(side.engine.state_dict(only_rank_0=False))
+        single = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, foreach=False, fused=False)
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        state["param_groups"][0].update(foreach=False, fused=False)
+        single.load_state_dict(state)
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, single.state_dict())
+        again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        assert_equal(again["state"], state["state"])
+        batch = tokens(2, rank=0)  # the same on all ranks
+        for _ in range(2):
+            side.backward(language_loss(module, batch))
+            language_loss(plain, batch).backward()
+            for optimizer in (side.optimizer, single):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert {entry["step"].item() for entry in single.state.values()} == {4}
+        with lightning_zero.gather(module):
+            for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -380,12 +557,3 @@ def test_loading_reports_keys_like_torch() -> None:
             side.engine.load_state_dict(state)
         keys = side.engine.load_state_dict(state, strict=False)
         assert keys.missing_keys == ["head.bias"] and keys.unexpected_keys == ["other"]
-
-
-@on_ranks(2)
-def test_tied_parameters_share_one_tensor_in_the_state_dict() -> None:
-    module = Model()
-    module.head.weight = module.embed.weight
-    with Sharded(module) as side:
-        state = side.engine.state_dict(only_rank_0=False)
-        assert state["head.weight"] is state["embed.weight"]

@@ -40,6 +40,7 @@ class Network(nn.Module):
         self.enter, self.tables = nn.Linear(WIDTH, WIDTH), tables
         self.rows = nn.Parameter(torch.randn(ROWS, WIDTH))
         self.zeros = nn.Parameter(torch.zeros(ROWS, WIDTH))
+        self.cache = nn.Buffer(torch.randn(2 * ROWS, WIDTH))
         self.blocks = nn.ModuleList([Block(work, gate), Block(work, gate)])
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -65,6 +66,11 @@ def slopes(inner: nn.Module, gate: Any, x: Tensor, of_heads: Tensor) -> Tensor:
     away = torch.arange(LENGTH, dtype=x.dtype)
     scores = of_heads[:, None, None] * (away - away[:, None]).abs()
     return inner(x) + gate * torch.einsum("hst,bth->bsh", scores.softmax(-1), x)
+
+
+def rotates(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
+    """By a cache of rotations, of which it takes the first."""
+    return x + inner(x) * table[: x.shape[1]]
 
 
 def mean_of(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
@@ -117,6 +123,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "names of classes": (looks_up, lambda network, batch: (network.rows * 1, batch[:, 0, 0].abs().mul(3).long() % 8)),
     "slopes": (slopes, lambda network, batch: (torch.arange(1.0, ROWS + 1) / ROWS,)),
     "slopes that are alike": (slopes, lambda network, batch: (torch.ones(ROWS),)),
+    "a cache of rotations": (rotates, lambda network, batch: (network.cache[:ROWS],)),
+    "learned rotations": (rotates, lambda network, batch: (network.rows[:ROWS],)),
     "the mean of a table": (mean_of, made_of("rows")),
     "the first row of a table": (first_row, made_of("rows")),
     "the sum of a constant that is expanded": (sum_of, lambda network, batch: (torch.ones(1, 1).expand(ROWS, WIDTH),)),
@@ -155,8 +163,10 @@ def assert_equal(module: nn.Module, plain: nn.Module, batch: Tensor) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tables_as_long_as_the_batch(case: str, k: int) -> None:
     module, plain, engine, batch = prepared(*CASES[case], k=k)
-    with torch.no_grad():
-        assert torch.allclose(module(batch), plain(batch), rtol=1e-5)
+    module.cache = module.cache.clone()
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference():
+            assert torch.allclose(module(batch), plain(batch), rtol=1e-5)
     assert_equal(module, plain, batch)
     engine.release()
 

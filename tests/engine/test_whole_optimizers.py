@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, make_config
+from lightning_zero.engine import Engine
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.layerwise import whole_optimizer
@@ -53,17 +55,21 @@ from tests.engine.optimizers import (
     muon_and_adam,
 )
 from tests.engine.support import (
-    VOCABULARY,
     Master,
     Model,
     Sharded,
     Twin,
+    accumulate,
+    assert_equal,
     assert_same,
+    autocast,
     language_loss,
     pairwise_selection,
     tokens,
 )
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks, run
+from tests.models import VOCABULARY, Does, linear
 from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
@@ -153,24 +159,17 @@ MORE = [  # every row and number of ranks with every optimizer, and all ways to 
 ]
 
 
-def train(case: Case, folder: str, steps: int = 3) -> None:
+def train(case: Case, folder: Path, steps: int = 3) -> None:
     torch.default_generator.manual_seed(3)
     module = Model()
     make = OPTIMIZERS[case.optimizer]
     twin = WholeTwin(module, optimizer=make, precision=case.precision, each=case.stage >= 2)
-    offload: Any = {"name": case.offload} | ({"nvme_path": folder} if "nvme" in case.offload else {})
-    settings: dict[str, Any] = {"offload": offload, "reduce_bucket_bytes": case.window}
+    settings: dict[str, Any] = {"reduce_bucket_bytes": case.window, **offload(case.offload, folder)}
     with Sharded(module, stage=case.stage, precision=case.precision, optimizer=make, **settings) as sharded:
         for step in range(steps):
             for side in (sharded, twin):
-                for micro in range(case.micro_batches):
-                    last = micro == case.micro_batches - 1
-                    with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16", cache_enabled=False):
-                        if last:
-                            side.backward(language_loss(side.module, tokens(step, micro)) / case.micro_batches)
-                        else:
-                            with side.no_sync():
-                                side.backward(language_loss(side.module, tokens(step, micro)) / case.micro_batches)
+                with autocast(case.precision):
+                    accumulate(side, step, case.micro_batches)
             if case.clip:
                 twin.clip_by(sharded.clip(0.05), 0.05)
             for side in (sharded, twin):
@@ -180,18 +179,20 @@ def train(case: Case, folder: str, steps: int = 3) -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", SELECTED, ids=str)
-def test_a_step_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
-    run(case.world, train, case, str(tmp_path))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_a_step_is_that_of_one_process_in_every_row(case: Case, tmp_path: Any) -> None:
-    run(case.world, train, case, str(tmp_path))
+@pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
+def test_a_step_is_that_of_one_process(case: Case, tmp_path: Path) -> None:
+    run(case.world, train, case, tmp_path)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
+
+
+def assert_held_is_planned(engine: Engine, what: str = "") -> None:
+    engine.passes.wait_for_all()
+    engine.passes.sharded_grads.finish_pending()
+    states = state_tensors(engine)
+    plan = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=states, moment=Moment.cleared)
+    assert held_bytes(engine) == plan, what
 
 
 def steps_of(sharded: Sharded, first: int, count: int) -> None:
@@ -212,32 +213,17 @@ def plain_state(make: Any, steps: int) -> tuple[dict[str, Any], list[Tensor]]:
     return twin.optimizer.state_dict(), [master.value for master in twin.masters.values()]
 
 
-def assert_equal(found: Any, expected: Any, what: str = "") -> None:
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), what
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), (what, found.keys(), expected.keys())
-        for key in expected:
-            assert_equal(found[key], expected[key], f"{what}/{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), what
-        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, other, f"{what}/{place}")
-    else:
-        assert found == expected, what
-
-
 @pytest.mark.sample
 @on_ranks(3, full=(1,))
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
 @pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
-def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Any) -> None:
-    make, (stage, offload) = OPTIMIZERS[name], row.split()
-    settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Path) -> None:
+    make, (stage, place) = OPTIMIZERS[name], row.split()
     expected, _ = plain_state(make, 2)
     _, later = plain_state(make, 4)
     torch.default_generator.manual_seed(3)
-    with Sharded(Model(), stage=stage, offload=settings, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+    more = {"reduce_bucket_bytes": SMALL_WINDOWS, **offload(place, tmp_path)}
+    with Sharded(Model(), stage=stage, optimizer=make, **more) as side:
         steps_of(side, 0, 2)
         state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
         assert_equal(state, expected)
@@ -254,24 +240,18 @@ def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: 
 @pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
-def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> None:
+def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     rows = ["3 none", "0 none", "2 optimizer_cpu", "2 none", "0 none", "3 nvme", "3 cpu", "0 none", "1 none"]
     _, expected = plain_state(make, len(rows))
     torch.default_generator.manual_seed(3)
     with Sharded(Model(), stage=1, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
         for step, row in enumerate(rows):
-            stage, offload = row.split()
-            settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+            stage, place = row.split()
             if step:
-                side.engine.restage(f"zero{stage}", settings)
+                side.engine.restage(f"zero{stage}", **offload(place, tmp_path))
             steps_of(side, step, 1)
-            side.engine.passes.wait_for_all()
-            side.engine.passes.sharded_grads.finish_pending()
-            engine = side.engine
-            states = state_tensors(engine)
-            plan = planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=states, moment=Moment.cleared)
-            assert held_bytes(engine) == plan, row
+            assert_held_is_planned(side.engine, row)
         assert_equal(list(side.engine.state_dict(only_rank_0=False).values()), expected)
 
 
@@ -317,7 +297,7 @@ def muon_and_adamw(params: Any) -> list[Optimizer]:
 @on_ranks(3, full=(1, 2))
 @pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
 def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> None:
-    stage, offload = row.split()
+    stage, place = row.split()
     torch.default_generator.manual_seed(3)
     module = Model()
     twin = WholeTwin(module, optimizer=lambda params: torch.optim.SGD(params, lr=0))
@@ -330,7 +310,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
         torch.optim.Muon([m.flat for m in shaped.values()], lr=0.05),
         torch.optim.AdamW(flat, lr=0.01, fused=True),
     ]
-    engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu")
+    engine = lightning_zero.shard(module, stage=int(stage), offload=place, device="cpu")
     optimizers = muon_and_adamw(module.parameters())
     made = [engine.add_optimizer(optimizer) for optimizer in optimizers]
     assert [isinstance(sharded, WholeOptimizer) for sharded in made] == [True, False]
@@ -343,28 +323,20 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
         twin.step()
         twin.zero_grad()
         module.zero_grad()
-    engine.passes.wait_for_all()
-    engine.passes.sharded_grads.finish_pending()
-    planned = planned_bytes(
-        plan_of(engine), engine.comm.rank, state_tensors=state_tensors(engine), moment=Moment.cleared
-    )
-    assert held_bytes(engine) == planned
+    assert_held_is_planned(engine)
     expected = [master.value for master in twin.masters.values()]
     assert_equal(list(engine.state_dict(only_rank_0=False).values()), expected)
     engine.release()
 
 
-class Optional(nn.Module):
+def optional() -> nn.Module:
     """Uses a part of its parameters in some steps, and never another part."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(9, 40), nn.Linear(40, 9)
-        self.never = nn.Linear(7, 30)
+    def act(m: Any, x: Tensor, full: bool) -> Tensor:
+        out = m.first(x)
+        return m.second(out) if full else out
 
-    def forward(self, x: Tensor, full: bool) -> Tensor:
-        out = self.first(x)
-        return self.second(out) if full else out
+    return Does(act, first=linear(9, 40), second=linear(40, 9), never=linear(7, 30))
 
 
 @pytest.mark.sample
@@ -373,7 +345,7 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
     """On more ranks than there are tensors, of which some own nothing."""
-    side_by_side(make, in_part, build=Optional, steps=4, stage=stage)
+    side_by_side(make, in_part, build=optional, steps=4, stage=stage)
 
 
 def in_part(side: Any, step: int) -> None:
@@ -385,7 +357,7 @@ def in_part(side: Any, step: int) -> None:
 @pytest.mark.parametrize("make", [Counting, Prepared, Slow, FirstOfGroup, Fading], ids=lambda make: make.__name__)
 def test_classes_as_people_write_them(make: Any) -> None:
     """Collections and functions in attributes, state from the beginning, wrappers, groups that must not be empty."""
-    side_by_side(make, in_part, build=Optional, steps=5, stage=3, reduce_bucket_bytes=500)
+    side_by_side(make, in_part, build=optional, steps=5, stage=3, reduce_bucket_bytes=500)
     with Sharded(Model(), stage=3, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
         steps_of(side, 0, 2)
         side.step()  # no gradient at all: counted, as in one process
@@ -437,7 +409,7 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
     ]
     + [(kind, stage, {}) for kind in (Shrinking, Forgetful, Rewritten, WarmsUp) for stage in (0, 1, 3)],
 )
-def test_what_is_asked_to_and_classes_of_torch_s_with_a_step_of_their_own_step_whole_tensors(
+def test_optimizers_that_are_told_to_and_classes_with_a_step_of_their_own_step_whole_tensors(
     kind: Any, stage: int, settings: dict[str, Any]
 ) -> None:
     def make(params: Any) -> Optimizer:
@@ -554,7 +526,7 @@ def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> N
 @on_ranks(3, full=(2,))
 @pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
 def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
-    stage, offload = row.split()
+    stage, place = row.split()
     torch.default_generator.manual_seed(3)
     module = Model()
     config = make_config(reduce_bucket_bytes=SMALL_WINDOWS)
@@ -564,7 +536,7 @@ def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
     assert isinstance(planned, TensorStates) and not fresh[0].state
 
     engine = lightning_zero.shard(
-        module, stage=int(stage), offload=offload, device="cpu", reduce_bucket_bytes=SMALL_WINDOWS
+        module, stage=int(stage), offload=place, device="cpu", reduce_bucket_bytes=SMALL_WINDOWS
     )
     for optimizer in fresh:
         engine.add_optimizer(optimizer)
@@ -723,7 +695,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
     side_by_side(Picky, language, stage=1, optimizer_settings={"sharding": "tensors"})
     for make in (NormOverAll, Remembering, Batched):  # in one call, as in one process
         side_by_side(make, language, stage=0)
-    side_by_side(Shared, in_part, build=Optional, steps=4, stage=0)
+    side_by_side(Shared, in_part, build=optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
     for make, match in {ScheduleFree: r"has train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():

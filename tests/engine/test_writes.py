@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 import lightning_zero
 from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
-    VOCABULARY,
-    Block,
+    ALL_STAGES,
+    IN_STAGES,
+    OUTER_STAGES,
     Model,
     Sharded,
     Side,
@@ -28,58 +29,22 @@ from tests.engine.support import (
     floats,
     language_loss,
     language_work,
+    mean_square,
+    scope,
     sgd,
     tokens,
 )
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
+from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, write
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 ROWS = pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (2, "optimizer_cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
 )
-WIDTH = 19
-
-
-def scope(side: Side) -> Any:
-    return side.engine.step_scope("train") if isinstance(side, Sharded) else contextlib.nullcontext()
-
-
-# -- in the forward ---------------------------------------------------------------------------------------------------
-
-
-class Clamped(nn.Module):
-    """Keeps its weights small whenever it is called."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight
-        if self.how == "in place":
-            with torch.no_grad():
-                weight.clamp_(-0.15, 0.15)
-        elif self.how == "data":
-            weight.data.clamp_(-0.15, 0.15)
-        else:
-            weight.data = weight.detach().clamp(-0.15, 0.15)
-        return x + self.linear(x)
-
-
-class ClampedModel(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first = Clamped(how)
-        self.blocks = nn.ModuleList(Clamped(how) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+WRITTEN_OTHERWISE = r": written to in a step, with other values"
 
 
 def keep_in_masters(side: Side) -> None:
@@ -89,17 +54,16 @@ def keep_in_masters(side: Side) -> None:
             master.value.copy_(param.detach())
 
 
-def square_work(side: Side, step: int) -> Tensor:
-    loss = side.module(floats(step, 4, WIDTH)).square().mean()
-    side.backward(loss)
-    keep_in_masters(side)
-    return loss
+def kept(work: Callable[[Side, int], Tensor]) -> Callable[[Side, int], Tensor]:
+    def and_kept(side: Side, step: int) -> Tensor:
+        loss = work(side, step)
+        keep_in_masters(side)
+        return loss
+
+    return and_kept
 
 
-def renormed_work(side: Side, step: int) -> Tensor:
-    loss = language_work(side, step)
-    keep_in_masters(side)
-    return loss
+# -- in the forward ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(1, 3))
@@ -107,16 +71,17 @@ def renormed_work(side: Side, step: int) -> Tensor:
 @pytest.mark.parametrize("how", ["in place", "data", "assigned"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.mainly(lambda stage, row, precision: (stage, row) == (3, "none") or precision == "fp32")
-def test_writes_in_the_forward(stage: int, row: str, how: str, precision: str, tmp_path: Path) -> None:
+def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precision: str, tmp_path: Path) -> None:
     """Under bf16 the twin would round its masters, so there they are compared with what was clamped."""
-    settings = {"unit": {"classes": ["Clamped"]}, **offload(row, tmp_path)}
+    settings = {"unit": {"classes": ["Clamped"]}, "optimizer": sgd, **offload(row, tmp_path)}
+    build = lambda: nn.Sequential(*(Clamped(how) for _ in range(3)))  # noqa: E731
     if precision == "fp32":
-        check(lambda: ClampedModel(how), square_work, stage=stage, optimizer=sgd, **settings)
+        check(build, kept(mean_square), stage=stage, steps=3, **settings)
         return
     torch.manual_seed(3)
-    module = ClampedModel(how)
-    with Sharded(module, stage=stage, precision=precision, optimizer=sgd, **settings) as side, autocast(precision):
-        square_work(side, 0)
+    module = build()
+    with Sharded(module, stage=stage, precision=precision, **settings) as side, autocast(precision):
+        mean_square(side, 0)
         with lightning_zero.gather(module):
             masters = [p.detach().clone() for p in module.parameters()]
         bound = torch.tensor(0.15).bfloat16().float()
@@ -126,105 +91,74 @@ def test_writes_in_the_forward(stage: int, row: str, how: str, precision: str, t
 
 @on_ranks(2)
 @ROWS
-def test_an_embedding_with_max_norm(stage: int, row: str, tmp_path: Path) -> None:
+def test_an_embedding_with_max_norm_trains(stage: int, row: str, tmp_path: Path) -> None:
     """All ranks look up all rows, so all write the same."""
 
     class Renormed(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, self.embed.embedding_dim, max_norm=0.5)
+            self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
 
         def forward(self, batch: Tensor) -> Tensor:
             self.embed(torch.arange(VOCABULARY))
             return super().forward(batch)
 
-    check(Renormed, renormed_work, stage=stage, **offload(row, tmp_path))
+    check(Renormed, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("in_a_unit", [False, True])
 def test_an_embedding_with_max_norm_whose_ranks_write_differently_is_refused(stage: int, in_a_unit: bool) -> None:
-    module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5), Block(WIDTH), Block(WIDTH))
+    module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5), Block(), Block())
     unit = {"classes": ["Embedding", "Block"] if in_a_unit else ["Block"]}
     with Sharded(module, stage=stage, unit=unit) as side:
         loss = module(torch.arange(3) + 3 * dist.get_rank()).square().mean()
-        with pytest.raises(RuntimeError, match=r"0\.weight: written to in a step, with other values.*max_norm"):
+        with pytest.raises(RuntimeError, match=rf"0\.weight{WRITTEN_OTHERWISE}.*max_norm"):
             side.backward(loss)
 
 
-class OneWrites(ClampedModel):
-    """One rank writes to its first parameters; these are small, and lie in the shard of rank 0 alone."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__("none")
-        self.small, self.rank = nn.Parameter(torch.full((3,), 2.0)), rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        if dist.get_rank() == self.rank:
-            with torch.no_grad():
-                self.small.clamp_(max=1.0)
-        return super().forward(x) * self.small.sum()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_write_on_the_rank_that_owns_all_of_it_is_refused_too(stage: int, rank: int) -> None:
-    refused = pytest.raises(RuntimeError, match="small: written to in a step, with other values")
-    with Sharded(OneWrites(rank), stage=stage, optimizer=sgd) as side, refused:
-        square_work(side, 0)
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_write_on_the_rank_that_owns_all_of_it_is_refused_too(stage: int, writer: int) -> None:
+    """What is written to is small, and lies in the shard of rank 0 alone."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        if dist.get_rank() == writer:
+            write(m.small, lambda small: small.clamp_(max=1.0), "in place")
+        return m.rest(x) * m.small.sum()
+
+    module = Does(act, small=nn.Parameter(torch.full((3,), 2.0)), rest=nn.Sequential(Block(), Block()))
+    with Sharded(module, stage=stage) as side, pytest.raises(RuntimeError, match=f"small{WRITTEN_OTHERWISE}"):
+        mean_square(side, 0)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("how", ["in place", "data", "assigned"])
-@pytest.mark.mainly(lambda world, stage: world == 2 or stage == 3)
-def test_a_write_on_one_rank_is_refused_on_all(stage: int, how: str) -> None:
-    """Unless it changed nothing."""
-    module = Model()
-    with Sharded(module, stage=stage, precision="bf16") as side:
-        for step, value in enumerate((1.0, 1.5)):
-            with side.engine.step_scope("train"), autocast("bf16"):
-                weight = module.head.weight
-                if dist.get_rank() == 1:
-                    with torch.no_grad():
-                        if how == "in place":
-                            weight.mul_(value)
-                        elif how == "data":
-                            weight.data.mul_(value)
-                        else:
-                            weight.data = weight.detach() * value
-                loss = language_loss(module, tokens(step))
-            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to")
-            with contextlib.nullcontext() if value == 1 else refused:
-                side.backward(loss)
-                side.step()
-                side.zero_grad()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+@pytest.mark.parametrize(
+    ("how", "precision"),
+    [("in place", "bf16"), ("data", "bf16"), ("assigned", "bf16"), ("data", "fp32"), ("data", "bf16_true")],
+)
 @pytest.mark.parametrize("writers", [{0, 1}, {1}])
-def test_writes_through_data_that_differ_are_refused(stage: int, precision: str, writers: set[int]) -> None:
-    """Also where the masters are the ranks' own slices of what is written to."""
+def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, precision: str, writers: set[int]) -> None:
+    """Unless they change nothing; also where the masters are the ranks' own slices of what is written to."""
     module = Model()
     with Sharded(module, stage=stage, precision=precision) as side:
-        for step in range(2):
-            with side.engine.step_scope("train"):
-                weight = module.head.weight.data
-                if step and dist.get_rank() in writers:
-                    weight.add_(dist.get_rank() + 1)
+        for step, factor in enumerate((0, 1)):
+            with side.engine.step_scope("train"), autocast(precision):
+                if dist.get_rank() in writers:
+                    change = factor * (dist.get_rank() + 1)
+                    write(module.head.weight, lambda weight, by=change: weight.add_(by), how)
                 loss = language_loss(module, tokens(step))
-            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to in a step, with other values")
-            with refused if step else contextlib.nullcontext():
+            refused = pytest.raises(RuntimeError, match=rf"head\.weight{WRITTEN_OTHERWISE}")
+            with refused if factor else contextlib.nullcontext():
                 side.backward(loss)
                 side.step()
                 side.zero_grad()
 
 
-# -- between forward and forward ---------------------------------------------------------------------------------------
+# -- between forward and forward --------------------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
@@ -232,38 +166,31 @@ def test_writes_through_data_that_differ_are_refused(stage: int, precision: str,
 @pytest.mark.parametrize("how", ["in place", "data"])
 @pytest.mark.parametrize("unit", ["Block", "Model"])
 @pytest.mark.mainly(lambda stage, how: stage == 3 or how == "in place")
-def test_writes_after_a_step_inside_of_a_step(stage: int, row: str, how: str, unit: str, tmp_path: Path) -> None:
+def test_writes_after_a_step_inside_of_a_step_are_kept(
+    stage: int, row: str, how: str, unit: str, tmp_path: Path
+) -> None:
     """As in ``training_step`` with manual optimization: clamped critics, averaged targets."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, unit={"classes": [unit]}, **offload(row, tmp_path)) as sharded:
-        for step in range(4):
-            for side in (sharded, twin):
-                with scope(side):
-                    language_work(side, step)
-                    side.step()
-                    side.zero_grad()
-                    for param in side.module.parameters():
-                        if how == "in place":
-                            with torch.no_grad():
-                                param.clamp_(-0.2, 0.2)
-                        else:
-                            param.data.clamp_(-0.2, 0.2)
-                    keep_in_masters(side)
-            assert_same(sharded, twin)
+
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            loss = language_work(side, step)
+            side.step()
+            side.zero_grad()
+            for param in side.module.parameters():
+                write(param, lambda value: value.clamp_(-0.2, 0.2), how)
+            keep_in_masters(side)
+        return loss
+
+    check(Model, work, stage=stage, steps=3, unit={"classes": [unit]}, **offload(row, tmp_path))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_average_that_is_kept_by_hand(stage: int) -> None:
+def test_an_average_that_is_kept_by_hand_follows() -> None:
     """A target network inside of the same module, as in self-supervised learning."""
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.online = nn.Sequential(Block(WIDTH), Block(WIDTH))
-            self.target = nn.Sequential(Block(WIDTH), Block(WIDTH)).requires_grad_(False)
+    def build() -> nn.Module:
+        online, target = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()).requires_grad_(False)
+        return Does(lambda m, x: m.online(x), online=online, target=target)
 
     def work(side: Side, step: int) -> Tensor:
         with scope(side):
@@ -277,10 +204,10 @@ def test_an_average_that_is_kept_by_hand(stage: int) -> None:
         side.backward(loss)
         return loss
 
-    check(Both, work, stage=stage, steps=4)
+    check(build, work, stage=OUTER_STAGES, steps=3)
 
 
-# -- assigning ---------------------------------------------------------------------------------------------------------
+# -- assigning --------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(1, 3))
@@ -288,8 +215,10 @@ def test_an_average_that_is_kept_by_hand(stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 @pytest.mark.parametrize("right_after_a_step", [False, True])
 @pytest.mark.mainly(lambda stage, row, precision: (stage, row) == (3, "none") or precision == "bf16")
-def test_data_that_is_assigned(stage: int, row: str, precision: str, right_after_a_step: bool, tmp_path: Path) -> None:
-    """What ``vector_to_parameters`` and a good deal of old code do; the values are taken over, unrounded."""
+def test_data_that_is_assigned_is_kept(
+    stage: int, row: str, precision: str, right_after_a_step: bool, tmp_path: Path
+) -> None:
+    """What a good deal of old code does; the values are taken over, unrounded."""
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, precision=precision, each=stage >= 2)
@@ -317,29 +246,17 @@ def test_data_that_is_assigned(stage: int, row: str, precision: str, right_after
 
 
 @on_ranks(2)
-@STAGES
-def test_a_vector_becomes_parameters_and_they_train_on(stage: int) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage) as sharded:
-        vector = torch.linspace(-0.3, 0.3, sum(p.numel() for p in module.parameters()))
-        nn.utils.vector_to_parameters(vector, module.parameters())
-        nn.utils.vector_to_parameters(vector, [m.value for m in twin.masters.values()])
-        for param, master in twin.masters.items():
-            master.value.copy_(_part(vector, list(twin.masters), param))
-            param.data.copy_(master.value)
-        for step in range(3):
-            for side in (sharded, twin):
-                language_work(side, step)
-                side.step()
-                side.zero_grad()
-        assert_same(sharded, twin)
+@IN_STAGES
+def test_a_vector_becomes_parameters_and_they_train_on(stages: tuple[int, ...]) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        if step == 0:
+            params = list(side.module.parameters())
+            vector = torch.linspace(-0.3, 0.3, sum(p.numel() for p in params))
+            nn.utils.vector_to_parameters(vector, params)
+            keep_in_masters(side)
+        return language_work(side, step)
 
-
-def _part(vector: Tensor, params: list[nn.Parameter], param: nn.Parameter) -> Tensor:
-    start = sum(p.numel() for p in params[: [p is param for p in params].index(True)])
-    return vector[start : start + param.numel()].view(param.shape)
+    check(Model, work, stage=stages)
 
 
 @on_ranks(2)
@@ -368,29 +285,26 @@ def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str
 
 
 @on_ranks(2)
-@STAGES
-def test_a_backward_of_values_that_were_assigned_again_is_done(stage: int) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        x = floats(step, 2, 6)
-        losses = []
-        for _ in range(2):  # what is clamped once is not changed by it again
-            weight = side.module[0].weight
-            weight.data = weight.detach().clamp(-0.2, 0.2)
-            losses.append(side.module(x).square().mean())
-            x = x + 1
-        loss = sum(losses)
-        side.backward(loss)
-        return loss
+@IN_STAGES
+def test_a_backward_of_values_that_were_assigned_again_is_done(stages: tuple[int, ...]) -> None:
+    """What is clamped once is not changed by it again."""
 
-    torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    nn.init.constant_(module[0].weight, 0.2)
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage) as sharded:
-        for side in (sharded, twin):
-            with side.engine.step_scope() if side is sharded else contextlib.nullcontext():
-                work(side, 0)
-        assert_same(sharded, twin, grads=True)
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        nn.init.constant_(module[0].weight, 0.2)
+        return module
+
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            losses = []
+            for i in range(2):
+                write(side.module[0].weight, lambda weight: weight.clamp_(-0.2, 0.2), "assigned")
+                losses.append(side.module(floats(step, 2, 6) + i).square().mean())
+            loss = sum(losses)
+            side.backward(loss)  # type: ignore[arg-type]
+        return loss  # type: ignore[return-value]
+
+    check(build, work, stage=stages, steps=1)
 
 
 @on_ranks(2)
@@ -407,18 +321,16 @@ def test_data_of_another_shape_is_refused(stage: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: int) -> None:
+@pytest.mark.parametrize("open_pass", [False, True])
+def test_writes_that_differ_are_refused_before_values_are_saved_or_the_sharding_is_undone(
+    stage: int, open_pass: bool
+) -> None:
     with Sharded(Model(), stage=stage) as side:
-        weight = side.module.head.weight
+        module, engine = side.module, side.engine
+        weight = module.head.weight
         weight.data = torch.full(weight.shape, float(dist.get_rank()))
         with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
-            side.engine.state_dict()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("open_pass", [False, True])
-def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int, open_pass: bool) -> None:
+            engine.state_dict()
     with Sharded(Model(), stage=stage) as side:
         module, engine = side.module, side.engine
         with engine.step_scope(evaluation=not open_pass):
@@ -441,30 +353,24 @@ def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stag
     assert type(side.module.head.weight) is nn.Parameter
 
 
-# -- NumPy ------------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
-@STAGES
-def test_numpy_may_look_at_weights_inside_of_a_step(stage: int) -> None:
-    seen = []
-
+@IN_STAGES
+def test_numpy_may_look_at_weights_inside_of_a_step(stages: tuple[int, ...]) -> None:
     def work(side: Side, step: int) -> Tensor:
-        module = side.module
+        module, seen = side.module, []
         with scope(side):
             loss = language_loss(module, tokens(step))
             seen.append(module.head.weight.detach().numpy())
             assert (seen[-1] == seen[-1]).all()
-            handle = module.blocks[1].register_forward_hook(
-                lambda m, *_: seen.append(m.up.weight.detach().numpy().copy())
-            )
+            look = lambda m, *_: seen.append(m.up.weight.detach().numpy().copy())  # noqa: E731
+            handle = module.blocks[1].register_forward_hook(look)
             language_loss(module, tokens(step))
             handle.remove()
+        assert len(seen) == 2
         side.backward(loss)
         return loss
 
-    check(Model, work, stage=stage)
-    assert len(seen) == 12
+    check(Model, work, stage=stages)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

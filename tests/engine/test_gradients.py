@@ -1,0 +1,458 @@
+"""Norms and values of sharded gradients, torch's clipping of them, and changes in place: true, or refused in words."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+import lightning_zero
+from lightning_zero.comm.agreements import ApartError
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.ranks.waits import StallError
+from tests.engine.support import (
+    ALL_STAGES,
+    Model,
+    Sharded,
+    Twin,
+    assert_same,
+    language_loss,
+    language_work,
+    tokens,
+    trained,
+)
+from tests.engine.test_offload import offload
+from tests.harness import on_ranks
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
+STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
+TYPES = (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf)
+PLACES = [("none", 0), ("none", 3), ("optimizer_nvme", 2), ("cpu", 3)]
+
+
+@contextmanager
+def exchanges() -> Iterator[list[str]]:
+    """What ranks met for inside, besides a gather and the end."""
+    found: list[str] = []
+    meet = Communicator.meet
+
+    def counted(self: Communicator, value: object, what: str) -> list[object]:
+        if not what.startswith(("gather()", "engine.release()")):
+            found.append(what)
+        return meet(self, value, what)
+
+    with mock.patch.object(Communicator, "meet", counted):
+        yield found
+
+
+def assert_norms(sharded: Sharded, twin: Twin, norm_type: float) -> None:
+    for (name, own), other in zip(sharded.module.named_parameters(), twin.masters, strict=True):
+        grad = twin.grads.get(other)
+        assert (own.grad is None) == (grad is None), name
+        if grad is not None:
+            assert own.grad is not None
+            expected = torch.linalg.vector_norm(grad.double(), norm_type).float()
+            torch.testing.assert_close(
+                own.grad.norm(norm_type),
+                expected,
+                rtol=1e-5,
+                atol=1e-12,
+                equal_nan=True,
+                msg=lambda m, n=name: f"{n}, {norm_type}: {m}",
+            )
+
+
+@on_ranks(2, full=(1, 3))
+@STAGES
+def test_norms_are_true(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        for norm_type in (*TYPES, -1.0, -math.inf):
+            assert_norms(sharded, twin, norm_type)
+
+
+@on_ranks(2)
+def test_all_stages_and_rows_agree_to_the_bit(tmp_path: Path) -> None:
+    def norms(stage: int, row: str = "none") -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
+            language_work(side, 0)
+            return [p.grad.norm(p=t) for p in side.module.parameters() for t in (1, 2)]
+
+    expected = norms(3)
+    places = [(stage, "none") for stage in range(3)] + [(2, "optimizer_nvme"), (3, "cpu")]
+    for place in places:
+        assert all(map(torch.equal, norms(*place), expected)), place
+
+
+@on_ranks(2)
+def test_norms_take_one_exchange_until_gradients_change() -> None:
+    sharded, twin = trained(stage=3)
+    module, head = sharded.module, sharded.module.head
+    with sharded, exchanges() as met:
+        assert_norms(sharded, twin, 2.0)
+        assert_norms(sharded, twin, 2.0)
+        assert len(met) == 1
+        head.weight.grad.norm(1)
+        assert len(met) == 2
+        before = head.bias.grad.norm()
+
+        norm = lightning_zero.clip_grad_norm_(module, 1e-3)
+        torch.testing.assert_close(head.bias.grad.norm(), before * 1e-3 / norm)
+        assert len(met) == 3
+        head.bias.grad.zero_()
+        assert head.bias.grad.norm() == 0.0 and head.weight.grad.norm() > 0.0
+        assert len(met) == 4
+        with lightning_zero.gather(module, grads=True):
+            head.bias.grad.fill_(2.0)
+        assert head.bias.grad.norm() == pytest.approx(2.0 * head.bias.numel() ** 0.5)
+        sharded.step()
+        assert head.bias.grad.norm() == pytest.approx(2.0 * head.bias.numel() ** 0.5)
+        assert len(met) == 5
+        sharded.zero_grad()
+        twin.zero_grad()
+        with lightning_zero.gather(module):
+            twin.module.load_state_dict(module.state_dict())
+        for side in (sharded, twin):
+            language_work(side, 7)
+        assert_norms(sharded, twin, 2.0)
+        assert len(met) == 6
+
+
+@on_ranks(2)
+def test_replicated_gradients_need_no_other_rank() -> None:
+    sharded, _ = trained(stage=0)
+    with sharded, exchanges() as met:
+        if dist.get_rank() == 0:
+            assert sharded.module.head.weight.grad.norm() > 0
+        assert not met
+
+
+READS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda grad: grad.clone(),
+    lambda grad: grad.data.cpu(),
+    lambda grad: grad.detach().norm(dim=0),
+    lambda grad: grad.abs().max().item(),
+    lambda grad: torch.isnan(grad).any(),
+    lambda grad: torch.cat([grad.view(-1), (2 * grad).flatten()]),
+    lambda grad: grad * grad,
+    lambda grad: grad[..., -1].double().std(unbiased=False),
+    lambda grad: torch.zeros_like(grad).add_(grad),
+    lambda grad: grad.numpy(),
+    lambda grad: numpy.asarray(grad).sum(),
+    lambda grad: grad.tolist(),
+)
+
+
+@on_ranks(2, full=(1, 3))
+@STAGES
+def test_values_are_true(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        for (name, param), other in zip(sharded.module.named_parameters(), twin.masters, strict=True):
+            if (expected := twin.grads.get(other)) is None:
+                continue
+            for number, read in enumerate(READS):
+                torch.testing.assert_close(
+                    torch.as_tensor(read(param.grad)),
+                    torch.as_tensor(read(expected)),
+                    msg=lambda m, at=(name, number): f"{at}: {m}",
+                )
+            values = param.grad.clone()
+            assert type(values) is Tensor
+            with lightning_zero.gather(param, grads=True):
+                assert torch.equal(values, param.grad)
+
+
+@on_ranks(2)
+@STAGES
+def test_writes_that_would_be_lost_and_other_uses_are_refused_in_words(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    weight = sharded.module.head.weight
+    grad, mask = weight.grad, torch.ones_like(weight)
+    assert grad is not None and grad.shape == weight.shape and "head.weight" in repr(grad)
+    with sharded:
+        for use in (
+            lambda: grad[0].zero_(),
+            lambda: grad.view(-1).mul_(2),
+            lambda: grad.t().add_(1),
+            lambda: grad[:2].unbind()[0].fill_(1),
+            lambda: torch._foreach_mul_(list(grad.split(2)), 2.0),
+            lambda: grad.__setitem__(0, 1.0),
+            lambda: torch.add(grad, 1, out=grad),
+            lambda: setattr(grad, "data", torch.zeros_like(sharded.module.head.bias)),
+            lambda: grad.mul_(mask),
+            lambda: grad.mul_(grad),
+            lambda: grad.add_(1),
+            lambda: grad.pow_(2),
+            lambda: grad.copy_(torch.zeros_like(weight)),
+            lambda: grad.clamp_(mask, mask),
+            lambda: torch._foreach_mul_([grad], [mask]),
+            lambda: grad.div_(2, rounding_mode="floor"),
+        ):
+            with pytest.raises(RuntimeError, match=r"gradient of head\.weight is sharded") as caught:
+                use()
+            assert not re.search(r"aten|_copy|default", str(caught.value))
+        assert_same(sharded, twin, grads=True)
+
+
+@on_ranks(2)
+def test_a_read_inside_a_backward_is_refused() -> None:
+    """Which gradients there are then is nobody's to say, and ranks may come to it at different moments."""
+    sharded, _ = trained(stage=3)
+    weight = sharded.module.head.weight
+    with sharded:
+        scale = torch.ones(weight.shape, requires_grad=True)
+        loss = (weight.grad * scale).sum()
+        with pytest.raises(RuntimeError, match=r"gradient of head\.weight is read inside a backward"):
+            loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("read", "own", "others"),
+    [
+        ("norm", "norms of gradients", r"norm\(\)"),
+        ("abs", "a read of the gradient of head", r"a read of \.grad,"),
+        ("clip", "norm of gradients", "norm of gradients"),
+    ],
+)
+def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) -> None:
+    """And so does the other one, which goes on to its step and its next backward."""
+    group = dist.new_group()  # in which a message is lost
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0, process_group=group)
+    language_work(side, 0)
+    started = time.monotonic()
+    soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
+    with soon, pytest.raises((StallError, ApartError)) as caught:
+        if dist.get_rank() == 0 and read == "clip":
+            clip_grad_norm_(side.module.parameters(), 1.0)
+        elif dist.get_rank() == 0:
+            getattr(side.module.head.weight.grad, read)()
+        for step in (1, 2):
+            side.step()
+            side.zero_grad()
+            language_work(side, step)
+    assert time.monotonic() - started < 20.0
+    assert re.search(own if dist.get_rank() == 0 else others, str(caught.value))
+    side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_other_types_of_norm_get_an_error() -> None:
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0)
+    language_work(side, 0)
+    norm_type = 2 if dist.get_rank() == 0 else 1
+    with pytest.raises(ApartError, match=r"norms of gradients, of type 2\n.*norms of gradients, of type 1"):
+        side.module.head.weight.grad.norm(norm_type)
+    assert side.module.head.weight.grad.norm() > 0  # nothing was lost
+    side.engine.release()
+
+
+@on_ranks(2)
+@STAGES
+def test_gradients_that_are_not_whole_are_neither_read_nor_changed(stage: int) -> None:
+    def fails(_: object) -> None:
+        raise ZeroDivisionError
+
+    with Sharded(Model(), stage=stage) as side:
+        params, head = list(side.module.parameters()), side.module.head
+        with side.no_sync():
+            language_work(side, 0)
+        for clip in (lambda: clip_grad_value_(params, 1.0), lambda: head.bias.grad.mul_(2)):
+            with pytest.raises(RuntimeError, match=r"after a backward inside no_sync.*before the step"):
+                clip()
+        with pytest.raises(RuntimeError, match=r"inside no_sync\(\)"):
+            clip_grad_norm_(params, 1.0)
+        language_work(side, 1)
+        clip_grad_norm_(params, 1.0)
+        handle = side.module.blocks[1].up.weight.register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            language_work(side, 1)
+        handle.remove()
+        for use in (
+            lambda: clip_grad_norm_(params, 1.0),
+            lambda: clip_grad_value_(params, 1.0),
+            lambda: head.weight.grad.norm(),
+            lambda: head.weight.grad.abs(),
+        ):
+            with pytest.raises(RuntimeError, match="a backward has raised before its end"):
+                use()
+        side.zero_grad()
+        language_work(side, 2)
+        assert head.weight.grad.norm() > 0
+
+
+# -- torch's own clipping, by norm and by value -----------------------------------------------------------------------
+
+
+def run(
+    clip: Callable[[Sharded], Any], tmp_path: Path, row: str = "none", stage: int = 3, **config: Any
+) -> tuple[list[Any], list[Tensor]]:
+    """What ``clip`` returns in each of a few steps, and the weights at the end."""
+    torch.manual_seed(3)
+    found = []
+    with Sharded(Model(), stage=stage, **offload(row, tmp_path), **config) as side:
+        for step in range(3):
+            language_work(side, step)
+            found.append(clip(side))
+            side.step()
+            side.zero_grad()
+        with lightning_zero.gather(side.module):
+            return found, [p.detach().clone() for p in side.module.parameters()]
+
+
+@on_ranks(2, full=(1, 3))
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_torch_s_clipping_is_our_own_to_the_bit(
+    place: tuple[str, int], norm_type: float, foreach: bool | None, tmp_path: Path
+) -> None:
+    def own(side: Sharded) -> Tensor:
+        return lightning_zero.clip_grad_norm_(side.module, 0.1, norm_type)
+
+    def torchs(side: Sharded) -> Tensor:
+        norm = clip_grad_norm_(side.module.parameters(), 0.1, norm_type, foreach=foreach)
+        assert type(norm) is Tensor
+        return norm
+
+    def in_halves(side: Sharded) -> Tensor:
+        params = list(side.module.parameters())
+        norm = get_total_norm([p.grad for p in params if p.grad is not None], norm_type, foreach=foreach)
+        clip_grads_with_norm_(params, 0.1, norm, foreach=foreach)
+        return norm
+
+    norms, expected = run(own, tmp_path, *place)
+    for other in (torchs, in_halves):
+        with exchanges() as met:
+            found, values = run(other, tmp_path, *place)
+        assert all(map(torch.equal, found, norms)), (found, norms)
+        assert all(map(torch.equal, values, expected))
+        assert not met, "a message that is not needed"
+
+
+@on_ranks(2, full=(1, 3))
+@STAGES
+@pytest.mark.parametrize("foreach", [None, True])
+def test_torch_s_clipping_is_that_of_plain_gradients(stage: int, foreach: bool | None) -> None:
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        some = [p for i, p in enumerate(sharded.module.parameters()) if i % 3]
+        assert clip_grad_norm_(some, 1e6, foreach=foreach) < clip_grad_norm_(sharded.module.parameters(), 1e6)
+        norm = clip_grad_norm_(sharded.module.parameters(), 0.1, foreach=foreach)
+        torch.testing.assert_close(norm, get_total_norm(twin.grads.values()))
+        for grad in twin.grads.values():
+            grad.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))  # of the last bits of ours
+        assert_same(sharded, twin, grads=True)
+        assert clip_grad_norm_(sharded.module.parameters(), 1e6) == pytest.approx(0.1, rel=1e-3)
+        clip_grad_value_(sharded.module.parameters(), 1e-3, foreach=foreach)
+        for grad in twin.grads.values():
+            grad.clamp_(-1e-3, 1e-3)
+        assert_same(sharded, twin, grads=True)
+        for side in (sharded, twin):
+            side.step()
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
+@STAGES
+def test_changes_in_place_are_made_in_their_order(stage: int) -> None:
+    """And before the next backward adds to what they leave."""
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        for step in range(2):
+            names = dict(twin.module.named_parameters())
+            number = torch.tensor(3.0)
+            for name, param in sharded.module.named_parameters():
+                grads = [param.grad, twin.grads.get(names[name])]
+                if grads[0] is None:
+                    continue
+                for grad in grads:
+                    grad.mul_(number)
+                number.fill_(2.0)  # what was asked for is what it was
+                for grad in grads:
+                    grad.mul_(number).clamp_(max=0.5)
+                    grad.div_(number).clamp_(-1.0, 1e-2)
+                    grad.clamp_(min=-1e-2)
+                    grad *= 0.5
+                    grad /= 3
+                number.fill_(3.0)
+                if name == "head.bias":
+                    for grad in grads:
+                        grad.zero_()
+                        grad.mul_(math.inf if step else 2.0)
+                        grad.zero_()
+                assert grads[0].norm() == pytest.approx(float(grads[1].norm()))
+            assert_same(sharded, twin, grads=True)
+            if not step:
+                for side in (sharded, twin):
+                    language_work(side, 5)
+        for side in (sharded, twin):
+            side.step()
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_that_are_not_finite_are_told(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        language_work(side, 0)
+        with lightning_zero.gather(side.module, grads=True):
+            side.module.head.bias.grad[-1] = math.inf
+        with pytest.raises(RuntimeError, match="total norm of order 2.0 .* is non-finite"):
+            clip_grad_norm_(side.module.parameters(), 1.0, error_if_nonfinite=True)
+        assert clip_grad_norm_(side.module.parameters(), 1.0).isinf()
+
+
+@on_ranks(2)
+def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
+    """As under DDP, until they are unscaled."""
+    with Sharded(Model(), stage=3) as side:
+        side.engine.passes.reducer.set_loss_scale(1024.0)
+        side.backward(1024.0 * language_loss(side.module, tokens(0)))
+        params = list(side.module.parameters())
+        true = lightning_zero.grad_norm(side.module)
+        assert torch.equal(get_total_norm([p.grad for p in params]), 1024.0 * true)
+        clip_grad_norm_(params, 512.0 * float(true))
+        torch.testing.assert_close(lightning_zero.grad_norm(side.module), true / 2)
+        clip_grad_value_(params, 1.024)
+        torch.testing.assert_close(lightning_zero.grad_norm(side.module, math.inf), torch.tensor(1e-3))
+        side.engine.passes.reducer.unscale(params[:1])  # by one of two optimizers
+        found = get_total_norm([p.grad for p in params])
+        torch.testing.assert_close(found, torch.stack([p.grad.norm() for p in params]).norm())
+        side.engine.passes.reducer.unscale(params)
+        clip_grad_value_(params, 1e-4)
+        torch.testing.assert_close(lightning_zero.grad_norm(side.module, math.inf), torch.tensor(1e-4))
+
+
+@on_ranks(2)
+def test_two_modules_and_a_plain_one_are_clipped_together() -> None:
+    """The norm of all is that of norms of each; one that is not of ours is clipped by torch."""
+    torch.manual_seed(3)
+    first, second = Sharded(Model(), stage=3), Sharded(Model(), stage=1)
+    plain = nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    with first, second:
+        for side in (first, second):
+            language_work(side, 0)
+        params = [*first.module.parameters(), *second.module.parameters(), *plain.parameters()]
+        for foreach in (None, True):
+            each = [lightning_zero.grad_norm(side.module) for side in (first, second)]
+            own = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+            norm = clip_grad_norm_(params, 0.1, foreach=foreach)
+            torch.testing.assert_close(norm, torch.stack([*each, own]).norm())
+            torch.testing.assert_close(lightning_zero.grad_norm(first.module), each[0] * min(1.0, 0.1 / float(norm)))

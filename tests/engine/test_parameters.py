@@ -1,0 +1,677 @@
+"""Parameters of every kind train as they do in a plain replicated copy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.whole import state_dicts
+from tests.engine.support import (
+    ALL_STAGES,
+    IN_STAGES,
+    OUTER_STAGES,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    adamw,
+    assert_same,
+    check,
+    floats,
+    language_loss,
+    language_work,
+    mean_square,
+    sgd,
+    tokens,
+)
+from tests.harness import on_ranks
+from tests.models import TOKENS, VOCABULARY, WIDTH, Adapted, Block, Chain, Does, Shapes, checkpointed, linear
+
+pytestmark = pytest.mark.sample  # a case shows all stages
+
+STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+
+
+def pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Two modules, each a unit."""
+    return lambda: nn.Sequential(nn.Sequential(make()), nn.Sequential(make()))
+
+
+@on_ranks(1)
+def test_parameters_have_a_class_of_torch_by_name() -> None:
+    """As tensorboardX tells them, for histograms of weights: by the letters "torch"."""
+    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
+    module = lightning_zero.shard(Model(), stage=3).module
+    assert all("torch" in str(type(p)) and type(p) is not nn.Parameter for p in module.parameters() if p.numel() > 1)
+
+
+# -- tied and frozen --------------------------------------------------------------------------------------------------
+
+
+def tied_model() -> Model:
+    """Embedding and head share a weight, and so do two blocks."""
+    module = Model()
+    module.head.weight = module.embed.weight
+    module.blocks[2].up.weight = module.blocks[0].up.weight
+    return module
+
+
+def tied_block() -> nn.Module:
+    module = Does(lambda m, x: x + m.second(torch.tanh(m.first(x))), first=linear(), second=linear())
+    module.second.weight = module.first.weight
+    return module
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_tied_parameters_train_across_and_inside_units(stages: tuple[int, ...]) -> None:
+    check(tied_model, language_work, stage=stages)
+    check(pair(tied_block), mean_square, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+def test_tied_parameters_are_stored_once_in_the_common_unit() -> None:
+    with Sharded(tied_model()) as side:
+        owners = {info.fqns: unit.name for unit in side.engine.units for info in unit.infos}
+        assert owners["embed.weight", "head.weight"] == ""
+        assert owners["blocks.0.up.weight", "blocks.2.up.weight"] == ""
+        assert sum(len(fqns) for fqns in owners) == len(owners) + 2
+        state = side.engine.state_dict(only_rank_0=False)
+        assert state["head.weight"] is state["embed.weight"]
+
+
+def frozen_model(*names: str) -> nn.Module:
+    module = Model()
+    for name in names:
+        module.get_submodule(name).requires_grad_(False)
+    return module
+
+
+BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@pytest.mark.parametrize(
+    "frozen",
+    [("embed",), ("blocks.1",), BACKBONE, ("blocks.0.up", "blocks.2.norm")],
+    ids=["embedding", "one unit", "backbone", "parts of units"],
+)
+def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
+    check(functools.partial(frozen_model, *frozen), language_work, stage=stages)
+
+
+@on_ranks(2)
+def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
+    with Sharded(frozen_model("blocks.1")) as side:
+        language_work(side, 0)
+        side.step()
+        for bucket in side.engine.units[2].buckets:
+            assert bucket.grad is None
+            assert side.engine.comm.counts["reduce_scatter", bucket.label] == 0
+        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
+        params = list(side.module.parameters())
+        assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
+    with Sharded(frozen_model(*BACKBONE)) as side:
+        side.module(tokens(0))
+        assert not any(b.full.allocated for unit in side.engine.units[1:] for b in unit.buckets)
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@PRECISIONS
+def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...], precision: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        blocks = side.module.blocks
+        side.module.embed.requires_grad_(step >= 2)
+        blocks[0].requires_grad_(step in (1, 2, 4))
+        blocks[1].up.requires_grad_(step != 2)
+        return language_work(side, step)
+
+    build = functools.partial(frozen_model, "embed", "blocks.0")
+    check(build, work, steps=5, stage=stages, precision=precision)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_unfreezing_after_a_forward_that_led_nowhere_trains(stages: tuple[int, ...]) -> None:
+    """Its pass is still open, and is that of the next forward too."""
+
+    def work(side: Side, step: int) -> Tensor:
+        if step == 1:
+            side.module(tokens(step))
+            side.module.blocks[0].requires_grad_(True)
+        return language_work(side, step)
+
+    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=stages)
+
+
+@on_ranks(2)
+def test_a_new_param_group_of_unfrozen_parameters_trains() -> None:
+    """What a fine-tuning callback does: the backbone is unfrozen and added with a learning rate of its own."""
+
+    def work(side: Side, step: int) -> Tensor:
+        params = list(side.module.blocks[1].parameters())
+        late = [side.masters[p].flat for p in params] if isinstance(side, Twin) else params
+        if step == 0:
+            ids = set(map(id, late))
+            for group in side.optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in ids]
+        if step == 1:
+            side.module.blocks[1].requires_grad_(True)
+            side.optimizer.add_param_group({"params": late, "lr": 0.003})
+        return language_work(side, step)
+
+    check(functools.partial(frozen_model, "blocks.1"), work, stage=OUTER_STAGES, steps=3)
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@PRECISIONS
+def test_adapters_train_beside_frozen_weights(stages: tuple[int, ...], precision: str) -> None:
+    check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), mean_square, stage=stages, precision=precision)
+
+
+def prompted() -> nn.Module:
+    """Blocks with frozen weights, all of which get one trainable prompt."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        for block in m.blocks:
+            x = block(x * m.prompt)
+            x = x + block(m.prompt)
+        return x
+
+    blocks = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+    return Does(act, prompt=nn.Parameter(torch.ones(WIDTH)), blocks=blocks)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+def test_inputs_that_outlive_their_graph_keep_no_hooks(plain: bool) -> None:
+    """Of backwards, of a forward without one, and of one that failed."""
+    leaf = floats(0, 2, WIDTH).requires_grad_()
+    module = prompted()
+
+    def hooks() -> list[Any]:
+        return [*(leaf._backward_hooks or {}), *(module.prompt._backward_hooks or {})]
+
+    with Sharded(module, optimizer=sgd, plain=plain, unit={"classes": ["Block"]}) as side:
+        for _ in range(2):
+            loss = module(leaf).square().mean()
+            assert hooks()
+            side.backward(loss)
+            side.step()
+            side.zero_grad()
+            assert not hooks()
+        module(leaf)
+        side.engine.passes.rest()
+        assert not hooks()
+        with pytest.raises(ZeroDivisionError), side.engine.step_scope():
+            module(leaf)
+            raise ZeroDivisionError
+        assert not hooks()
+        side.backward(module(leaf).square().mean())
+        assert leaf.grad is not None and not hooks()
+
+
+# -- unused -----------------------------------------------------------------------------------------------------------
+
+
+def branches() -> nn.Module:
+    """Three blocks of which a forward takes some; a whole unit and parts of units may go unused."""
+
+    def act(m: Any, x: Tensor, take: tuple[int, ...], extra: bool) -> Tensor:
+        for i in take:
+            x = m.blocks[i](x)
+        return m.extra(x) if extra else x
+
+    return Does(act, blocks=nn.ModuleList(Block() for _ in range(3)), extra=linear())
+
+
+def dampened_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
+
+
+def branch_work(side: Side, step: int, *, paths: Any) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH), *paths(step)).square().mean()
+    side.backward(loss)
+    return loss
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@pytest.mark.parametrize("optimizer", [adamw, sgd, dampened_sgd])
+def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], optimizer: Any) -> None:
+    """No decay, no state, no step count: the twin's gradient is None there."""
+    paths = [((0, 2), False), ((0, 1, 2), True), ((0, 2), False), ((1,), False), ((0, 1, 2), True)]
+    work = functools.partial(branch_work, paths=lambda step: paths[step])
+    tolerance = 1e-6 if optimizer is dampened_sgd else 0.0
+    check(branches, work, steps=5, stage=stages, optimizer=optimizer, tolerance=tolerance)
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_parameters_that_some_ranks_use_train(stages: tuple[int, ...]) -> None:
+    def paths(step: int) -> Any:
+        rank = dist.get_rank()
+        return ((0, 1, 2) if rank == 0 else (0, 2)), rank == dist.get_world_size() - 1
+
+    work = functools.partial(branch_work, paths=paths)
+    check(branches, work, stage=stages, stall_timeout_s=10)
+    # Fewer bytes may be in flight than one rank has to give at once.
+    check(branches, work, stage=(2, 3), stall_timeout_s=10, reduce_bucket_bytes=3000, prefetch_bytes=0)
+    for config in ({}, {"reduce_bucket_bytes": 3000}):
+        check(branches, work, stall_timeout_s=10, dynamic_graph=True, **config)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_unused_parts_of_a_unit_and_of_its_outputs_train(stages: tuple[int, ...]) -> None:
+    half = lambda: Does(lambda m, x: m.used(x), used=linear(), unused=linear())  # noqa: E731
+    check(pair(half), mean_square, stage=stages)
+    two = lambda: nn.Sequential(Does(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear()))  # noqa: E731
+    check(lambda: Chain(two, call=lambda block, x: block(x)[0]), mean_square, stage=OUTER_STAGES)
+
+
+# -- shapes, dtypes, buffers ------------------------------------------------------------------------------------------
+
+
+@on_ranks(3, full=(1, 2))
+@IN_STAGES
+@PRECISIONS
+def test_odd_shapes_train(stages: tuple[int, ...], precision: str) -> None:
+    check(pair(Shapes), mean_square, stage=stages, precision=precision)
+
+
+def images() -> nn.Module:
+    """Convolutions whose weights lie in memory as kernels for such images want them."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        for conv in m.convs:
+            assert conv[0].weight.is_contiguous(memory_format=torch.channels_last)
+            x = conv(x) + x
+        return x
+
+    convs = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(3))
+    return Does(act, convs=convs).to(memory_format=torch.channels_last)
+
+
+def image_work(side: Side, step: int) -> Tensor:
+    loss = side.module(floats(step, 2, 4, 6, 6)).square().mean()
+    side.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_weights_keep_their_order_in_memory(stages: tuple[int, ...]) -> None:
+    check(images, image_work, stage=stages)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", OUTER_STAGES)
+def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: int) -> None:
+    """Into a module whose weights lie otherwise, by value."""
+    torch.manual_seed(3)
+
+    def step_of(side: Sharded, step: int) -> Tensor:
+        loss = image_work(side, step).detach()
+        side.step()
+        side.zero_grad()
+        return loss
+
+    turned, straight = images(), images()
+    with Sharded(turned, stage=stage, optimizer=adamw) as side:
+        step_of(side, 0)
+        weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
+        states = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        expected = step_of(side, 1), step_of(side, 2)
+    with Sharded(straight, stage=stage, optimizer=adamw) as side:
+        side.engine.load_state_dict(weights)
+        for state in states["state"].values():
+            state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
+        assert (step_of(side, 1), step_of(side, 2)) == expected
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_fewer_elements_than_ranks_train(stages: tuple[int, ...]) -> None:
+    check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=stages)
+
+
+@on_ranks(2)
+def test_integer_parameters_survive() -> None:
+    def quantized() -> nn.Module:
+        codes = nn.Parameter(torch.arange(-5, 6).repeat(2), requires_grad=False)
+        return Does(lambda m, x: x[:, :1] * (m.codes * m.scale), codes=codes, scale=nn.Parameter(torch.rand(22)))
+
+    check(lambda: nn.Sequential(nn.Sequential(quantized())), mean_square, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+@IN_STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_several_dtypes_in_one_module_train(stages: tuple[int, ...], precision: str) -> None:
+    def build() -> nn.Module:
+        parts: list[nn.Module] = []
+        for _ in range(2):
+            wide = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+            act = lambda m, x: (x.double() @ m.wide).to(x.dtype) * m.plain  # noqa: E731
+            inner: list[nn.Module] = [Does(act, wide=wide, plain=nn.Parameter(torch.randn(WIDTH)))]
+            if precision == "fp32":
+                low = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16))
+                inner.append(Does(lambda m, x: x * m.low.to(x.dtype), low=low))
+            parts.append(nn.Sequential(*inner))
+        return nn.Sequential(*parts)
+
+    check(build, mean_square, stage=stages)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_buffers_follow_the_forward(stages: tuple[int, ...]) -> None:
+    def conv() -> nn.Module:
+        norm = nn.BatchNorm1d(3)
+        return Does(lambda m, x: torch.relu(m.norm(m.conv(x))), conv=nn.Conv1d(3, 3, 3, padding=1), norm=norm)
+
+    def work(side: Side, step: int) -> Tensor:
+        loss = F.mse_loss(side.module(floats(step, 4, 3, 9)), torch.ones(()))
+        side.backward(loss)
+        return torch.cat([loss.detach().view(1), *(b.detach().double().view(-1) for b in side.module.buffers())])
+
+    check(lambda: nn.Sequential(conv(), conv()), work, stage=stages)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_buffers_of_every_kind_start_as_on_rank_0(expanded: bool) -> None:
+    mark = 1 + dist.get_rank()
+    buffers = {
+        "int16": torch.full((3,), mark, dtype=torch.int16),
+        "boolean": torch.tensor([mark == 1, mark == 2]),
+        "complex": torch.full((3,), complex(mark, -mark)),
+        "row": torch.full((1, 3), float(mark)).expand(4 if expanded else 1, 3),
+        "transposed": torch.arange(6.0).view(2, 3).mul(mark).t(),
+        "every_second": torch.arange(8.0).mul(mark)[::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(mark),
+    }
+    module = Model()
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    module.register_buffer("shared", module.int16)
+    with Sharded(module, precision="bf16") as side:
+        language_work(side, 0)
+        side.step()
+        for name, buffer in buffers.items():
+            now = getattr(module, name)
+            assert now.dtype == buffer.dtype and now.shape == buffer.shape, name
+        assert module.int16.tolist() == [1] * 3 and module.boolean.tolist() == [True, False]
+        assert module.complex.tolist() == [1 - 1j] * 3 and set(module.row.flatten().tolist()) == {1.0}
+        assert module.transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert module.every_second.tolist() == [0, 2, 4, 6] and module.scalar.item() == 1
+        assert module.shared is module.int16
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", OUTER_STAGES)
+def test_norms_of_users_keep_fp32_and_give_back_the_dtype_of_their_input(stage: int) -> None:
+    class MyRMSNorm(Does):
+        """A norm by its name."""
+
+    norm = lambda: MyRMSNorm(lambda m, x: x.float() * m.weight, weight=nn.Parameter(torch.ones(WIDTH)))  # noqa: E731
+    module = nn.Sequential(*(nn.Sequential(norm(), linear()) for _ in range(2)))
+    seen: list[torch.dtype] = []
+    with Sharded(module, stage=stage, precision="bf16"):
+        module[1][0].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            module(floats(0, 2, WIDTH))
+        assert seen == [torch.bfloat16]
+        assert module[0][0].weight.dtype is torch.float32
+        assert module[0][1].weight.dtype is torch.bfloat16
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@STAGES
+def test_everyone_starts_with_the_unrounded_values_of_rank_0(stage: int, precision: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    module = Model()
+    torch.manual_seed(0)
+    expected = Model()
+    with Sharded(module, stage=stage, precision=precision), lightning_zero.gather(module):
+        for own, other in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(own, other)
+
+
+@on_ranks(2)
+@STAGES
+def test_a_meta_module_is_materialised_with_its_ties(stage: int) -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        y = m.embed(x)
+        for block in m.blocks:
+            y = block(y)
+        return m.head(m.norm(y))
+
+    with torch.device("meta"):
+        blocks = nn.ModuleList(Block() for _ in range(2))
+        embed, head = nn.Embedding(VOCABULARY, WIDTH), linear(WIDTH, VOCABULARY, bias=False)
+        module = Does(act, embed=embed, blocks=blocks, norm=nn.BatchNorm1d(TOKENS), head=head)
+        head.weight = embed.weight
+    before = dict(module.named_parameters(remove_duplicate=False))
+    with Sharded(module, stage=stage) as side:
+        assert module.head.weight is module.embed.weight
+        for name, param in module.named_parameters(remove_duplicate=False):
+            assert param is before[name] and not param.is_meta
+        assert not any(b.is_meta for b in module.buffers())
+        assert module.norm.running_var.tolist() == [1.0] * TOKENS
+        with lightning_zero.gather(module):
+            assert all(p.isfinite().all() for p in module.parameters())
+            assert 0.5 < module.embed.weight.std() < 1.5
+        for step in range(2):
+            language_work(side, step)
+            side.step()
+            side.zero_grad()
+
+
+class Marked(nn.Parameter):
+    """A class of a user's own."""
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("stage", OUTER_STAGES)
+@pytest.mark.parametrize(("built_on", "device"), [("cpu", "meta"), ("meta", "cpu")])
+def test_a_parameter_keeps_all_that_it_carries_on_its_way_to_another_device(
+    stage: int, built_on: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's meta kernels set it for good otherwise
+    with torch.device(built_on):
+        module = nn.Sequential(nn.Linear(5, 5), nn.LSTM(5, 5, num_layers=2))
+        module[0].weight = Marked(module[0].weight.detach())
+    weight, seen = module[0].weight, []
+    weight._no_weight_decay = True
+    weight.register_hook(lambda grad: seen.append("hook"))
+    removed = weight.register_hook(lambda grad: seen.append("removed"))
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
+    reference, before = weakref.ref(weight), [id(p) for p in module.parameters()]  # no list of them: torch counts
+
+    engine = lightning_zero.shard(module, stage=stage, device=device)
+    removed.remove()
+    weight.register_hook(lambda grad: seen.append("later"))
+    assert [id(p) for p in module.parameters()] == before
+    assert all(p.device.type == device for p in module.parameters())
+    assert reference() is module[0].weight is weight
+    assert weight._no_weight_decay and isinstance(weight, Marked)
+    with engine.step_scope("train"):
+        module(torch.ones(3, 2, 5, device=device))[0].sum().backward()
+    assert seen == ["hook", "later", "after"]
+    assert all(p.grad is not None for p in module.parameters())  # our own hooks were called too
+    engine.release()
+    assert type(weight) is Marked
+
+
+@on_ranks(2)
+@STAGES
+def test_the_state_of_empty_parameters_is_that_of_a_plain_optimizer(stage: int) -> None:
+    module = pair(Shapes)()
+    plain = copy.deepcopy(module)
+    plain_optimizer = adamw(plain.parameters())
+    with Sharded(module, stage=stage) as side:
+        for step in range(2):
+            mean_square(side, step)
+            plain(floats(step, 4, WIDTH)).mean().backward()
+            for optimizer in (side.optimizer, plain_optimizer):
+                optimizer.step()
+        whole = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        state = whole["state"]
+        expected = plain_optimizer.state_dict()["state"]
+        assert state.keys() == expected.keys()
+        for number, values in expected.items():
+            assert {n: v.shape for n, v in values.items()} == {n: v.shape for n, v in state[number].items()}
+            assert state[number]["step"] == values["step"] == 2
+        state_dicts.load_optimizer_state(side.engine, side.optimizer, whole)
+        mean_square(side, 2)
+        side.step()
+        again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
+        assert {n: int(values["step"]) for n, values in again.items()} == dict.fromkeys(expected, 3)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(Tensor):
+    """As the quantised and float8 weights of torchao: what is computed is computed with the tensor inside."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        wrapper: Wrapped = make(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Wrapped, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return Wrapped(result) if func is torch.ops.aten.detach.default else result
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@STAGES
+def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: int, trainable: bool) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = nn.Parameter(Wrapped(module[1].weight.detach()), requires_grad=trainable)
+    with pytest.raises(ConfigError, match=r"parameter 1\.weight is a Wrapped, a wrapper.*after training"):
+        lightning_zero.shard(module, stage=stage, device="cpu")
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
+        lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
+
+
+@on_ranks(2, full=(1,))
+def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
+    bare = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, device="meta")))
+    with pytest.raises(ValueError, match=r"module 1 \(Does\).*reset_parameters"):
+        lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), bare), device="cpu")
+
+
+# -- hooks of the user on parameters ----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@pytest.mark.parametrize("when", ["before", "after", "in the step"])
+def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bool, when: str) -> None:
+    """This rank's own gradient, whenever the hook was registered; what they change is reduced."""
+    seen: list[Tensor] = []
+
+    def look(param: Tensor) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.clone())
+        param.grad.mul_(2)
+
+    def hooked(module: nn.Module) -> list[nn.Parameter]:
+        return [module.head.weight, module.blocks[1].up.bias]
+
+    def register() -> None:
+        for param in hooked(module):
+            param.register_post_accumulate_grad_hook(look)
+
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    if when == "before":
+        register()
+    with Sharded(module, stage=stage, plain=plain) as sharded:
+        if when == "after":
+            register()
+        for step in range(2):
+            loss = language_loss(module, tokens(step))
+            if when == "in the step" and step == 0:
+                register()
+            sharded.backward(loss)
+            language_work(twin, step)
+            for param in hooked(twin.module):
+                twin.grads[param].mul_(2)
+            assert_same(sharded, twin, grads=True)
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+    assert len(seen) == 4 and all(grad.isfinite().all() and grad.any() for grad in seen)
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@pytest.mark.parametrize("how", ["two backwards", "no_sync", "one backward"])
+def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, plain: bool, how: str) -> None:
+    """torch adds a gradient to those before it first; it comes in parts where a reentrant checkpoint is used twice."""
+    module = Model()
+    seen: list[Tensor] = []
+    weight = module.blocks[1].up.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    if how == "one backward":
+        again = checkpointed(reentrant=True)
+        repeated = Does(lambda m, x: again(m.block, again(m.block, x)), block=module.blocks[1])
+        module.blocks = nn.ModuleList([module.blocks[0], repeated])
+    with Sharded(module, stage=stage, plain=plain) as side:
+        for step in range(2 if how != "one backward" else 0):  # gradients that are cleared are no sum
+            language_work(side, step)
+            side.zero_grad()
+        with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\S*\.up\.weight.*param\.register_hook"):
+            with side.engine.passes.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                language_work(side, 0)
+            language_work(side, 1)
+        side.zero_grad()
+        handle.remove()
+        for step in range(2):
+            language_work(side, step)
+        side.step()

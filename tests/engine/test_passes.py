@@ -1,0 +1,792 @@
+"""Forwards, backwards and evaluations of every kind train as they do in a plain replicated copy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_zero
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.units.unit import State, Unit
+from tests.engine.support import (
+    ALL_STAGES,
+    IN_STAGES,
+    OUTER_STAGES,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    accumulate,
+    assert_same,
+    autocast,
+    check,
+    floats,
+    language_loss,
+    language_work,
+    mean_square,
+    scope,
+    sgd,
+    tokens,
+)
+from tests.harness import on_ranks
+from tests.models import WIDTH, Block, Chain, Does, checkpointed, linear
+
+pytestmark = pytest.mark.sample  # a case shows all stages
+
+BOTH = (False, True)
+REENTRANT = pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
+STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
+
+
+def image(step: int) -> Tensor:
+    """An input of three dimensions: the output of a Linear is then a view."""
+    return floats(step, 2, 3, WIDTH)
+
+
+def image_work(side: Side, step: int) -> Tensor:
+    loss = side.module(image(step)).square().mean()
+    side.backward(loss)
+    return loss
+
+
+# -- modules used more than once, and parts for themselves ------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_a_module_used_several_times_in_one_forward_trains(stages: tuple[int, ...]) -> None:
+    check(lambda: Chain(path=(0, 1, 2, 1, 1, 0)), mean_square, stage=stages, plain=BOTH)
+
+
+@on_ranks(2)
+def test_several_forwards_before_one_backward_train() -> None:
+    def work(side: Side, step: int) -> Tensor:
+        losses = [language_loss(side.module, tokens(step, i)) for i in range(3)]
+        side.backward(sum(losses))  # type: ignore[arg-type]
+        return losses[0]
+
+    check(Model, work, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+def test_blocks_and_parts_of_units_are_called_for_themselves() -> None:
+    """Beside the whole; and without the root's forward, as Lightning's ``training_step`` may."""
+
+    def beside(side: Side, step: int) -> Tensor:
+        loss = side.module(floats(step, 4, WIDTH)).square().mean()
+        loss = loss + side.module.blocks[1](floats(step + 100, 4, WIDTH)).mean()
+        side.backward(loss)
+        return loss
+
+    def without_root(side: Side, step: int) -> Tensor:
+        with scope(side):
+            x = floats(step, 4, WIDTH) @ side.module.first.weight
+            for block in side.module.blocks:
+                x = block(x)
+            loss = x.square().mean()
+            side.backward(loss)
+        return loss
+
+    def parts(side: Side, step: int) -> Tensor:
+        blocks = side.module.blocks
+        with scope(side):
+            x = side.module(image(step))
+            x = x + blocks[0].down(torch.tanh(blocks[2].up(x)))
+            x = x @ blocks[1].down.weight @ blocks[1].down.weight.T
+            loss = x.square().mean()
+        side.backward(loss)
+        return loss
+
+    for work in (beside, without_root, parts):
+        check(Chain, work, stage=OUTER_STAGES, steps=3)
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_nested_units_and_a_root_that_is_the_only_unit_train(stages: tuple[int, ...]) -> None:
+    for prefetch_bytes in (0, 10**6):
+        unit = {"classes": ["Block", "Linear", "Embedding"]}
+        check(Model, language_work, stage=stages, unit=unit, prefetch_bytes=prefetch_bytes)
+    check(Model, language_work, stage=OUTER_STAGES, unit={"classes": ["Model"]})
+
+
+@on_ranks(2)
+def test_a_module_that_returns_nothing_is_called_where_another_exception_is_handled() -> None:
+    silent = Does(lambda m, x: m.kept.append(m.linear(x)), linear=linear(8), kept=[])
+    module = nn.Sequential(silent)
+    with Sharded(module, stage=3, unit={"classes": ["Does"]}) as side:
+        try:
+            raise KeyError
+        except KeyError:
+            module(torch.ones(2, 8))
+        assert not side.engine.passes.aborted
+        side.backward(silent.kept.pop().sum())
+        side.step()
+
+
+# -- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@REENTRANT
+def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> None:
+    check(lambda: Chain(call=checkpointed(reentrant)), mean_square, stage=stages)
+
+
+@on_ranks(2)
+@IN_STAGES
+@REENTRANT
+def test_several_blocks_in_one_checkpoint_train(stages: tuple[int, ...], reentrant: bool) -> None:
+    build = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=checkpointed(reentrant))  # noqa: E731
+    for prefetch_bytes in (0, 10**6):
+        check(build, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
+
+
+@on_ranks(2)
+@REENTRANT
+def test_two_checkpoints_of_the_whole_model_train(reentrant: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        inputs = [floats(step + 50 * i, 4, WIDTH).requires_grad_() for i in range(2)]
+        loss = sum(checkpoint(side.module, x, use_reentrant=reentrant).square().mean() for x in inputs)
+        side.backward(loss)  # type: ignore[arg-type]
+        return loss  # type: ignore[return-value]
+
+    check(Chain, work, stage=OUTER_STAGES, plain=True, optimizer=sgd, tolerance=1e-6)
+
+
+@on_ranks(2)
+def test_checkpoints_that_end_recomputation_early_train() -> None:
+    """The non-reentrant kind stops inside of a module once everything saved has been recomputed."""
+
+    def stops_early() -> nn.Module:
+        act = lambda m, x: torch.tanh(m.a(x)) + x + 0 * m.b.weight.sum()  # noqa: E731
+        return nn.Sequential(Does(act, a=linear(), b=linear(bias=False)))
+
+    check(lambda: Chain(stops_early, call=checkpointed(False)), mean_square, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_away(how: str) -> None:
+    pack = SavedWeights._pack_inside
+    for stage in ALL_STAGES:
+        with mock.patch.object(SavedWeights, "_pack_inside", autospec=True, side_effect=pack) as packs:
+            check(Chain, mean_square, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
+        assert bool(packs.call_count) == (stage == 3)
+
+
+@on_ranks(2)
+@IN_STAGES
+@REENTRANT
+def test_a_checkpoint_inside_of_a_unit_trains(stages: tuple[int, ...], reentrant: bool) -> None:
+    """Its recomputation calls no unit. Gradients of the norm come from around it too, and the unit is dropped before
+    the norm's backward inside of it: that has to gather it again."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        return m.norm(checkpoint(lambda z: m.inner(m.norm(z)), x, use_reentrant=reentrant)).mul_(2)
+
+    make = lambda: Does(act, norm=nn.LayerNorm(WIDTH), inner=linear())  # noqa: E731
+    build = lambda: Chain(make, 2, call=lambda block, x: block(block(block(x))))  # noqa: E731
+    check(build, mean_square, stage=stages, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
+
+
+@on_ranks(2)
+@IN_STAGES
+@REENTRANT
+def test_a_checkpointed_block_used_twice_trains(stages: tuple[int, ...], reentrant: bool) -> None:
+    """Under the reentrant kind its gradients arrive twice, and the second time after they were reduced."""
+    build = lambda: Chain(call=checkpointed(reentrant), path=(0, 1, 2, 0))  # noqa: E731
+    check(build, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
+
+
+@on_ranks(2)
+@REENTRANT
+def test_checkpointed_adapters_train(reentrant: bool) -> None:
+    """Frozen weights with small trainable parts, inputs that need no gradient at first."""
+
+    def build() -> nn.Module:
+        module = Chain(call=checkpointed(reentrant))
+        for block in module.blocks:
+            block.up.requires_grad_(False)
+            block.norm.requires_grad_(False)
+        module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
+        return module
+
+    check(build, mean_square, stage=OUTER_STAGES)
+
+
+# -- several backwards, gradients of gradients ------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_several_backwards_before_a_step_add_up(stages: tuple[int, ...]) -> None:
+    """Each with a forward of its own, without ``no_sync``: reduced at every backward."""
+
+    def work(side: Side, step: int) -> Tensor:
+        losses = []
+        for micro in range(3):
+            losses.append(language_loss(side.module, tokens(step, micro)))
+            side.backward(losses[-1])
+        return torch.stack(losses)
+
+    check(Model, work, stage=stages, plain=BOTH)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_two_backwards_through_one_forward_add_up(stages: tuple[int, ...]) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        out = side.module(floats(step, 4, WIDTH))
+        side.backward(out.square().mean(), retain_graph=True)
+        side.backward(out.abs().mean())
+        return out
+
+    check(Chain, work, stage=stages)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_a_backward_with_a_gradient_of_its_own_trains(stages: tuple[int, ...]) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        out = side.module(floats(step, 4, WIDTH))
+        side.backward(out, gradient=floats(step + 50, 4, WIDTH))
+        return out
+
+    check(Chain, work, stage=stages, plain=BOTH)
+
+
+def penalty(side: Side, x: Tensor) -> Tensor:
+    out = side.module(x.requires_grad_()).square().mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.square().sum()
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_a_gradient_penalty_trains(stages: tuple[int, ...]) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        loss = penalty(side, floats(step, 4, WIDTH))
+        side.backward(loss)
+        return loss
+
+    check(Chain, work, stage=stages, plain=BOTH)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_a_gradient_penalty_whose_graph_is_walked_twice_trains(checkpointing: str) -> None:
+    """The pass is over after the first time, and weights have gone: convolutions read those that the first backward has
+    saved."""
+
+    def work(side: Side, step: int) -> Tensor:
+        loss = penalty(side, floats(step, 2, 3, 5, 5))
+        side.backward(loss, retain_graph=True)
+        side.backward(loss)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        return loss
+
+    conv = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())  # noqa: E731
+    build = lambda: nn.Sequential(*(conv() for _ in range(3)))  # noqa: E731
+    check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=checkpointing)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward(stages: tuple[int, ...]) -> None:
+    """An attack on the input: gradients of inputs, none of parameters."""
+
+    def work(side: Side, step: int) -> Tensor:
+        x = floats(step, 4, WIDTH).requires_grad_()
+        (slope,) = torch.autograd.grad(side.module(x).square().mean(), x)
+        loss = side.module(x.detach() + 0.1 * slope.sign()).square().mean()
+        side.backward(loss)
+        return loss
+
+    check(Chain, work, stage=stages)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["before the step", "between", "between, no_sync", "of a block"])
+def test_autograd_grad_keeps_the_gradients_held_so_far(where: str) -> None:
+    def slope_of_input(module: nn.Module, step: int) -> Tensor:
+        x = floats(step, 4, WIDTH).requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).square().sum(), x)
+        return slope
+
+    def work(side: Side, step: int) -> Tensor:
+        with side.no_sync() if where == "between, no_sync" else contextlib.nullcontext():
+            loss = mean_square(side, step)
+        if where == "of a block":
+            return slope_of_input(side.module.blocks[0], step + 50)
+        slope = slope_of_input(side.module, step + 50)
+        if where != "before the step":
+            loss = mean_square(side, step + 20)
+        return slope + loss.detach()
+
+    check(lambda: Chain(depth=4), work, stage=(0, 2, 3), plain=BOTH)
+
+
+@on_ranks(2)
+def test_accumulation_goes_on_over_scopes_and_numbers_of_micro_batches() -> None:
+    def over_scopes(side: Side, step: int) -> Tensor:
+        with scope(side), side.no_sync():
+            first = mean_square(side, step)
+        with scope(side):
+            return first.detach() + mean_square(side, step + 20)
+
+    def more_and_fewer(side: Side, step: int) -> Tensor:
+        return accumulate(side, step, micro_batches=(1, 4, 2, 4)[step])
+
+    check(Chain, over_scopes, stage=(0, 1), plain=BOTH)
+    check(Model, more_and_fewer, steps=4, stage=OUTER_STAGES, plain=True)
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before_the_last_backward() -> None:
+    def work(side: Side, step: int) -> None:
+        with side.no_sync():
+            side.backward(language_loss(side.module, tokens(0)))
+        side.module.blocks[1].requires_grad_(False)
+        side.backward(language_loss(side.module, tokens(1)))
+        side.module.blocks[1].requires_grad_(True)
+
+    check(Model, work, steps=1, stage=(0, 1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
+def test_inputs_that_are_used_often_have_the_same_gradients_at_every_stage(precision: str) -> None:
+    """Autograd adds gradients of one tensor in an order, and in bf16 another order rounds otherwise."""
+    often = lambda m, x: m.a(x) * torch.sigmoid(m.b(x)) + m.c(x)  # noqa: E731
+    make = lambda: Does(often, a=linear(), b=linear(), c=linear())  # noqa: E731
+    found = []
+    for stage in (0, 2, 3):
+        torch.manual_seed(3)
+        module = Chain(make, call=lambda block, x: x + block(x) * torch.tanh(x))
+        with Sharded(module, stage=stage, precision=precision) as side, autocast(precision):
+            x = image(0).to(torch.bfloat16) if precision == "bf16_true" else image(0)
+            side.backward(module(x).float().square().mean())
+            with lightning_zero.gather(module, grads=True):
+                found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+    for other in found[1:]:
+        assert len(other) == len(found[0]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# -- evaluation between training steps --------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@pytest.mark.parametrize("kind", ["no_grad", "inference_mode"])
+def test_evaluation_between_steps_gives_the_same_outputs(stages: tuple[int, ...], kind: str) -> None:
+    without: Callable[[], Any] = getattr(torch, kind)
+
+    def work(side: Side, step: int) -> Tensor:
+        with without():
+            outputs = [side.module(tokens(step + 10 * i)).clone() for i in range(3)]
+        language_work(side, step)
+        with without():
+            outputs.append(side.module(tokens(step)).clone())
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.stack([o.clone() for o in outputs])
+
+    check(Model, work, stage=stages)
+
+
+@on_ranks(2)
+def test_a_forward_with_gradients_may_lead_nowhere() -> None:
+    """A loss that is only looked at, targets without gradients, and a block by itself: then training goes on."""
+
+    def looked_at(side: Side, step: int) -> Tensor:
+        language_loss(side.module, tokens(step + 40))
+        return language_work(side, step)
+
+    def target(side: Side, step: int) -> Tensor:
+        x = floats(step, 4, WIDTH)
+        with torch.no_grad():
+            target = side.module(x)
+        loss = (side.module(x + 1) - target).square().mean()
+        side.backward(loss)
+        return loss
+
+    def of_a_block(side: Side, step: int) -> Tensor:
+        """It opens the pass, and the evaluation afterwards goes through it in the middle."""
+        assert side.module.blocks[1](image(step)).isfinite().all()
+        with torch.no_grad():
+            seen = side.module(image(step)).clone()
+        image_work(side, step)
+        return seen
+
+    check(Model, looked_at, stage=OUTER_STAGES)
+    check(Chain, target, stage=OUTER_STAGES)
+    check(Chain, of_a_block, plain=BOTH)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scoped", [False, True])
+def test_evaluation_keeps_the_order_of_training(scoped: bool) -> None:
+    """Plans stay as they are, nothing is agreed anew, and gathers are still issued ahead."""
+    with Sharded(Model(depth=4)) as side:
+        engine = side.engine
+        events: list[tuple[str, str]] = []
+
+        def in_scope(key: str, evaluation: bool = False) -> Any:
+            return engine.step_scope(key, evaluation=evaluation) if scoped else contextlib.nullcontext()
+
+        def train(step: int) -> None:
+            with in_scope("train"):
+                loss = language_loss(side.module, tokens(step))
+            side.backward(loss)
+            side.step()
+            side.zero_grad()
+
+        def evaluate(batches: int) -> None:
+            for i in range(batches):
+                with torch.no_grad(), in_scope("validate", evaluation=True):
+                    side.module(tokens(100 + i))
+
+        train(0)
+        evaluate(1)
+        plans = {key: plan.entries for key, plan in engine.passes.order.plans.items()}
+        engine.comm.observers.append(lambda *event: events.append(event))
+        ahead: list[list[bool]] = []
+        for block in side.module.blocks:
+            block.register_forward_pre_hook(lambda *_: ahead.append([u.state is State.SHARDED for u in engine.units]))
+        for step in range(1, 4):
+            train(step)
+            evaluate(step + 1)
+        assert {key: plan.entries for key, plan in engine.passes.order.plans.items()} == plans
+        assert not [event for event in events if event[0] == "exchange"]
+        # In every forward, whatever came before it, the next block is on its way when the first starts.
+        assert not any(sharded[1] or sharded[2] for sharded in ahead[0::4])
+
+
+@on_ranks(2)
+def test_evaluation_gathers_every_unit_once_and_leaves_none() -> None:
+    with Sharded(Model()) as side:
+        language_work(side, 0)
+        side.step()
+        for _ in range(2):
+            side.engine.comm.counts.clear()
+            with torch.no_grad():
+                side.module(tokens(1))
+            assert side.engine.comm.counts == {("all_gather", b.label): 1 for b in side.engine.buckets}
+            assert not any(b.full.allocated for b in side.engine.buckets)
+        for _ in range(2):
+            with torch.no_grad():
+                side.module.blocks[1](floats(0, 2, WIDTH))
+            assert side.engine.passes.key is None
+            assert all(unit.state is State.SHARDED for unit in side.engine.units)
+
+
+@on_ranks(2)
+def test_generation_repeats_its_gathers_without_new_agreements() -> None:
+    """Evaluation steps of different numbers of forwards follow one plan."""
+    with Sharded(Model()) as side:
+        exchanged: list[str] = []
+        side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind))
+        for forwards in (1, 3, 2, 5):
+            exchanged.clear()
+            with torch.no_grad(), side.engine.step_scope("generate", evaluation=True):
+                for i in range(forwards):
+                    side.module(tokens(i))
+            if forwards > 1:
+                assert "exchange" not in exchanged
+                assert exchanged.count("all_gather") == 1 + 3 * forwards  # the root once
+
+
+@on_ranks(2)
+def test_what_the_engine_makes_in_inference_mode_can_train() -> None:
+    module = Model()
+    twin = Twin(module)
+    with Sharded(module) as sharded:
+        with torch.inference_mode():
+            sharded.module(tokens(0))
+        for side in (sharded, twin):
+            language_work(side, 0)
+            with torch.inference_mode():
+                side.step()
+            side.zero_grad()
+        assert_same(sharded, twin)
+
+
+# -- passes and steps that come between one another -------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_forward_inside_gather_leaves_masters_intact(precision: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        shown = lightning_zero.gather(side.module) if isinstance(side, Sharded) else contextlib.nullcontext()
+        with shown, torch.no_grad():
+            looked_at = side.module(tokens(step + 30))
+        loss = language_work(side, step).detach()
+        return loss if precision == "bf16" else looked_at + loss  # inside, bf16 runs on the unrounded masters
+
+    check(Model, work, stage=(1, 3), precision=precision)
+
+
+@on_ranks(2)
+def test_a_step_inside_gather_is_refused_and_right_after_it() -> None:
+    def work(side: Side, step: int) -> Tensor:
+        loss = language_work(side, step)
+        if isinstance(side, Sharded):
+            for target in (side.module, side.module.head.weight):
+                with lightning_zero.gather(target), pytest.raises(RuntimeError, match=r"step\(\) inside gather"):
+                    side.step()
+        return loss
+
+    check(Model, work, stage=(0, 1, 3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
+def test_what_was_gathered_ahead_of_a_step_is_not_used_after_it(prefetch_bytes: int) -> None:
+    """Several passes and steps in one scope, as in manual optimization."""
+
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            language_work(side, step)
+            with torch.no_grad():
+                side.module(tokens(step, 1))
+            side.step()
+            side.zero_grad()
+            with torch.no_grad():
+                looked_at = side.module(tokens(step, 2))
+            loss = language_loss(side.module, tokens(step, 3))
+            side.backward(loss)
+        return looked_at + loss.detach()
+
+    check(Model, work, steps=3, stage=(1, 3), prefetch_bytes=prefetch_bytes)
+
+
+@on_ranks(2)
+@STAGES
+def test_what_no_sync_left_on_one_rank_or_all_is_not_stepped_measured_or_clipped(stage: int) -> None:
+    """A parameter of one element rests replicated at every stage."""
+
+    def gather_grads(param: nn.Parameter) -> None:
+        with lightning_zero.gather(param, grads=True):
+            pass
+
+    def refused(*uses: Callable[[], Any]) -> None:
+        for use in uses:
+            with pytest.raises(RuntimeError, match="no_sync.*not been reduced"):
+                use()
+
+    act = lambda m, x: m.linear(x) * (m.scale if dist.get_rank() else 1)  # noqa: E731
+    module = Does(act, linear=linear(), scale=nn.Parameter(torch.tensor(2.0)))
+    with Sharded(module, stage=stage, optimizer=lambda _: sgd([module.scale])) as side:
+        with side.no_sync():
+            side.backward(module(floats(0, 4, WIDTH)).square().mean())
+        refused(side.step, lambda: side.clip(1.0), lambda: gather_grads(module.scale))
+
+    def work(side: Side, step: int) -> Tensor:
+        with side.no_sync():
+            first = language_work(side, step)
+        if isinstance(side, Sharded):
+            refused(side.step, lambda: lightning_zero.grad_norm(side.module), lambda: side.clip(1.0))
+        return first.detach() + language_work(side, step + 20)
+
+    if stage < 2:
+        check(Model, work, stage=stage)
+
+
+# -- passes that end early, or on one rank only -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch_bytes", [1, 10**6])
+def test_ranks_leave_a_step_after_different_numbers_of_blocks(prefetch_bytes: int) -> None:
+    lengths = {0: (1, 3), 1: (3, 1)}
+
+    def work(side: Side, step: int) -> Tensor:
+        if step in (3, 4):
+            with scope(side):
+                x = floats(step, 4, WIDTH)
+                for block in list(side.module.blocks)[: lengths[dist.get_rank()][step - 3]]:
+                    x = block(x)
+        with scope(side):
+            return mean_square(side, step)
+
+    check(lambda: Chain(depth=6), work, steps=6, prefetch_bytes=prefetch_bytes, stall_timeout_s=10)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_on_one_rank_does_not_hang_below_stage_3(grad: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        if dist.get_rank() == 0:
+            with torch.set_grad_enabled(grad):
+                side.module(tokens(step + 50))
+        return language_work(side, step)
+
+    check(Model, work, stage=(0, 1, 2), stall_timeout_s=5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("evaluation", [True, False], ids=["evaluation", "training"])
+def test_passes_that_end_early_or_skip_do_not_pile_units_up(evaluation: bool) -> None:
+    number = 12
+    with Sharded(Chain(depth=number), prefetch_bytes=1, stall_timeout_s=10) as side:
+        engine = side.engine
+        gathered: list[int] = []
+
+        units = engine.units[1:]
+        engine.comm.observers.append(lambda *_: gathered.append(sum(u.state is not State.SHARDED for u in units)))
+        for path in ([*range(number)], [*range(number)], [0], [0, number - 1], [*range(number)], [5]):
+            with engine.step_scope("s", evaluation=evaluation), torch.set_grad_enabled(not evaluation):
+                x = floats(0, 4, WIDTH)
+                for i in path:
+                    x = side.module.blocks[i](x)
+            if not evaluation:
+                engine.passes.backward(x.sum())
+            assert max(gathered) <= 3, path
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_path_that_changes_for_good_is_soon_known(scoped: bool) -> None:
+    exchanged: list[bool] = []
+    with Sharded(Chain(depth=12), stall_timeout_s=10) as side:
+        side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind == "exchange"))
+
+        def passes(depth: int, number: int) -> int:
+            count = 0
+            for step in range(number):
+                exchanged.clear()
+                with scope(side) if scoped else contextlib.nullcontext():
+                    loss = side.module(floats(step, 4, WIDTH), range(depth)).mean()
+                side.backward(loss)
+                side.step()
+                count += any(exchanged)
+            return count
+
+        assert passes(6, 3) == 1
+        assert 1 <= passes(12, 8) <= 4
+        assert passes(12, 3) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dynamic_graph", [False, True])
+def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic_graph: bool) -> None:
+    most = 0
+    unshard_begin = Unit.unshard_begin
+
+    def counted(self: Unit) -> None:
+        nonlocal most
+        unshard_begin(self)
+        most = max(most, sum(unit.state is not State.SHARDED for unit in side.engine.units))
+
+    with Sharded(Chain(depth=9), stage=3, dynamic_graph=dynamic_graph, prefetch_bytes=1) as side:
+        with mock.patch.object(Unit, "unshard_begin", counted), torch.no_grad():
+            side.module(floats(0, 4, WIDTH), range(9 if dist.get_rank() else 1))
+        assert most <= 4, "the root, one in use, and one for another rank"
+
+
+# -- several models ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("stages", [(3, 3), (0, 3), (2, 1)], ids=str)
+def test_two_models_in_one_process_train(stages: tuple[int, int]) -> None:
+    """As in adversarial training: each is stepped by itself, and one's loss goes through the other."""
+    torch.manual_seed(3)
+    modules = [Chain(), Chain()]
+    twins = [Twin(m, each=s >= 2) for m, s in zip(modules, stages, strict=True)]
+    sharded = [Sharded(m, stage=s, plain=True) for m, s in zip(modules, stages, strict=True)]
+    for step in range(3):
+        for first, second in (sharded, twins):
+            made = first.module(floats(step, 4, WIDTH))
+            second.backward(second.module(made.detach()).square().mean())
+            second.step()
+            second.zero_grad()
+            loss = second.module(made).mean()
+            if isinstance(first, Twin):
+                for param in second.masters:  # type: ignore[union-attr]
+                    param.grad = None
+                first.backward(loss)
+            else:
+                loss.backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+        for side, twin in zip(sharded, twins, strict=True):
+            assert_same(side, twin)
+    for side in sharded:
+        side.engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [(3, 3), (3, 1)], ids=str)
+def test_an_operation_on_parameters_of_two_models_has_gradients_of_each(stages: tuple[int, int]) -> None:
+    """As a penalty for the distance between them; the refusal is that of each, too."""
+    torch.manual_seed(3)
+    modules = [Chain(), Chain()]
+    unit = {"classes": ["Block"]}
+    sides = [Sharded(m, stage=s, plain=True, unit=unit) for m, s in zip(modules, stages, strict=True)]
+    first, second = (m.blocks[1].up.weight for m in modules)
+    with lightning_zero.gather(modules[0]), lightning_zero.gather(modules[1]):
+        gap = (first - second).detach()
+    for _ in range(2):
+        with sides[0].engine.step_scope(), sides[1].engine.step_scope():
+            distance = (first - second).square().sum()
+        distance.backward()
+        assert torch.equal(distance, gap.square().sum())
+        for module, sign in zip(modules, (2, -2), strict=True):
+            with lightning_zero.gather(module, grads=True):
+                assert torch.equal(module.blocks[1].up.weight.grad, sign * gap)
+        for side in sides:
+            side.zero_grad()
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
+            torch._foreach_add_([first], [second])
+    for side in sides:
+        side.engine.release()
+
+
+@on_ranks(2)
+def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() -> None:
+    module = Model()
+    with Sharded(module), pytest.raises(ValueError, match="sharded already"):
+        lightning_zero.shard(module, device="cpu")
+    assert engine_of(module) is None
+    with Sharded(module, stage=2) as side:
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+def test_release_gives_the_plain_module_back(stage: int, precision: str) -> None:
+    module = Model()
+    before = dict(module.named_parameters())
+    twin = Twin(module, precision=precision)
+    with Sharded(module, stage=stage, precision=precision) as side, autocast(precision):
+        for one in (side, twin):
+            language_work(one, 0)
+            one.step()
+    for (name, param), master in zip(module.named_parameters(), twin.masters.values(), strict=True):
+        assert param is before[name]
+        assert torch.equal(param, master.value) and param.grad is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    assert "_apply" not in module.__dict__
+    module.state_dict()
+    dtype = next(module.parameters()).dtype
+    module.to(torch.float64).to(dtype)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    language_loss(copy.deepcopy(module), tokens(0)).backward()
+    assert dist.is_initialized()

@@ -1,0 +1,455 @@
+"""Ranks that take different paths, differ in their models or are slower: right numbers, or an error that names them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.comm.transports import Sent
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import Engine
+from lightning_zero.engine.passes import passes
+from lightning_zero.ranks.waits import StallError
+from tests.engine.support import (
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    accumulate,
+    assert_same,
+    check,
+    floats,
+    language_work,
+    mean_square,
+    places_posted_often,
+    sgd,
+    tokens,
+)
+from tests.engine.test_offload import late_steps
+from tests.harness import on_ranks
+from tests.models import WIDTH, Chain, Does, linear
+
+pytestmark = pytest.mark.sample  # the full tier has all cases
+
+FOUR = functools.partial(Chain, depth=4)
+
+
+def work(side: Side, step: int, *, path_of: Any) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH), path_of(step, dist.get_rank())).square().mean()
+    side.backward(loss)
+    return loss
+
+
+def other_blocks(step: int, rank: int) -> tuple[int, ...]:
+    return ((0, 1, 3), (0, 2, 3), (3,))[(step + rank) % 3]
+
+
+def other_order(step: int, rank: int) -> tuple[int, ...]:
+    return (0, 1, 2, 3) if (step + rank) % 2 else (3, 1, 0, 2)
+
+
+def other_number(step: int, rank: int) -> tuple[int, ...]:
+    return (1,) * (1 + rank) if step != 1 else (1, 2)
+
+
+def nothing_on_one_rank(step: int, rank: int) -> tuple[int, ...]:
+    return () if rank == step % 2 else (0, 1, 2, 3)
+
+
+PATHS = {f.__name__: f for f in (other_blocks, other_order, other_number, nothing_on_one_rank)}
+
+
+EACH_PATH = pytest.mark.parametrize("path", list(PATHS))
+
+
+@on_ranks(2, full=(3,))
+@EACH_PATH
+def test_dynamic_paths_train_with_the_right_gradients(path: str) -> None:
+    paths = functools.partial(work, path_of=PATHS[path])
+    for config in ({}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}):
+        check(FOUR, paths, steps=4, dynamic_graph=True, stall_timeout_s=20, **config)
+
+
+@on_ranks(2, full=(3,))
+@EACH_PATH
+def test_paths_are_free_where_parameters_are_replicated_and_in_the_first_pass(path: str) -> None:
+    """It is recorded, so ranks may differ in it; a unit that any of them needs is gathered by all."""
+    paths = functools.partial(work, path_of=PATHS[path])
+    check(FOUR, paths, steps=3, stage=(0, 1, 2), stall_timeout_s=20)
+    check(FOUR, paths, steps=1, stall_timeout_s=20)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("row", ["none", "optimizer_cpu"])
+def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row: str) -> None:
+    """A rank issues the gathers that follow steps as it uses units, and those that are left at the end of its pass."""
+
+    def path(step: int, rank: int) -> tuple[int, ...]:
+        return () if rank == 0 else (0, 1, 2, 3)
+
+    with Sharded(FOUR(), stage=stage, offload=row, stall_timeout_s=10) as side:
+        side.module.register_buffer("seen", torch.zeros(1))
+        for step in range(3):
+            work(side, step, path_of=lambda *_: (0, 1, 2, 3))
+            side.step()
+            side.zero_grad()
+            with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
+                assert side.module(floats(step, 4, WIDTH), path(step, dist.get_rank())).isfinite().all()
+            side.module.seen += 1
+            side.engine.passes.buffers.sync()
+
+
+@on_ranks(2)
+def test_a_unit_that_one_rank_always_skips_is_gathered_in_its_place() -> None:
+    """The recorded order of the first pass holds for both, so nothing is agreed afterwards."""
+    exchanged: list[str] = []
+
+    def path(step: int, rank: int) -> tuple[int, ...]:
+        return (0, 1, 2, 3) if rank == 0 else (0, 3)
+
+    def observed(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded) and step == 1:
+            side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind))
+        return work(side, step, path_of=path)
+
+    check(FOUR, observed, steps=4, stall_timeout_s=20)
+    assert "exchange" not in exchanged
+
+
+@on_ranks(2)
+def test_all_ranks_may_leave_the_plan_together() -> None:
+    """It costs an agreement, and a new path that comes to stay becomes the plan."""
+    paths = [(0, 1, 2, 3)] * 3 + [(3, 1), (0, 1, 2, 3)] + [(3, 2, 0)] * 4
+    check(FOUR, functools.partial(work, path_of=lambda step, rank: paths[step]), steps=len(paths), stall_timeout_s=20)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("path", [(3, 0, 1, 2, 3, 0), (0, 1, 1, 2, 0, 3)], ids=str)
+def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tuple[int, ...]) -> None:
+    with places_posted_often(), mock.patch.object(passes, "ABANDON_S", 0.5):
+        side = Sharded(FOUR(), stall_timeout_s=1.5, prefetch_bytes=0)
+        for step in range(2):
+            work(side, step, path_of=lambda *_: (0, 1, 2, 3))
+            side.step()
+        started = time.monotonic()
+        with pytest.raises(StallError) as caught:
+            work(side, 2, path_of=lambda _, rank: path if rank == 1 else (0, 1, 2, 3))
+    assert time.monotonic() - started < 5
+    text = str(caught.value)
+    assert "zero.dynamic_graph=true" in text
+    assert "rank 0:" in text and "rank 1:" in text
+    assert "unit blocks." in text and "which the recorded order does not have here" in text
+    side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+@on_ranks(2)
+def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() -> None:
+    module = Does(lambda m, x: x * m.scale * m.weight, weight=nn.Parameter(torch.ones(3)))
+    module.register_buffer("scale", torch.ones(3))
+    with Sharded(module, stage=1) as side:
+        loss = side.module(torch.ones(2, 3, requires_grad=True)).sum()
+        if dist.get_rank() == 1:
+            side.module.scale.add_(1.0)
+        side.engine.passes.buffers.sync()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            side.backward(loss)
+        side.engine.passes.abort()
+
+
+@on_ranks(2)
+@EACH_PATH
+@pytest.mark.parametrize("way", ["plain", "in a step", "in an evaluation"])
+def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
+    """Also where no backward follows: the ranks that are still in their call need its gathers."""
+    # In a step the model is a part of what is sharded, as of a LightningModule whose ``training_step`` calls it.
+    module = Does(lambda m, *args: m.model(*args), model=FOUR()) if way == "in a step" else FOUR()
+    with Sharded(module, dynamic_graph=True, stall_timeout_s=5) as side:
+        for step in range(4):
+            x, blocks = floats(step, 4, WIDTH), PATHS[path](step, dist.get_rank())
+            scope: Any = contextlib.nullcontext()
+            if way != "plain":
+                scope = side.engine.step_scope("step", evaluation=way == "in an evaluation")
+            with scope, torch.set_grad_enabled(way != "in an evaluation"):
+                for _ in range(2):
+                    loss = (module.model if way == "in a step" else module)(x, blocks).square().mean()
+                    total = loss.detach().clone()
+                    dist.all_reduce(total)
+                    assert total.isfinite()
+            if step % 2 and way == "plain":
+                side.backward(loss)
+                side.step()
+
+
+@on_ranks(2)
+def test_a_dynamic_evaluation_has_the_outputs_of_the_plain_module() -> None:
+    with Sharded(FOUR(), dynamic_graph=True, stall_timeout_s=20) as side:
+        full = FOUR()
+        with lightning_zero.gather(side.module):
+            full.load_state_dict(side.module.state_dict())
+        for step in range(3):
+            path = other_order(step, dist.get_rank())
+            with torch.no_grad():
+                x = floats(step, 4, WIDTH)
+                assert torch.equal(side.module(x, path), full(x, path))
+
+
+# -- models that differ -----------------------------------------------------------------------------------------------
+
+
+def odd_model(what: str, rank: int) -> nn.Module:
+    """Not the model of rank 0 where ``what`` differs."""
+    width = WIDTH + (what == "shape" and rank == 1)
+    module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, width)) for _ in range(2 + (what == "depth" and rank == 1)))
+    )
+    module[0][0].weight.requires_grad_(what != "frozen" or rank != 1)
+    return module.to(torch.float64 if what == "dtype" and rank == 1 else None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        ("shape", r"0\.0\.weight"),
+        ("depth", r"no parameter.*2\.0\.weight"),
+        ("frozen", r"0\.0\.weight"),
+        ("dtype", r"float64"),
+    ],
+)
+def test_models_that_differ_are_refused_on_all_ranks(what: str, place: str, stage: int) -> None:
+    with pytest.raises(ConfigError, match=rf"expected the same model on all ranks, got .*{place}"):
+        lightning_zero.shard(odd_model(what, dist.get_rank()), stage=stage)
+    check(linear, mean_square, stage=stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_that_is_ordered_otherwise_on_a_rank_is_as_on_rank_0(stage: int) -> None:
+    def model(turned: bool) -> nn.Linear:
+        module = nn.Linear(WIDTH, WIDTH, bias=False)
+        values = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH) / 100
+        module.weight = nn.Parameter(values.t().contiguous().t() if turned else values)
+        return module
+
+    module = model(turned=dist.get_rank() == 1)
+    with Sharded(module, stage=stage), lightning_zero.gather(module):
+        assert torch.equal(module.weight, model(False).weight) and module.weight.is_contiguous()
+
+
+# -- ranks of which one is slower, or owns less -----------------------------------------------------------------------
+
+
+def slow_on_rank(rank: int, seconds: float = 0.02) -> Any:
+    """The worker of one rank takes its time."""
+    return late_steps(lambda _: time.sleep(seconds if dist.get_rank() == rank else 0.0))
+
+
+OFFLOADED: dict[str, Any] = {"offload": "optimizer_cpu", "stall_timeout_s": 15}
+SLOW = pytest.mark.parametrize("slow", [0, 1])
+
+
+@on_ranks(2)
+@SLOW
+def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(slow: int) -> None:
+    """How many parameters a rank has brought up to date so far must not decide what it issues next."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def stumbles(side: Side, step: int) -> Tensor:
+        if step and isinstance(side, Sharded):
+            time.sleep(0.03)  # the worker of the other rank is done, that of this one is not
+            hook = side.module.register_forward_pre_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                side.module(tokens(step))
+            hook.remove()
+        return language_work(side, step)
+
+    with slow_on_rank(slow):
+        check(Model, stumbles, steps=3, stage=(1, 2, 3), plain=(False, True), **OFFLOADED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("waits_in", ["an agreement", "a call of another's"])
+def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(
+    stage: int, slow: int, waits_in: str
+) -> None:
+    """The gathers that bring it up to date need both ranks, of which one waits already."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+                    side.zero_grad()
+            if dist.get_rank() == 0:
+                last = [list(m.parameters())[-1].detach().clone() for m in (sharded.module, twin.module)]
+                torch.testing.assert_close(*last)
+            comm = sharded.engine.comm
+            with torch.inference_mode():  # as between the batches of a validation
+                if waits_in == "an agreement":
+                    comm.max_(torch.ones(1))
+                else:
+                    with comm.waits.elsewhere("a reduction"):
+                        dist.all_reduce(torch.ones(1))
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+            generator = torch.Generator().manual_seed(step)
+            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
+                own.data = value = torch.randn(own.shape, generator=generator)
+                other.data.copy_(value)
+                master.value.data.copy_(value)
+            lightning_zero.grad_norm(module)
+            for side in (sharded, twin):
+                side.zero_grad()
+        assert_same(sharded, twin)
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_in_a_scope_goes_on_behind_the_next_scope(stage: int) -> None:
+    """As in manual optimization."""
+    may_step = threading.Event()  # until then the last unit waits, however late the main thread comes
+    with Sharded(Model(), stage=stage, **OFFLOADED) as side:
+        last = side.engine.units[-1]
+        with late_steps(lambda job: job.bucket not in last.buckets or may_step.wait(60)):
+            for step in range(3):
+                with side.engine.step_scope():
+                    if step:
+                        assert not last.step_done
+                    may_step.set()
+                    language_work(side, step)
+                    may_step.clear()
+                    side.step()
+                    side.zero_grad()
+            may_step.set()
+
+
+@on_ranks(2)
+def test_a_read_on_one_rank_says_that_it_takes_all() -> None:
+    side = Sharded(Model(), stage=1, stall_timeout_s=1.5, offload="optimizer_cpu")
+    language_work(side, 0)
+    with slow_on_rank(1, 2.0):  # which would come to it by itself
+        side.step()
+    if dist.get_rank() == 0:
+        with pytest.raises(StallError):
+            side.module.head.weight.sum()
+        assert side.engine.comm.waits.place == "a read of head.weight between steps, which takes all ranks"
+    else:
+        time.sleep(2.5)
+    side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
+def test_a_rank_that_owns_nothing_of_a_unit_waits_for_its_step_as_the_others_do(row: str) -> None:
+    """Blocks are smaller than a shard; the second is used from the third step on."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        for i, block in enumerate(m.blocks):
+            if i != 1 or m.step > 1:
+                x = x + block(x).tanh()
+        return x
+
+    def work(side: Side, step: int) -> Tensor:
+        side.module.step = step
+        loss = side.module(floats(step, 2, 3)).square().mean()
+        side.backward(loss)
+        return loss
+
+    build = lambda: Does(act, blocks=nn.ModuleList(linear(3) for _ in range(4)), step=0)  # noqa: E731
+    settings = {"unit": {"classes": ["Linear"]}, "stall_timeout_s": 15, "offload": row}
+    check(build, work, steps=5, optimizer=sgd, **settings)
+
+
+# -- collectives that come late, at random ----------------------------------------------------------------------------
+
+MAX_DELAY_S = 0.004
+
+
+class LateWork:
+    """A message that is seen to be complete only some time after it is."""
+
+    def __init__(self, work: Any, delay: float) -> None:
+        self._work = work
+        self._from = time.monotonic() + delay
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._from and self._work.is_completed()
+
+    def wait(self, *limit: Any) -> Any:
+        time.sleep(max(0.0, self._from - time.monotonic()))
+        return self._work.wait(*limit)
+
+
+class LateTransport:
+    """Issues messages after a pause and shows their end late, each rank by other lengths."""
+
+    def __init__(self, inner: Any, chance: random.Random) -> None:
+        self._inner, self._chance = inner, chance
+        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
+
+    def _pause(self) -> float:
+        return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
+
+    def gather(self, *args: Any) -> Sent:
+        time.sleep(self._pause())
+        return self._late(self._inner.gather(*args))
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Sent:
+        time.sleep(self._pause())
+        return self._late(self._inner.reduce(*args, **kwargs))
+
+    def _late(self, sent: Sent) -> Sent:
+        return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
+
+
+def delay(engine: Engine, seed: int) -> None:
+    chance = random.Random(100 * seed + dist.get_rank())
+    engine.comm._transport = LateTransport(engine.comm._transport, chance)
+
+
+@on_ranks(3, full=(2,))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_random_delays_change_nothing(stage: int, precision: str) -> None:
+    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
+
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded) and step == 0:
+            delay(side.engine, stage)
+        return accumulate(side, step, micro_batches=2)
+
+    check(lambda: Model(depth=4), work, stage=stage, precision=precision, plain=True, steps=4, **config)
