@@ -24,7 +24,7 @@ from benchmarks.gpu.bounds import bounds, phi
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.output import Output, table
+from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
 from benchmarks.gpu.worker import CutError, RowError, Worker
 
@@ -60,16 +60,12 @@ def rows_of_table(text: str) -> list[dict[str, str]]:
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One run of everything, in which one row raises."""
-    out = tmp_path_factory.mktemp("gpu") / "out"
-    return out, run(out, "--break-row", BROKEN)
-
-
 @pytest.mark.full
-def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
+def test_every_part_has_its_line_also_one_that_raises(tmp_path: Path) -> None:
+    """One run of everything, in which one row raises."""
+    out = tmp_path / "out"
+    done = run(out, "--break-row", BROKEN)
+    assert done.returncode == 1
     found = lines(out)
     assert [r["name"] for r in found] == ["machine", *(p.name for p in tiny_parts())], done.stderr
     for record in found:
@@ -79,6 +75,8 @@ def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[
     assert all(rates["rates"][name] > 0 for name in ("host_copy", "host_adam", "disk_read", "disk_write"))
     for row in rows:
         if row["side"] == BROKEN:
+            assert "RuntimeError: this row was to fail" in row["error"]
+            assert any("side.py" in line for line in row["traceback"])
             continue
         assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["tflops"] > 0
         assert row["phi"] > 0 and row["bound_by"] in row["bounds_s"]
@@ -90,30 +88,16 @@ def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[
             assert row["planned_device_gib"] >= 0
             assert row["size"] != "tiny" or row["alternated_with"] == ["bare", "fsdp2"]
 
-
-def test_a_row_that_raises_is_a_line_with_its_error(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
-    assert done.returncode == 1
-    broken = next(r for r in lines(out) if r.get("side") == BROKEN)
-    assert "RuntimeError: this row was to fail" in broken["error"]
-    assert any("side.py" in line for line in broken["traceback"])
-    assert f"- tiny {BROKEN}: build: RuntimeError: this row was to fail" in (out / "table.md").read_text()
-
-
-def test_the_table_parses(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
     text = (out / "table.md").read_text()
     assert text in done.stdout
-    found = rows_of_table(text)
+    assert f"- tiny {BROKEN}: build: RuntimeError: this row was to fail" in text
+    shown = rows_of_table(text)
     expected = [(p.row.size.name, p.row.name) for p in tiny_parts() if p.row is not None]
-    assert [(row["size"], row["side"]) for row in found] == expected
-    assert all(float(row["step ms"]) > 0 for row in found if row["status"] == "ok")
+    assert [(row["size"], row["side"]) for row in shown] == expected
+    assert all(float(row["step ms"]) > 0 for row in shown if row["status"] == "ok")
 
-
-def test_each_row_has_a_timeline(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, _ = whole
     with tarfile.open(out / "traces-1.tar") as archive:
-        for record in lines(out):
+        for record in found:
             if "timeline" in record:
                 file = archive.extractfile(record["timeline"].split(":")[1])
                 assert file is not None
@@ -122,21 +106,22 @@ def test_each_row_has_a_timeline(whole: tuple[Path, subprocess.CompletedProcess[
         assert len(archive.getnames()) == sum(p.kind == "row" for p in tiny_parts()) - 1
 
 
+@pytest.mark.full
 def test_without_time_everything_is_listed_as_not_run(tmp_path: Path) -> None:
-    started = time.monotonic()
     done = run(tmp_path / "out", "--budget", "0")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 15
     found = lines(tmp_path / "out")
     assert [(r["name"], r["status"]) for r in found] == [(p.name, "not run") for p in tiny_parts()]
     assert all(f"- {p.name} (" in (tmp_path / "out/table.md").read_text() for p in tiny_parts())
 
 
 @pytest.mark.full
-def test_its_processes_need_no_hydra() -> None:
+def test_its_processes_need_no_hydra_and_tests_have_the_time_of_the_environment() -> None:
     """And import no Lightning either; the command itself has had none above."""
-    check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=120)
+    check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules};"
+    check += "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
+    environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environ, check=True, timeout=120)
 
 
 # -- rows and tests that do not end well ------------------------------------------------------------------------------
@@ -149,6 +134,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     worker.close()
 
 
+@pytest.mark.full
 def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
     assert worker.ask("machine", time.monotonic() + 60)["torch"]
     worker._process.kill()
@@ -156,12 +142,14 @@ def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
         worker.ask("machine", time.monotonic() + 60)
 
 
+@pytest.mark.full
 def test_a_row_that_takes_too_long_is_cut(worker: Worker) -> None:
     with pytest.raises(CutError, match="rates was not over in time"):
         worker.ask("rates", time.monotonic() - 1)
     assert not worker._process.is_alive()
 
 
+@pytest.mark.full
 def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "test_slow.py"
     file.write_text(
@@ -187,6 +175,9 @@ def test_parts_that_are_asked_for() -> None:
     assert names[:2] == ["tests marked gpu", "rates of compute, memory, link and disk"]
     assert names[2:] == ["7b bare", "7b zero3", "7b zero3+optimizer_cpu", "7b fsdp2"]
     assert chosen(parse([])) == parts(130.0)
+    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
+    assert all(low < SIZES[name].parameters < high for name, low, high in known)
+    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"  # the long ones last
 
 
 @pytest.mark.parametrize(("gib", "batch_of_1b", "batch_of_7b"), [(138.0, 16, 4), (78.5, 8, 8), (30.0, 4, 4)])
@@ -206,11 +197,6 @@ def test_a_row_that_does_not_fit_is_listed_and_no_error(check: Check) -> None:
     check._run_or_list(part, None)
     assert not check.failed
     assert re.search(r"Not run:\s+- 7b zero3 \(40 s\): needs \d+ GiB", (check.output.folder / "table.md").read_text())
-
-
-def test_the_title_names_the_device() -> None:
-    found = {"part": "machine", "name": "machine", "status": "ok", "device": "NVIDIA H100", "device_gib": 79.2}
-    assert re.match(r"# \S+ \S+ on NVIDIA H100, 79 GiB\n", table([found]))
 
 
 class Peer:
@@ -262,6 +248,7 @@ def test_a_peer_that_hangs_is_left_out_and_cuts_no_row(check: Check) -> None:
     assert peer.deadlines[0] < 20  # not all of the row's time
 
 
+@pytest.mark.full
 def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')  # torch is there, and finds a GPU
@@ -269,26 +256,7 @@ def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    *_, last = calls.read_text().splitlines()
-    assert last == "-m benchmarks.gpu --only rates" and "venv" not in calls.read_text()
-
-
-def test_sizes_are_those_of_their_names() -> None:
-    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
-    for name, low, high in known:
-        assert low < SIZES[name].parameters < high
-
-
-def test_the_files_with_tests_of_a_gpu_are_found() -> None:
-    """The long ones last."""
-    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"
-
-
-@pytest.mark.full
-def test_a_test_on_a_gpu_has_the_time_that_the_environment_gives() -> None:
-    check = "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
-    environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environ, check=True, timeout=120)
+    assert calls.read_text().endswith("-m benchmarks.gpu --only rates\n") and "venv" not in calls.read_text()
 
 
 @pytest.mark.parametrize(

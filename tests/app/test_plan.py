@@ -256,7 +256,7 @@ def test_the_machine_at_hand(planned: Any) -> None:
     assert document["machine"]["nvme"] == 0
 
 
-@pytest.mark.full  # tests/test_bench_scale.py builds models of that size on meta too
+@pytest.mark.full
 def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from lightning_zero import plan; plan.main();"
@@ -264,14 +264,8 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -
         "print(own.ru_utime + own.ru_stime, own.ru_maxrss, file=sys.stderr)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     seconds, kilobytes = map(float, done.stderr.split()[-2:])
     assert seconds < 60  # of processor time
@@ -408,21 +402,31 @@ def test_a_config_of_hugging_face(command: Any, planned: Any, tmp_path: Path) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["plan", "plan.png", "plan.svg"])
-def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    code, out, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
+@pytest.mark.parametrize("dark", [True, False])
+def test_a_picture_has_every_row_with_numbers_on_its_ground(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dark: bool
+) -> None:
+    """Where they lie on a bar, or on the line of the memory, and in both themes; the longest bar has room behind it."""
+    axes_module = pytest.importorskip("matplotlib.axes")
+    ground, ink, _ = plan_picture.THEMES[dark]
+    seen: list[tuple[str, Any]] = []
+    text = axes_module.Axes.text
+
+    def noting(self: Any, x: float, y: float, words: str, **how: Any) -> Any:
+        seen.append((how["ha"], (how["color"], how["bbox"]["facecolor"])))
+        return text(self, x, y, words, **how)
+
+    monkeypatch.setattr(axes_module.Axes, "text", noting)
+    code, out, err = command(*GPUS, PLAIN, "picture=plan", f"dark={dark}", "machine.nvme=1GB")
     assert code == 0, err
-    assert f"Wrote {tmp_path / name}" in out
-    files = {f.name for f in tmp_path.iterdir()}
-    assert files == ({"plan.png", "plan.svg"} if name == "plan" else {name})
-    if "plan.svg" in files:
-        text = (tmp_path / "plan.svg").read_text()
-        for stage, offload in allowed_rows():
-            assert f"{stage.value} + {offload.value}" in text
-        assert "each GPU" in text and "79.0G there" in text and "optimizer state" in text
-    if "plan.png" in files:
-        assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"Wrote {tmp_path / 'plan'}" in out
+    assert {f.name for f in tmp_path.iterdir()} == {"plan.png", "plan.svg"}
+    picture = (tmp_path / "plan.svg").read_text()
+    assert all(f"{stage.value} + {offload.value}" in picture for stage, offload in allowed_rows())
+    assert "each GPU" in picture and "79.0G there" in picture and "optimizer state" in picture
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert seen and {colours for _, colours in seen} == {(ink, ground)}
+    assert {side for side, _ in seen} == {"left"}
 
 
 @pytest.mark.full
@@ -437,23 +441,3 @@ def test_pictures_that_cannot_be(command: Any, monkeypatch: pytest.MonkeyPatch) 
     for name, text in (("plan.jpg", "ends in .png or .svg"), ("no/where.png", "expected a folder that exists")):
         code, _, err = command(f"picture={name}")
         assert code == 2 and text in err
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dark", [True, False])
-def test_numbers_of_a_picture_are_on_its_ground(command: Any, monkeypatch: pytest.MonkeyPatch, dark: bool) -> None:
-    """Where they lie on a bar, or on the line of the memory, and in both themes; the longest bar has room behind it."""
-    axes_module = pytest.importorskip("matplotlib.axes")
-    ground, ink, _ = plan_picture.THEMES[dark]
-    seen: list[tuple[str, Any]] = []
-    text = axes_module.Axes.text
-
-    def noting(self: Any, x: float, y: float, words: str, **how: Any) -> Any:
-        seen.append((how["ha"], (how["color"], how["bbox"]["facecolor"])))
-        return text(self, x, y, words, **how)
-
-    monkeypatch.setattr(axes_module.Axes, "text", noting)
-    code, _, err = command(*MACHINE, f"dark={dark}", "picture=plan.svg")
-    assert code == 0, err
-    assert seen and {colours for _, colours in seen} == {(ink, ground)}
-    assert {side for side, _ in seen} == {"left"}

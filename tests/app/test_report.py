@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import re
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from lightning_zero.app import train
-from lightning_zero.app.sweep import print_table
 from lightning_zero.report import results
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
@@ -107,27 +105,6 @@ def test_the_page_opens_in_a_browser_in_both_colour_schemes(tmp_path: Path) -> N
     assert light == ("rgb(255, 255, 255); rgb(28, 34, 48)", [])
     assert dark == ("rgb(20, 23, 30); rgb(228, 231, 238)", [])
     assert "currentColor" in page and "#1c2230" not in page[page.index("<svg") :]
-
-
-def test_a_sweep_leaves_its_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = []
-    for number, loss in enumerate((2.0, None, 1.0)):
-        runs.append(tmp_path / str(number))
-        (runs[-1] / ".hydra").mkdir(parents=True)
-        (runs[-1] / ".hydra" / "overrides.yaml").write_text(f"- seed={number}\n- both=1\n")
-        metrics = None if loss is None else {"val_loss": loss}
-        (runs[-1] / "results.json").write_text(json.dumps({"metrics": metrics}))
-    print_table(tmp_path, runs, "val_loss", "minimize")
-    with (tmp_path / "sweep.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["run", "overrides", "val_loss"],
-        ["2", "seed=2", "1.0"],
-        ["0", "seed=0", "2.0"],
-        ["1", "seed=1 (failed)", ""],
-    ]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "sweep.csv" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_said_in_a_sentence_and_a_users_mistake_is_not(capsys: pytest.CaptureFixture[str]) -> None:
