@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, sides
+from benchmarks import bench, bench_whole, sides
 from benchmarks.sides import deep_speed, is_peer, why_not
 from benchmarks.sides.side import COMPILED
 from lightning_zero.config import ConfigError
@@ -58,6 +58,12 @@ def test_compiled_sides() -> None:
     for row in rows:
         assert row["loss_differs_by"] <= bench.TOLERANCE["bf16"]
         assert ("cpu_vs_eager" in row) == row["side"].endswith(COMPILED)
+
+
+@pytest.mark.full
+def test_steps_of_whole_tensors_are_measured_on_each_rank() -> None:
+    found = bench_whole.measure(2, 3, width=16, depth=1, rounds=1)
+    assert len(found) == 2 and all(0 < seconds < 60 for seconds in found)
 
 
 def test_cpu_seconds_of_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,8 @@ from benchmarks.checkpoint.ranks import Memory, Turn, Window
 ROOT = Path(__file__).resolve().parents[1]
 
 
-CASES = [
-    pytest.param(("sharded, background", "dcp.save"), "saves", id="two", marks=pytest.mark.full),
-    pytest.param(tuple(SIDES), None, id="all", marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize(("sides", "only"), CASES)
+@pytest.mark.full
+@pytest.mark.parametrize(("sides", "only"), [(("sharded, background", "dcp.save"), "saves"), (tuple(SIDES), None)])
 def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: str | None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
     command += ["--steps", "1", "--sides", ";".join(sides), "--folder", str(tmp_path), "--out", str(tmp_path / "lines")]
@@ -84,6 +79,7 @@ def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
     assert row["bound_mib"] == 4 + 64
 
 
+@pytest.mark.full
 def test_what_a_process_holds_and_gives_back_is_seen_from_outside() -> None:
     turn = ranks.take_turn(_hold, 2, 64 << 20)
     for memory, (before, held) in zip(turn.memory, turn.found, strict=True):
@@ -108,6 +104,7 @@ class _Forgets(measure.Dcp):
         next(iter(self.model.parameters())).data.zero_()
 
 
+@pytest.mark.full
 def test_a_save_that_is_not_right_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.bench, "MODEL", measure.bench.TINY)
     monkeypatch.setitem(SIDES, "forgets", _Forgets)
