@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +12,12 @@ from benchmarks import bench, bench_whole, sides
 from benchmarks.sides import deep_speed, is_peer, why_not
 from benchmarks.sides.side import COMPILED
 from lightning_zero.config import ConfigError
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.harness import run_command
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.bench", "--tiny", "--rounds", "1", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, text=True, capture_output=True, timeout=300
-    )
+    command = ("python", "-m", "benchmarks.bench", "--tiny", "--rounds", 1, *arguments)
+    done = run_command(*command, timeout=300, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,15 @@ import pytest
 from benchmarks.checkpoint import hugging_face, measure, ranks, tables
 from benchmarks.checkpoint.measure import SIDES, Found, Save
 from benchmarks.checkpoint.ranks import Memory, Turn, Window
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.harness import run_command
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("sides", "only"), [(("sharded, background", "dcp.save"), "saves"), (tuple(SIDES), None)])
 def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: str | None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
+    command = ["python", "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
     command += ["--steps", "1", "--sides", ";".join(sides), "--folder", str(tmp_path), "--out", str(tmp_path / "lines")]
-    command += ["--only", only] if only else []
-    environ = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=280)
+    done = run_command(*command, *(["--only", only] if only else []), timeout=280, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     saves = {row["side"]: row for row in lines if "load_s" in row}

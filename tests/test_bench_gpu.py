@@ -6,10 +6,8 @@ import gzip
 import json
 import math
 import multiprocessing
-import os
 import re
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -27,8 +25,8 @@ from benchmarks.gpu.gpu_tests import files
 from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
 from benchmarks.gpu.worker import CutError, RowError, Worker
+from tests.harness import run_command
 
-ROOT = Path(__file__).resolve().parents[1]
 BROKEN = "zero3+optimizer_cpu"
 RATES = {"matmul": 8e14, "device_copy": 4e12, "h2d": 5e10, "d2h": 5e10, "host_copy": 2e11, "disk_read": 2e9}
 WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegaconf'] = None; sys.argv[0] = 'gpu'; "
@@ -36,16 +34,8 @@ WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegacon
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Where there is no Hydra."""
-    command = [sys.executable, "-c", WITHOUT_HYDRA + "runpy.run_module('benchmarks.gpu', run_name='__main__')"]
-    environ = {key: value for key, value in os.environ.items() if key != "OUT"}
-    return subprocess.run(
-        [*command, "--tiny", "--out", str(out), "--nvme", str(out.parent), *arguments],
-        cwd=ROOT,
-        env=environ,
-        text=True,
-        capture_output=True,
-        timeout=200,
-    )
+    code = WITHOUT_HYDRA + "runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    return run_command("python", "-c", code, "--tiny", "--out", out, "--nvme", out.parent, *arguments, OUT="")
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -120,8 +110,8 @@ def test_its_processes_need_no_hydra_and_tests_have_the_time_of_the_environment(
     """And import no Lightning either; the command itself has had none above."""
     check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules};"
     check += "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
-    environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environ, check=True, timeout=120)
+    done = run_command("python", "-c", check, LIGHTNING_ZERO_TEST_TIMEOUT_S=41)
+    assert done.returncode == 0, done.stderr
 
 
 # -- rows and tests that do not end well ------------------------------------------------------------------------------
@@ -253,8 +243,7 @@ def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')  # torch is there, and finds a GPU
     python.chmod(0o755)
-    command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = run_command("make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates")
     assert done.returncode == 0, done.stderr
     assert calls.read_text().endswith("-m benchmarks.gpu --only rates\n") and "venv" not in calls.read_text()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
@@ -12,22 +11,13 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from tests.harness import forked
+from tests.harness import ROOT, forked, run_command
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
 def run(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *overrides],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return run_command("python", EXAMPLES / name, *overrides, folder=folder, CUDA_VISIBLE_DEVICES="")
 
 
 def value(done: subprocess.CompletedProcess[str], name: str) -> float:

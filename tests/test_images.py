@@ -20,9 +20,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.harness import ROOT, run_command
+
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docker"
 KINDS = ("cpu", "cuda")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -311,9 +312,8 @@ def test_a_user_without_a_home_gets_one(enter, tmp_path: Path, home: str) -> Non
 
 def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:
     """What the entry point relies on."""
-    env = {**os.environ, "LIGHTNING_ZERO_RUNS": str(tmp_path / "runs")}
-    command = [sys.executable, "-m", "lightning_zero.train", "--cfg", "hydra", "--resolve"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    command = ("python", "-m", "lightning_zero.train", "--cfg", "hydra", "--resolve")
+    done = run_command(*command, LIGHTNING_ZERO_RUNS=tmp_path / "runs")
     config = yaml.safe_load(done.stdout)["hydra"]
     for key, name in (("run", "train"), ("sweep", "sweep")):
         assert Path(config[key]["dir"]).parent == tmp_path / "runs" / name

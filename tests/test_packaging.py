@@ -20,16 +20,15 @@ from packaging.version import Version
 
 import lightning_zero
 import lightning_zero.__main__ as entry_point
+from tests.harness import ROOT, run_command
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
 
 
 @pytest.mark.full
 def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
-    command = [sys.executable, "-S", "-m", "lightning_zero.plan"]  # -S: without the installed packages
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = run_command("python", "-S", "-m", "lightning_zero.plan")  # -S: without the installed packages
     assert ended.returncode != 0
     last = ended.stderr.splitlines()[-1]
     assert "lightning_zero needs torch," in last and "source .venv/bin/activate" in last
@@ -119,8 +118,7 @@ def test_ci_runs_both_tiers_in_its_time() -> None:
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
     targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
-    command = ["make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7")
     assert done.returncode == 0, done.stderr
     assert "-m venv no-such-venv" in done.stdout
     assert "-m lightning_zero.train seed=7" in done.stdout
@@ -130,7 +128,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_command("make", "help")
     assert done.returncode == 0, done.stderr
     (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     listed = re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE)
@@ -150,9 +148,7 @@ def test_make_help_lists_every_target() -> None:
 )
 def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
     given = variables if any(v.startswith("GPU") for v in variables) else ["GPU=", *variables]
-    done = subprocess.run(
-        ["make", "-n", "VENV=no-such-venv", "install", *given], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_command("make", "-n", "VENV=no-such-venv", "install", *given)
     assert expected in done.stdout, done.stdout + done.stderr
 
 
@@ -179,12 +175,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, source)
+    done = run_command(*pip, timeout=250)
     assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
 

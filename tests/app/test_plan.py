@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +22,8 @@ from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
+from tests.harness import run_command
 
-ROOT = Path(__file__).parent.parent.parent
 PLAIN = "activations=false"  # most tests are about what the engine holds
 MACHINE = (PLAIN, "machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
 LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
@@ -263,9 +261,7 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -
         "own = resource.getrusage(resource.RUSAGE_SELF);"
         "print(own.ru_utime + own.ru_stime, own.ru_maxrss, file=sys.stderr)"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = run_command("python", "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     seconds, kilobytes = map(float, done.stderr.split()[-2:])
     assert seconds < 60  # of processor time

@@ -6,8 +6,6 @@ import errno
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from lightning_zero.app import train
 from lightning_zero.report import results
+from tests.harness import run_command
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 BROWSER += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -84,12 +83,7 @@ def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:
     probe.write_text((folder / "report.html").read_text() + script + "</script>")
     user = f"--user-data-dir={folder / f'user-{scheme}'}"
     chosen = f"--blink-settings=preferredColorScheme={scheme}"
-    done = subprocess.run(
-        [*BROWSER, user, chosen, "--dump-dom", probe.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command(*BROWSER, user, chosen, "--dump-dom", probe.as_uri())
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None, done.stderr
     return title[1], [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -114,9 +108,9 @@ def test_a_full_disk_is_said_in_a_sentence_and_a_users_mistake_is_not(capsys: py
     assert not train.said_in_a_sentence(RuntimeError("my own mistake"))
 
 
+@pytest.mark.full
 def test_a_run_folder_that_cannot_be_made_is_refused_in_a_sentence() -> None:
-    command = [sys.executable, "-m", "lightning_zero.train", "hydra.run.dir=/proc/nowhere/run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_command("python", "-m", "lightning_zero.train", "hydra.run.dir=/proc/nowhere/run")
     assert done.returncode == 2
     assert done.stderr.startswith("error: hydra.run.dir: expected a folder that can be made, got '/proc/nowhere'")
     assert "Traceback" not in done.stderr

@@ -25,8 +25,8 @@ from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.presets import PRESETS, preset_config
 from lightning_zero.trainer.strategy import ZeroStrategy
+from tests.harness import ROOT, run_command
 
-ROOT = Path(__file__).parent.parent.parent
 CONF = ROOT / "lightning_zero" / "conf"
 MACHINES = sorted(f"machine={file.stem}" for file in (CONF / "machine").glob("*.yaml"))  # of plan and submit
 
@@ -427,9 +427,7 @@ def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> Non
 
 @pytest.mark.smoke
 def test_help_is_in_our_words() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_command("python", "-m", "lightning_zero.train", "--help")
     assert done.returncode == 0
     assert "Train a model under ZeRO" in done.stdout
     assert "zero/stage: auto, zero0, zero1, zero2, zero3" in done.stdout
@@ -471,13 +469,8 @@ def run_app(folder: Path, *overrides: str, app: str = APP, conf: str = APP_CONF)
     (folder / "app.py").write_text(app)
     (folder / "conf" / "app.yaml").write_text(conf)
     code = f"import sys, runpy; sys.path.insert(1, {str(ROOT)!r}); sys.argv = ['app.py', *{list(overrides)!r}]; "
-    return subprocess.run(
-        [sys.executable, "-c", code + "runpy.run_path('app.py', run_name='__main__')"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    code += "runpy.run_path('app.py', run_name='__main__')"
+    return run_command("python", "-c", code, folder=folder)
 
 
 @pytest.mark.full

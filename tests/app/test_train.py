@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,9 +20,8 @@ from lightning_zero.app import jobs, train
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
-from tests.harness import forked
+from tests.harness import ROOT, forked, run_command
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 880  # of a busy machine
 SMALL = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.enable_progress_bar=false")
 
@@ -52,10 +49,8 @@ class Lit(LightningModule):
 
 
 def run(folder: Path, *overrides: str, module: tuple[str, ...] = ("-m", "lightning_zero.train")):  # type: ignore
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "SLURM_", "TORCHELASTIC_"))}
-    environ |= {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, *module, *overrides]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    more = {"PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": folder / "cache"}
+    return run_command("python", *module, *overrides, folder=folder, timeout=LIMIT_S, **more)
 
 
 def alone(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import free_port
+from tests.harness import LAUNCHERS, ROOT, free_port
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TRAIN = ("-m", "lightning_zero.train")
 STEPS = 14
@@ -55,8 +54,7 @@ class Lit(LitGPT):
 
 def environ(folder: Path, **more: object) -> dict[str, str]:
     (folder / "killed.py").write_text(KILLED.format(at=KILLED_AT))
-    launchers = ("LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "NODE_RANK", "OMPI_", "PMI_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     ours = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     return kept | ours | {k: str(v) for k, v in more.items()}
 
