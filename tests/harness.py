@@ -63,6 +63,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 LAUNCHERS = ("LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "NODE_RANK", "OMPI_", "PMI_")
+LAUNCHERS += ("GROUP_RANK", "GROUP_WORLD_SIZE")
 DEFAULT_TIMEOUT_S = 60.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 EXIT_S = 20.0

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, bench_whole, sides
-from benchmarks.sides import deep_speed, is_peer, why_not
+from benchmarks import bench, bench_whole
+from benchmarks.sides import deep_speed, is_peer
 from benchmarks.sides.side import COMPILED
-from lightning_zero.config import ConfigError
 from tests.harness import run_command
 
 
@@ -68,15 +67,6 @@ def test_cpu_seconds_of_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert "vs_zero3+compiled" not in eager
 
 
-def test_without_a_compiler_compiled_sides_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(what: str, way_out: str) -> None:
-        raise ConfigError(f"{what}: none")
-
-    monkeypatch.setattr(sides, "find_compiler", no_compiler)
-    assert sides.why_not("zero3+compiled") == "zero3+compiled: none"
-    assert sides.why_not("zero3") is None
-
-
 @pytest.mark.parametrize(("loss", "is_error"), [(4.0, False), (4.0002, False), (4.002, True), (float("nan"), True)])
 def test_a_side_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch, loss: float, is_error: bool) -> None:
     found = [("ddp", [1.0], [1.0], [4.0]), ("zero0", [0.5], [0.5], [loss])]
@@ -90,16 +80,3 @@ def test_a_side_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch, l
             bench.main()
     else:
         bench.main()
-
-
-def test_deepspeed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not("ddp") is None
-    deep_speed._fails.cache_clear()
-    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(deep_speed, "_COMPILES", "import sys; sys.exit('no compiler')")
-    assert deep_speed._fails("pass") is None
-    assert deep_speed._fails(deep_speed._COMPILES) == "no compiler"
-    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: None)
-    deep_speed._fails.cache_clear()
-    assert why_not("deepspeed3") == "deepspeed is not installed (pip install deepspeed)"
-    deep_speed._fails.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +71,6 @@ def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
     assert row["save_mib"] == 150 - 130  # beside the write, beyond the peak of steps; the call took 3
     assert row["load_mib"] == 7
     assert row["bound_mib"] == 4 + 64
-
-
-@pytest.mark.full
-def test_what_a_process_holds_and_gives_back_is_seen_from_outside() -> None:
-    turn = ranks.take_turn(_hold, 2, 64 << 20)
-    for memory, (before, held) in zip(turn.memory, turn.found, strict=True):
-        assert 60 << 20 < memory.peak(held) - memory.before(before) < 80 << 20
-
-
-def _hold(rank: int, world: int, nbytes: int) -> tuple[float, Window]:
-    ranks.trim()
-    before = ranks.time.perf_counter()
-    held = bytearray(os.urandom(1)) * nbytes
-    ranks.time.sleep(0.5)
-    window = Window("held", before, ranks.time.perf_counter())
-    del held
-    return before, window
 
 
 class _Forgets(measure.Dcp):

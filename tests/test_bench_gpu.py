@@ -5,12 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import multiprocessing
-import re
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
 from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
-from benchmarks.gpu.worker import CutError, RowError, Worker
+from benchmarks.gpu.worker import CutError
 from tests.harness import run_command
 
 BROKEN = "zero3+optimizer_cpu"
@@ -117,28 +114,6 @@ def test_its_processes_need_no_hydra_and_tests_have_the_time_of_the_environment(
 # -- rows and tests that do not end well ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    worker = Worker({"device": "cpu", "folder": str(tmp_path)}, multiprocessing.get_context("fork"))
-    yield worker
-    worker.close()
-
-
-@pytest.mark.full
-def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
-    assert worker.ask("machine", time.monotonic() + 60)["torch"]
-    worker._process.kill()
-    with pytest.raises(RowError, match="machine: the process ended with -9"):
-        worker.ask("machine", time.monotonic() + 60)
-
-
-@pytest.mark.full
-def test_a_row_that_takes_too_long_is_cut(worker: Worker) -> None:
-    with pytest.raises(CutError, match="rates was not over in time"):
-        worker.ask("rates", time.monotonic() - 1)
-    assert not worker._process.is_alive()
-
-
 @pytest.mark.full
 def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "test_slow.py"
@@ -180,13 +155,6 @@ def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b:
     assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
     if gib == 78.5:
         assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
-
-
-def test_a_row_that_does_not_fit_is_listed_and_no_error(check: Check) -> None:
-    part = next(p for p in fitted(parts(), 78 * GIB) if p.name == "7b zero3")
-    check._run_or_list(part, None)
-    assert not check.failed
-    assert re.search(r"Not run:\s+- 7b zero3 \(40 s\): needs \d+ GiB", (check.output.folder / "table.md").read_text())
 
 
 class Peer:
@@ -308,12 +276,3 @@ def test_what_a_timeline_says() -> None:
         "DtoH_ms": 0.1,
         "DtoH_exposed_ms": 0.0,
     }
-
-
-def test_timelines_keep_to_the_size_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.output.VOLUME_NBYTES", 60_000)
-    output, file = Output(tmp_path / "out"), tmp_path / "t.json.gz"
-    file.write_bytes(bytes(30_000))
-    places = [output.add_timeline(file, f"{i}.json.gz").split(":")[0] for i in range(5)]
-    assert places == [*(f"traces-{i}.tar" for i in range(1, 5)), "left out"]
-    assert max(f.stat().st_size for f in (tmp_path / "out").glob("*.tar")) <= 60_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 
-from lightning_zero.app import plan, plan_picture, train
+from lightning_zero.app import plan, plan_picture
 from lightning_zero.app.schema import MachineConfig, parse_bytes
 from lightning_zero.config import ConfigError, Offload, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
@@ -35,23 +34,8 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command in this process, in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*overrides: str) -> tuple[int, str, str]:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(train, "_entered", False)
-        monkeypatch.setattr(sys, "argv", ["plan", *overrides])
-        code = 0
-        try:
-            plan.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def command(in_process: Any) -> Callable[..., tuple[int, str, str]]:
+    return functools.partial(in_process, plan)
 
 
 @pytest.fixture

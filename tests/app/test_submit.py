@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero.app import jobs, submit, train
 from lightning_zero.app.schema import TrainConfig
@@ -24,24 +25,10 @@ SIZE = ("cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.time=24:00:00", "
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs submit in this process, in a folder with a text: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
+def command(in_process: Any, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Runs submit in a folder with a text."""
     (tmp_path / "words.txt").write_text("some words of text\n" * 5000)
-
-    def run(*overrides: str) -> tuple[int, str, str]:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(train, "_entered", False)
-        monkeypatch.setattr(sys, "argv", ["submit", *overrides])
-        code = 0
-        try:
-            submit.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return functools.partial(in_process, submit)
 
 
 @pytest.fixture

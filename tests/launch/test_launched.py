@@ -16,6 +16,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
 from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from tests.harness import LAUNCHERS
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "abc",
@@ -46,7 +47,7 @@ def environ() -> Iterator[Any]:
 
     def replace(**variables: str) -> None:
         for name in list(os.environ):
-            if name.split("_")[0] in ("SLURM", "RANK", "WORLD", "LOCAL", "GROUP", "MASTER", "NODE", "TORCHELASTIC", "OMPI"):
+            if name.startswith(LAUNCHERS):
                 del os.environ[name]
         os.environ.update(variables)
 
