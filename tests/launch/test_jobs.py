@@ -66,8 +66,11 @@ def run(folder: Path, *command: str, timeout: float = 200, **more: object) -> su
     )
 
 
-def torchrun(folder: Path, *options: str, overrides: Sequence[str] = (), **more: object):  # type: ignore[no-untyped-def]
-    return run(folder, *TORCHRUN, *(options or ("--standalone", "--nproc-per-node=2")), *TRAIN, *SMALL, *overrides, **more)
+def torchrun(
+    folder: Path, *options: str, overrides: Sequence[str] = (), **more: object
+) -> subprocess.CompletedProcess[str]:
+    launch = options or ("--standalone", "--nproc-per-node=2")
+    return run(folder, *TORCHRUN, *launch, *TRAIN, *SMALL, *overrides, **more)
 
 
 def together(
@@ -166,10 +169,12 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
-    job = ("--rdzv-id=job", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-backend=c10d")
-    first = torchrun(tmp_path, *job, "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
+    def job() -> tuple[str, ...]:
+        return "--rdzv-id=job", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-backend=c10d"
+
+    first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
     assert first.returncode != 0
-    again = torchrun(tmp_path, *job, "--nproc-per-node=3")
+    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
     assert again.returncode == 0, again.stderr
     assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
     assert "ranks: 3 of 3" in again.stdout
