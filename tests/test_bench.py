@@ -38,14 +38,14 @@ def test_every_side_of_the_table_runs() -> None:
 
 
 @pytest.mark.full
-def test_one_rank_with_its_memory() -> None:
+def test_one_rank_reports_its_memory() -> None:
     rows = run("--case", "4:fp32", "--one-rank", "--sides", "bare,zero0,zero3")
     assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]
     assert all(row["loss_differs_by"] < 1e-6 and row["peak_mib"] >= 0 for row in rows)
 
 
 @pytest.mark.full
-def test_compiled_sides() -> None:
+def test_compiled_sides_report_their_speedup() -> None:
     rows = run("--case", "1:bf16", "--no-memory", "--one-rank")
     assert [row["side"] for row in rows] == bench.ONE_RANK.split(",")
     for row in rows:

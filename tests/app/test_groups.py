@@ -38,7 +38,9 @@ def installed(package: str) -> bool:
 
 @pytest.mark.mainly(lambda name: name in ("many", "wandb"))
 @pytest.mark.parametrize("name", files("logger"))
-def test_loggers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_are_built_or_name_their_missing_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where its package is missing, the sentence says so."""
     monkeypatch.chdir(tmp_path)
     config = config_of(f"logger={name}", "tags=[first,wide]")
@@ -96,7 +98,7 @@ def test_an_account_of_wandb_is_asked_for_before_processes_start(monkeypatch: py
 
 @pytest.mark.mainly(lambda name: name == "early_stopping")
 @pytest.mark.parametrize("name", files("callbacks"))
-def test_callbacks(name: str) -> None:
+def test_callbacks_monitor_what_one_key_says(name: str) -> None:
     best = name in ("best", "early_stopping")
     overrides = ["callbacks.best.monitor=val_accuracy", "callbacks.best.mode=max"] * best
     callbacks = build_all("callbacks", config_of(f"callbacks={name}", *overrides).callbacks)
@@ -256,7 +258,7 @@ def dataset_text(path: Path, **settings: Any) -> Any:
     return data
 
 
-def test_text_by_a_tokenizer(datasets: Any, tokenizer: Path, tmp_path: Path) -> None:
+def test_text_is_cut_into_pieces_of_tokens_once(datasets: Any, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / "texts" / f"{name}.txt").write_text(WORDS)
@@ -308,7 +310,7 @@ def test_a_dataset_on_disk(datasets: Any, tokenizer: Path, tmp_path: Path) -> No
         dataset_text(tmp_path / "set", column="story", block_size=800)
 
 
-def test_a_dataset_that_is_none(tmp_path: Path) -> None:
+def test_a_path_without_a_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: expected a folder of save_to_disk.* Set data\.path"):
         parts.build_data(config_of("data=dataset"), set())
     if installed("datasets"):

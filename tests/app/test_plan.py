@@ -82,7 +82,7 @@ def test_json_has_every_row_with_the_bytes_of_the_formula(planned: Any) -> None:
     assert cpu["per_host"] >= 8 * sum(cpu["at_rest"]["host"].values())
 
 
-def test_the_table(command: Any, tmp_path: Path) -> None:
+def test_the_table_marks_the_chosen_row(command: Any, tmp_path: Path) -> None:
     code, out, err = command(*MACHINE, "zero/precision=bf16", "zero.offload.name=cpu")
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 120
@@ -98,7 +98,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("columns", [80, 100, 120])
-def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_narrow_terminal_cuts_nothing_off(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
     small = (PLAIN, "machine.gpus=1024", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1MB")
@@ -144,7 +144,7 @@ def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
 
 
 @pytest.mark.full
-def test_nothing_fits(command: Any) -> None:
+def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
     out = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")[1]
     assert "Nothing fits" in out
     assert "auto takes nothing: zero/stage and zero/offload: expected a row that" in out.replace("\n  ", " ")
@@ -168,7 +168,7 @@ def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -
     assert "Traceback" not in err
 
 
-def test_sizes() -> None:
+def test_sizes_are_parsed_with_their_units() -> None:
     sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "1.5 kib": 1536, "2tb": 2 * 10**12, 12345: 12345, "7B": 7}
     assert {text: parse_bytes("key", text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "80G", True, "1,5GB"):
@@ -229,7 +229,7 @@ def test_a_model_that_looks_at_values_while_it_is_built(command: Any, tmp_path: 
         assert code == 1 and re.search(r'drops\.py", line 11.*\nNotImplementedError: not on this machine\n', err, re.S)
 
 
-def test_the_machine_at_hand(planned: Any) -> None:
+def test_without_machine_the_one_at_hand_is_planned_for(planned: Any) -> None:
     document = planned(PLAIN, "trainer.devices=3")
     assert document["machine"]["gpus"] == 3
     if not torch.cuda.is_available():
@@ -369,7 +369,7 @@ def test_rates_that_are_given_decide_what_binds(command: Any, planned: Any) -> N
 
 
 @pytest.mark.full
-def test_a_config_of_hugging_face(command: Any, planned: Any, tmp_path: Path) -> None:
+def test_a_config_of_hugging_face_is_planned_from_its_folder(command: Any, planned: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
@@ -410,7 +410,7 @@ def test_a_picture_has_every_row_with_numbers_on_its_ground(
 
 
 @pytest.mark.full
-def test_pictures_that_cannot_be(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_cannot_be_drawn_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     find = importlib.util.find_spec

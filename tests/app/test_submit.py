@@ -139,7 +139,7 @@ def test_settings_leave_lines_of_the_script_out() -> None:
     assert text.count("scontrol requeue") == 1 and "failures" not in text
 
 
-def test_containers() -> None:
+def test_a_container_wraps_the_command() -> None:
     pyxis = text_of(slurm(container="me/image:1", container_mounts=["/data:/data"]), "seed=1")
     assert "    --container-image=me/image:1 \\\n" in pyxis
     assert "    --container-mounts=/home/me:/home/me,/data:/data --container-workdir=/home/me \\\n" in pyxis
@@ -164,7 +164,9 @@ def test_containers() -> None:
         (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
     ],
 )
-def test_what_follows_srun(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
+def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
+    code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path
+) -> None:
     """The script in a shell, with commands that only write down."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -303,7 +305,7 @@ def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answe
     assert f"error: sbatch refuses the job: {answer}. Change {key}" in err
 
 
-def test_no_sbatch(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_sbatch_submit_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = command(*SMALL)
     assert code == 2
@@ -323,7 +325,7 @@ def test_memory_of_processes_without_gpus(command: Any, fake_sbatch: Any) -> Non
 # -- the group --------------------------------------------------------------------------------------------------------
 
 
-def test_times() -> None:
+def test_times_of_slurm_are_seconds() -> None:
     times = {"24:00:00": 86400, "1-0": 86400, "2-12": 216000, "0-1:30": 5400, "1-00:00:05": 86405, "00:02:30": 150}
     assert {text: seconds_of(text) for text in times} == times
     for text in ("86400", "10:00", "tomorrow", ""):

@@ -270,7 +270,7 @@ def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_whole_main_job(tmp_path: Path) -> None:
+def test_the_main_job_learns_its_text(tmp_path: Path) -> None:
     """As ``make train`` runs it. The bound is that of two cores; the time of a busy machine is not checked."""
     done = run(tmp_path, "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
@@ -333,7 +333,7 @@ def test_learning_rate_rises_and_falls() -> None:
         (("+ckpt_path=x",), "/a b/c=d.ckpt", """python -m lightning_zero.train 'ckpt_path='"'"'/a b/c=d.ckpt'"'"''"""),
     ],
 )
-def test_the_command_to_go_on(
+def test_the_command_to_go_on_names_the_checkpoint_last(
     arguments: tuple[str, ...], path: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "launched", lambda: None)

@@ -64,7 +64,7 @@ def write(path: Path, value: Any) -> Path:
     return path
 
 
-def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_torch_load_reads_a_file_written_by_pieces(tmp_path: Path) -> None:
     path, value = write(tmp_path / "a.ckpt", contents()), contents()
     for mmap in (False, True):
         found = torch.load(path, weights_only=True, mmap=mmap)

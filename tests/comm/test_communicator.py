@@ -172,7 +172,7 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 
 
 @on_ranks(2, 3)
-def test_small_agreements() -> None:
+def test_small_values_are_agreed_on_by_all_ranks() -> None:
     with communicator() as comm:
         rank, world = comm.rank, comm.world_size
         assert comm.exchange(10 + rank, -rank) == [[10 + r for r in range(world)], [-r for r in range(world)]]

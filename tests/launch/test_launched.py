@@ -192,7 +192,7 @@ def checkpoint(path: Path, written: float) -> Path:
     return path
 
 
-def test_the_name_of_a_job_stays(environ: Any) -> None:
+def test_a_job_has_one_name_on_all_ranks_and_restarts(environ: Any) -> None:
     environ(**TORCHRUN)
     assert resume.job_name() == "torchrun-abc"
     environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "my job/1"})

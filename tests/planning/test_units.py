@@ -52,7 +52,7 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_units_of_a_model(case: str) -> None:
+def test_units_are_repeated_blocks_or_what_settings_name(case: str) -> None:
     model, settings, expected = CASES[case]
     assert choose(model, **settings) == expected
 
@@ -135,6 +135,6 @@ paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
 
 
 @given(st.lists(paths, min_size=1, max_size=4), st.sets(paths, max_size=5))
-def test_owner_by_definition(users: list[str], units: set[str]) -> None:
+def test_owner_is_the_longest_unit_above_all_users(users: list[str], units: set[str]) -> None:
     above = [u for u in units if all(user == u or user.startswith(u + ".") for user in users)]
     assert owner_of(users, units) == max(above, key=len, default="")

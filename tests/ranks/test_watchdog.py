@@ -238,7 +238,7 @@ class Silent:
         return getattr(self._store, name)
 
 
-def test_a_person_may_think(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interactive_session_is_not_ended(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     ranks = sides(2)
     die(ranks, 1)
@@ -287,7 +287,7 @@ def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[.
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 2])
-def test_real_processes(killed: int, tmp_path: Path) -> None:
+def test_processes_that_wait_for_a_killed_one_end_and_name_it(killed: int, tmp_path: Path) -> None:
     """Rank 0 holds the store, so that its end is seen in another way."""
     port = str(free_port())
     ranks = [

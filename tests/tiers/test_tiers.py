@@ -264,7 +264,7 @@ def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier,
         yield tier, tier.reserve(wanted)
 
 
-def test_what_is_at_rest_is_a_copy(tmp_path: Path) -> None:
+def test_a_tensor_at_rest_is_a_copy(tmp_path: Path) -> None:
     with nvme(tmp_path, Wanted("w", 8, torch.float32)) as (tier, (extent,)):
         value = torch.ones(8, requires_grad=True)  # detached on the way
         put(tier, extent, value)
@@ -594,12 +594,7 @@ def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
     monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     with nvme(tmp_path):
         refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
-    with nvme(tmp_path):
-        pass
-
-
-def test_two_models_of_one_process_have_a_file_each(tmp_path: Path) -> None:
-    with nvme(tmp_path), nvme(tmp_path, instance=1):
+    with nvme(tmp_path), nvme(tmp_path, instance=1):  # of another model
         assert {file.name for file in tmp_path.rglob("*.bin")} == {"rank00000.bin", "rank00000.1.bin"}
         refused(lambda: NvmeTier(tmp_path, rank=0, instance=1), "this process")
 
