@@ -42,13 +42,15 @@ def test_sampled(a): ...
 def test_main(a): ...
 
 @pytest.mark.full
-def test_full(): ...
+@pytest.mark.parametrize("a", [1, 2])
+def test_full(a): ...
 """
 
 
 @pytest.mark.full
 def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_pycollect_makeitem")
+    hooks = "pytest_addoption, pytest_pycollect_makeitem, leave_out_full_functions"
+    (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}")
     (tmp_path / "test_file.py").write_text(FILE)
     found = {}
     for tier in TIERS:
@@ -60,4 +62,4 @@ def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: 
     assert found["default"][3] in ("test_sampled[1]", "test_sampled[2]")
     assert found["default"][4:] == ["test_main[2]"]
     assert sorted(found["default"] + found["rest"]) == sorted(found["all"])
-    assert len(found["all"]) == 12
+    assert len(found["all"]) == 13
