@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(specname="pytest_pycollect_makeitem", tryfirst=True)
-def leave_out_full_functions(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+def pytest_leave_out_full_functions(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Make no case of a function that has none in the default tier."""
     return [] if tier_of(collector.config) == "default" and has_only_full_cases(collector, obj) else None
 

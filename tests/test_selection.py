@@ -49,7 +49,7 @@ def test_full(a): ...
 
 @pytest.mark.full
 def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: Path) -> None:
-    hooks = "pytest_addoption, pytest_pycollect_makeitem, leave_out_full_functions"
+    hooks = "pytest_addoption, pytest_pycollect_makeitem, pytest_leave_out_full_functions"
     (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}")
     (tmp_path / "test_file.py").write_text(FILE)
     found = {}
