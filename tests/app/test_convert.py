@@ -71,6 +71,7 @@ def test_converted_checkpoints_are_those_saved_in_that_form(tmp_path: Path) -> N
         assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])

@@ -41,6 +41,7 @@ def test_a_step_of_four_ranks_takes_little_more_than_it_must(elsewhere: Elsewher
     assert elsewhere(predict, "cpu", HIDING_TOKENS, ranks=4).phi >= LEAST
 
 
+@pytest.mark.full
 def test_a_step_in_fp32_takes_little_more_than_it_must(elsewhere: Elsewhere) -> None:
     assert elsewhere(predict, "optimizer_cpu", HIDING_TOKENS, precision="fp32").phi >= LEAST
 
