@@ -260,6 +260,10 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
 }
 
 
+BY_DEFAULT = list(WITHOUT)[::3]  # some of each kind
+
+
+@pytest.mark.mainly(lambda what: what in BY_DEFAULT)
 @pytest.mark.parametrize("what", WITHOUT)
 def test_without_its_wait_there_is_a_race(what: str, trained: Trained) -> None:
     target, new, case, *then = WITHOUT[what]
