@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import costs, harness
-from tests.selection import TIERS, choose, tier_of
+from tests.selection import TIERS, choose, has_only_full_cases, tier_of
 
 # Reproducible runs: the same examples every time, no time limit on a shared machine, no folder left behind.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=150)
@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     said = "; ".join(f"{tier}: {what}" for tier, what in TIERS.items())
     costs.add_options(parser)
     parser.addoption("--tier", choices=list(TIERS), default="default", help=said)
+
+
+@pytest.hookimpl(specname="pytest_pycollect_makeitem", tryfirst=True)
+def pytest_leave_out_full_functions(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Make no case of a function that has none in the default tier."""
+    return [] if tier_of(collector.config) == "default" and has_only_full_cases(collector, obj) else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -61,6 +61,9 @@ import torch
 import torch._dynamo  # once, here, and not in every worker at its first backward
 import torch.distributed as dist
 
+ROOT = Path(__file__).parents[1]
+LAUNCHERS = ("LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "NODE_RANK", "OMPI_", "PMI_")
+LAUNCHERS += ("GROUP_RANK", "GROUP_WORLD_SIZE")
 DEFAULT_TIMEOUT_S = 60.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 EXIT_S = 20.0
@@ -126,6 +129,20 @@ def on_ranks(
     return decorate
 
 
+def run_command(
+    *words: object, folder: Path = ROOT, timeout: float = 200.0, **environ: object
+) -> subprocess.CompletedProcess[str]:
+    """What a program gives that runs to its end: its exit code and what it prints.
+
+    It takes the packages of this tree, wherever it runs, and computes on one thread. ``"python"`` is the one that runs
+    this. ``environ``: variables to set; those of launchers are taken away.
+    """
+    given = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in environ.items()}
+    command = [sys.executable if word == "python" else str(word) for word in words]
+    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=timeout)
+
+
 def forked(
     call: Callable[[], object], folder: Path, argv: Sequence[str], *, timeout: float = 200.0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
@@ -163,7 +180,7 @@ def _as_command(
     os.dup2(err, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    for key in [key for key in os.environ if key.startswith(("LOCAL_", "SLURM_", "TORCHELASTIC_"))]:
+    for key in [key for key in os.environ if key.startswith(LAUNCHERS)]:
         del os.environ[key]
     os.environ.update(environ)
     os.chdir(folder)

@@ -61,6 +61,13 @@ def choose(items: Sequence[pytest.Item], tier: str) -> list[pytest.Item]:
     return [item for item in items if (item in chosen) == (tier == "default")]
 
 
+def has_only_full_cases(file: pytest.Collector, function: object) -> bool:
+    """Whether the marks of a function and its file alone leave all of its cases to the full tier."""
+    own = {mark.name for mark in getattr(function, "pytestmark", ()) if isinstance(mark, pytest.Mark)}
+    of_file = {mark.name for mark in file.iter_markers()}
+    return not (own | of_file) & {"gpu", "slurm"} and ("full" in own or ("full" in of_file and "sample" not in own))
+
+
 def _is_full(item: pytest.Item) -> bool:
     if item.get_closest_marker("sample"):  # the mark of the file does not count
         full = any(mark.name == "full" for mark in item.own_markers)

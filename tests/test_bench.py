@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench, sides
-from benchmarks.sides import deep_speed, is_peer, why_not
+from benchmarks import bench, bench_whole
+from benchmarks.sides import deep_speed, is_peer
 from benchmarks.sides.side import COMPILED
-from lightning_zero.config import ConfigError
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.harness import run_command
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.bench", "--tiny", "--rounds", "1", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, text=True, capture_output=True, timeout=300
-    )
+    command = ("python", "-m", "benchmarks.bench", "--tiny", "--rounds", 1, *arguments)
+    done = run_command(*command, timeout=300, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -45,19 +38,25 @@ def test_every_side_of_the_table_runs() -> None:
 
 
 @pytest.mark.full
-def test_one_rank_with_its_memory() -> None:
+def test_one_rank_reports_its_memory() -> None:
     rows = run("--case", "4:fp32", "--one-rank", "--sides", "bare,zero0,zero3")
     assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]
     assert all(row["loss_differs_by"] < 1e-6 and row["peak_mib"] >= 0 for row in rows)
 
 
 @pytest.mark.full
-def test_compiled_sides() -> None:
+def test_compiled_sides_report_their_speedup() -> None:
     rows = run("--case", "1:bf16", "--no-memory", "--one-rank")
     assert [row["side"] for row in rows] == bench.ONE_RANK.split(",")
     for row in rows:
         assert row["loss_differs_by"] <= bench.TOLERANCE["bf16"]
         assert ("cpu_vs_eager" in row) == row["side"].endswith(COMPILED)
+
+
+@pytest.mark.full
+def test_steps_of_whole_tensors_are_measured_on_each_rank() -> None:
+    found = bench_whole.measure(2, 3, width=16, depth=1, rounds=1)
+    assert len(found) == 2 and all(0 < seconds < 60 for seconds in found)
 
 
 def test_cpu_seconds_of_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,15 +65,6 @@ def test_cpu_seconds_of_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     eager, compiled = bench.report("1:fp32", ["zero3", "zero3+compiled"], 2, 2, memory=False)
     assert compiled["cpu_vs_eager"] == 0.625 and "cpu_vs_eager" not in eager
     assert "vs_zero3+compiled" not in eager
-
-
-def test_without_a_compiler_compiled_sides_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(what: str, way_out: str) -> None:
-        raise ConfigError(f"{what}: none")
-
-    monkeypatch.setattr(sides, "find_compiler", no_compiler)
-    assert sides.why_not("zero3+compiled") == "zero3+compiled: none"
-    assert sides.why_not("zero3") is None
 
 
 @pytest.mark.parametrize(("loss", "is_error"), [(4.0, False), (4.0002, False), (4.002, True), (float("nan"), True)])
@@ -90,16 +80,3 @@ def test_a_side_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch, l
             bench.main()
     else:
         bench.main()
-
-
-def test_deepspeed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not("ddp") is None
-    deep_speed._fails.cache_clear()
-    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(deep_speed, "_COMPILES", "import sys; sys.exit('no compiler')")
-    assert deep_speed._fails("pass") is None
-    assert deep_speed._fails(deep_speed._COMPILES) == "no compiler"
-    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: None)
-    deep_speed._fails.cache_clear()
-    assert why_not("deepspeed3") == "deepspeed is not installed (pip install deepspeed)"
-    deep_speed._fails.cache_clear()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +11,15 @@ import pytest
 from benchmarks.checkpoint import hugging_face, measure, ranks, tables
 from benchmarks.checkpoint.measure import SIDES, Found, Save
 from benchmarks.checkpoint.ranks import Memory, Turn, Window
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-CASES = [
-    pytest.param(("sharded, background", "dcp.save"), "saves", id="two", marks=pytest.mark.full),
-    pytest.param(tuple(SIDES), None, id="all", marks=pytest.mark.full),
-]
+from tests.harness import run_command
 
 
-@pytest.mark.parametrize(("sides", "only"), CASES)
+@pytest.mark.full
+@pytest.mark.parametrize(("sides", "only"), [(("sharded, background", "dcp.save"), "saves"), (tuple(SIDES), None)])
 def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: str | None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
+    command = ["python", "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
     command += ["--steps", "1", "--sides", ";".join(sides), "--folder", str(tmp_path), "--out", str(tmp_path / "lines")]
-    command += ["--only", only] if only else []
-    environ = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=280)
+    done = run_command(*command, *(["--only", only] if only else []), timeout=280, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     saves = {row["side"]: row for row in lines if "load_s" in row}
@@ -84,22 +73,6 @@ def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
     assert row["bound_mib"] == 4 + 64
 
 
-def test_what_a_process_holds_and_gives_back_is_seen_from_outside() -> None:
-    turn = ranks.take_turn(_hold, 2, 64 << 20)
-    for memory, (before, held) in zip(turn.memory, turn.found, strict=True):
-        assert 60 << 20 < memory.peak(held) - memory.before(before) < 80 << 20
-
-
-def _hold(rank: int, world: int, nbytes: int) -> tuple[float, Window]:
-    ranks.trim()
-    before = ranks.time.perf_counter()
-    held = bytearray(os.urandom(1)) * nbytes
-    ranks.time.sleep(0.5)
-    window = Window("held", before, ranks.time.perf_counter())
-    del held
-    return before, window
-
-
 class _Forgets(measure.Dcp):
     """A save of which the last value is not loaded."""
 
@@ -108,6 +81,7 @@ class _Forgets(measure.Dcp):
         next(iter(self.model.parameters())).data.zero_()
 
 
+@pytest.mark.full
 def test_a_save_that_is_not_right_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.bench, "MODEL", measure.bench.TINY)
     monkeypatch.setitem(SIDES, "forgets", _Forgets)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import multiprocessing
-import os
-import re
 import subprocess
-import sys
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +19,11 @@ from benchmarks.gpu.bounds import bounds, phi
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.output import Output, table
+from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
-from benchmarks.gpu.worker import CutError, RowError, Worker
+from benchmarks.gpu.worker import CutError
+from tests.harness import run_command
 
-ROOT = Path(__file__).resolve().parents[1]
 BROKEN = "zero3+optimizer_cpu"
 RATES = {"matmul": 8e14, "device_copy": 4e12, "h2d": 5e10, "d2h": 5e10, "host_copy": 2e11, "disk_read": 2e9}
 WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegaconf'] = None; sys.argv[0] = 'gpu'; "
@@ -36,16 +31,8 @@ WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegacon
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Where there is no Hydra."""
-    command = [sys.executable, "-c", WITHOUT_HYDRA + "runpy.run_module('benchmarks.gpu', run_name='__main__')"]
-    environ = {key: value for key, value in os.environ.items() if key != "OUT"}
-    return subprocess.run(
-        [*command, "--tiny", "--out", str(out), "--nvme", str(out.parent), *arguments],
-        cwd=ROOT,
-        env=environ,
-        text=True,
-        capture_output=True,
-        timeout=200,
-    )
+    code = WITHOUT_HYDRA + "runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    return run_command("python", "-c", code, "--tiny", "--out", out, "--nvme", out.parent, *arguments, OUT="")
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -60,16 +47,12 @@ def rows_of_table(text: str) -> list[dict[str, str]]:
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One run of everything, in which one row raises."""
-    out = tmp_path_factory.mktemp("gpu") / "out"
-    return out, run(out, "--break-row", BROKEN)
-
-
 @pytest.mark.full
-def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
+def test_every_part_has_its_line_also_one_that_raises(tmp_path: Path) -> None:
+    """One run of everything, in which one row raises."""
+    out = tmp_path / "out"
+    done = run(out, "--break-row", BROKEN)
+    assert done.returncode == 1
     found = lines(out)
     assert [r["name"] for r in found] == ["machine", *(p.name for p in tiny_parts())], done.stderr
     for record in found:
@@ -79,6 +62,8 @@ def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[
     assert all(rates["rates"][name] > 0 for name in ("host_copy", "host_adam", "disk_read", "disk_write"))
     for row in rows:
         if row["side"] == BROKEN:
+            assert "RuntimeError: this row was to fail" in row["error"]
+            assert any("side.py" in line for line in row["traceback"])
             continue
         assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["tflops"] > 0
         assert row["phi"] > 0 and row["bound_by"] in row["bounds_s"]
@@ -90,30 +75,16 @@ def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[
             assert row["planned_device_gib"] >= 0
             assert row["size"] != "tiny" or row["alternated_with"] == ["bare", "fsdp2"]
 
-
-def test_a_row_that_raises_is_a_line_with_its_error(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
-    assert done.returncode == 1
-    broken = next(r for r in lines(out) if r.get("side") == BROKEN)
-    assert "RuntimeError: this row was to fail" in broken["error"]
-    assert any("side.py" in line for line in broken["traceback"])
-    assert f"- tiny {BROKEN}: build: RuntimeError: this row was to fail" in (out / "table.md").read_text()
-
-
-def test_the_table_parses(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = whole
     text = (out / "table.md").read_text()
     assert text in done.stdout
-    found = rows_of_table(text)
+    assert f"- tiny {BROKEN}: build: RuntimeError: this row was to fail" in text
+    shown = rows_of_table(text)
     expected = [(p.row.size.name, p.row.name) for p in tiny_parts() if p.row is not None]
-    assert [(row["size"], row["side"]) for row in found] == expected
-    assert all(float(row["step ms"]) > 0 for row in found if row["status"] == "ok")
+    assert [(row["size"], row["side"]) for row in shown] == expected
+    assert all(float(row["step ms"]) > 0 for row in shown if row["status"] == "ok")
 
-
-def test_each_row_has_a_timeline(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, _ = whole
     with tarfile.open(out / "traces-1.tar") as archive:
-        for record in lines(out):
+        for record in found:
             if "timeline" in record:
                 file = archive.extractfile(record["timeline"].split(":")[1])
                 assert file is not None
@@ -122,46 +93,28 @@ def test_each_row_has_a_timeline(whole: tuple[Path, subprocess.CompletedProcess[
         assert len(archive.getnames()) == sum(p.kind == "row" for p in tiny_parts()) - 1
 
 
+@pytest.mark.full
 def test_without_time_everything_is_listed_as_not_run(tmp_path: Path) -> None:
-    started = time.monotonic()
     done = run(tmp_path / "out", "--budget", "0")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 15
     found = lines(tmp_path / "out")
     assert [(r["name"], r["status"]) for r in found] == [(p.name, "not run") for p in tiny_parts()]
     assert all(f"- {p.name} (" in (tmp_path / "out/table.md").read_text() for p in tiny_parts())
 
 
 @pytest.mark.full
-def test_its_processes_need_no_hydra() -> None:
+def test_its_processes_need_no_hydra_and_tests_have_the_time_of_the_environment() -> None:
     """And import no Lightning either; the command itself has had none above."""
-    check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=120)
+    check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules};"
+    check += "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
+    done = run_command("python", "-c", check, LIGHTNING_ZERO_TEST_TIMEOUT_S=41)
+    assert done.returncode == 0, done.stderr
 
 
 # -- rows and tests that do not end well ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    worker = Worker({"device": "cpu", "folder": str(tmp_path)}, multiprocessing.get_context("fork"))
-    yield worker
-    worker.close()
-
-
-def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
-    assert worker.ask("machine", time.monotonic() + 60)["torch"]
-    worker._process.kill()
-    with pytest.raises(RowError, match="machine: the process ended with -9"):
-        worker.ask("machine", time.monotonic() + 60)
-
-
-def test_a_row_that_takes_too_long_is_cut(worker: Worker) -> None:
-    with pytest.raises(CutError, match="rates was not over in time"):
-        worker.ask("rates", time.monotonic() - 1)
-    assert not worker._process.is_alive()
-
-
+@pytest.mark.full
 def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "test_slow.py"
     file.write_text(
@@ -187,6 +140,9 @@ def test_parts_that_are_asked_for() -> None:
     assert names[:2] == ["tests marked gpu", "rates of compute, memory, link and disk"]
     assert names[2:] == ["7b bare", "7b zero3", "7b zero3+optimizer_cpu", "7b fsdp2"]
     assert chosen(parse([])) == parts(130.0)
+    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
+    assert all(low < SIZES[name].parameters < high for name, low, high in known)
+    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"  # the long ones last
 
 
 @pytest.mark.parametrize(("gib", "batch_of_1b", "batch_of_7b"), [(138.0, 16, 4), (78.5, 8, 8), (30.0, 4, 4)])
@@ -199,18 +155,6 @@ def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b:
     assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
     if gib == 78.5:
         assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
-
-
-def test_a_row_that_does_not_fit_is_listed_and_no_error(check: Check) -> None:
-    part = next(p for p in fitted(parts(), 78 * GIB) if p.name == "7b zero3")
-    check._run_or_list(part, None)
-    assert not check.failed
-    assert re.search(r"Not run:\s+- 7b zero3 \(40 s\): needs \d+ GiB", (check.output.folder / "table.md").read_text())
-
-
-def test_the_title_names_the_device() -> None:
-    found = {"part": "machine", "name": "machine", "status": "ok", "device": "NVIDIA H100", "device_gib": 79.2}
-    assert re.match(r"# \S+ \S+ on NVIDIA H100, 79 GiB\n", table([found]))
 
 
 class Peer:
@@ -262,33 +206,14 @@ def test_a_peer_that_hangs_is_left_out_and_cuts_no_row(check: Check) -> None:
     assert peer.deadlines[0] < 20  # not all of the row's time
 
 
+@pytest.mark.full
 def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')  # torch is there, and finds a GPU
     python.chmod(0o755)
-    command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = run_command("make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates")
     assert done.returncode == 0, done.stderr
-    *_, last = calls.read_text().splitlines()
-    assert last == "-m benchmarks.gpu --only rates" and "venv" not in calls.read_text()
-
-
-def test_sizes_are_those_of_their_names() -> None:
-    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
-    for name, low, high in known:
-        assert low < SIZES[name].parameters < high
-
-
-def test_the_files_with_tests_of_a_gpu_are_found() -> None:
-    """The long ones last."""
-    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"
-
-
-@pytest.mark.full
-def test_a_test_on_a_gpu_has_the_time_that_the_environment_gives() -> None:
-    check = "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
-    environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environ, check=True, timeout=120)
+    assert calls.read_text().endswith("-m benchmarks.gpu --only rates\n") and "venv" not in calls.read_text()
 
 
 @pytest.mark.parametrize(
@@ -351,12 +276,3 @@ def test_what_a_timeline_says() -> None:
         "DtoH_ms": 0.1,
         "DtoH_exposed_ms": 0.0,
     }
-
-
-def test_timelines_keep_to_the_size_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.output.VOLUME_NBYTES", 60_000)
-    output, file = Output(tmp_path / "out"), tmp_path / "t.json.gz"
-    file.write_bytes(bytes(30_000))
-    places = [output.add_timeline(file, f"{i}.json.gz").split(":")[0] for i in range(5)]
-    assert places == [*(f"traces-{i}.tar" for i in range(1, 5)), "left out"]
-    assert max(f.stat().st_size for f in (tmp_path / "out").glob("*.tar")) <= 60_000

@@ -37,17 +37,17 @@ def worker() -> Iterator[Callable[[Case], Result]]:
         yield lambda case: pool.submit(measure, case, 0).result()
 
 
-def gathers_of_stage_3() -> int:
-    return 2 + 2 * 2 * 2 + 2  # the root and the last block once, the others in forward and backward
+GATHERS = 2 + 2 * 2 * 2 + 2  # at stage 3: the root and the last block once, the others in forward and backward
 
 
+@pytest.mark.mainly(lambda stage: stage == 3)
 @pytest.mark.parametrize(
     ("stage", "counts"),
     [
         (0, {"all_reduce": BUCKETS}),
         (1, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
         (2, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
-        (3, {"all_gather": gathers_of_stage_3(), "reduce_scatter": BUCKETS}),
+        (3, {"all_gather": GATHERS, "reduce_scatter": BUCKETS}),
     ],
 )
 def test_whole_steps_as_first_and_last_rank_of_4096(
@@ -75,6 +75,7 @@ def test_whole_steps_as_first_and_last_rank_of_4096(
         assert whole == BUCKETS * SHARD * (4 + 4)  # master and gradient, both fp32
 
 
+@pytest.mark.full
 def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result]) -> None:
     results = [worker(small(3, 0, world)) for world in (8, 64, 512, RANKS)]
 
@@ -91,6 +92,7 @@ def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result
     assert rest == sorted(rest, reverse=True)
 
 
+@pytest.mark.full
 def test_timing_runs() -> None:
     """Its figures are for people; that it runs, and leaves counts and bytes as they were, is tested."""
     result = in_process(small(3, 0), rounds=2)
@@ -101,12 +103,14 @@ def test_timing_runs() -> None:
     assert dataclasses.replace(result, overhead_us=None, spread_us=None, bare_us=None).counts == result.counts
 
 
+@pytest.mark.full
 def test_collectives_that_the_table_does_not_have_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_scale, "expected_counts", lambda *_: Counter({("all_gather", "blocks.0#0"): 2}))
     with pytest.raises(RuntimeError, match=r"collectives beyond the table: .*reduce_scatter"):
         in_process(small(3, 0))
 
 
+@pytest.mark.full
 def test_bytes_that_the_plan_does_not_have_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = memory.planned_bytes
     monkeypatch.setattr(memory, "planned_bytes", lambda *args, **kwargs: plan(*args, **{**kwargs, "state_tensors": 1}))
@@ -114,6 +118,7 @@ def test_bytes_that_the_plan_does_not_have_are_an_error(monkeypatch: pytest.Monk
         in_process(small(2, 0))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "low", "high"), [("70b", 65e9, 75e9), ("400b", 390e9, 420e9)])
 def test_the_models_have_the_sizes_of_their_names(name: str, low: float, high: float) -> None:
     units = describe_units(bench_scale.make_model(bench_scale.MODELS[name]), make_config(), Precision.bf16)

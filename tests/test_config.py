@@ -52,7 +52,6 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     ("settings", "key", "got"),
     [
         ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
-        ({"keep_gathered_bytes": -5}, "zero.keep_gathered_bytes", "-5"),
         ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
         ({"stall_timeout_s": 0}, "zero.stall_timeout_s", "0"),
         ({"unit": {"max_bytes": 0}}, "zero.unit.max_bytes", "0"),
@@ -60,14 +59,11 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
         ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
         ({"stage": "zero4"}, "zero/stage", "zero4"),
-        ({"stage": 7}, "zero/stage", "7"),
         ({"precision": "fp8"}, "zero/precision", "fp8"),
-        ({"offload": "disk"}, "zero/offload", "disk"),
         ({"comm": {"transport": "pigeon"}}, "zero.comm.transport", "pigeon"),
         ({"precision": {"name": "fp32", "grad_dtype": "bf16"}}, "zero.precision.grad_dtype", "bf16"),
         ({"precision": {"name": "fp32", "reduce_dtype": "bf16"}}, "zero.precision.reduce_dtype", "bf16"),
         ({"precision": {"name": "bf16_true", "grad_dtype": "fp32"}}, "zero.precision.grad_dtype", "fp32"),
-        ({"precision": {"reduce_dtype": "int8"}}, "zero.precision.reduce_dtype", "int8"),
         ({"offload": {"name": "none", "nvme_path": "/a"}}, "zero.offload.nvme_path", "none"),
         ({"offload": {"name": "cpu", "nvme_path": "/a"}}, "zero.offload.nvme_path", "cpu"),
         ({"offload": {"name": "cpu", "nvme_budget": 1}}, "zero.offload.nvme_budget", "cpu"),
@@ -80,34 +76,19 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"prefetch_byte": 1}, "zero.prefetch_byte", "prefetch_bytes"),
         ({"gather_after_fit": "whole"}, "zero.gather_after_fit: expected true or false or null", "'whole'"),
         ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
-        ({"activation_checkpointing": None}, "zero.activation_checkpointing: expected one of none", "None"),
-        ({"comm": {"transport": 3}}, "zero.comm.transport: expected one of auto, plain, direct", "3"),
-        ({"precision": {"reduce_dtype": 16}}, "zero.precision.reduce_dtype: expected one of fp32, bf16 or null", "16"),
         ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
-        ({"unit": {"classes": "Block"}}, "zero.unit.classes: expected a list of names", "'Block'"),
         ({"unit": {"classes": [3]}}, "zero.unit.classes: expected a list of names", "[3]"),
         ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
-        ({"comm": None}, "zero.comm: expected a mapping of settings, or CommConfig", "None"),
-        ({"stage": {"name": None}}, "zero/stage: expected one of", "None"),
         ({"stage": True}, "zero/stage: expected one of", "True"),
         ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
         ({"prefetch_bytes": True}, "zero.prefetch_bytes: expected a size such as 80GB", "True"),
         ({"prefetch_bytes": 1.5}, "zero.prefetch_bytes: expected a size such as 80GB", "1.5"),
-        ({"prefetch_bytes": None}, "zero.prefetch_bytes: expected a size such as 80GB", "None"),
         ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
         ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
         ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
-        ({"stall_timeout_s": float("inf")}, "zero.stall_timeout_s: expected a number", "inf"),
-        ({"stall_timeout_s": None}, "zero.stall_timeout_s: expected a number", "None"),
         ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
-        ({"init_from": 3}, "zero.init_from: expected a text or null", "3"),
-        ({"checkpoint": {"verify": "yes"}}, "zero.checkpoint.verify: expected true or false or null", "'yes'"),
-        ({"compile": {"name": "blocks", "arguments": 1}}, "zero.compile.arguments: expected a mapping of names", "1"),
-        ({"optimizer": {"sharding": "yes"}}, "zero.optimizer.sharding: expected one of auto, slices, tensors", "'yes'"),
-        ({"timeline": 1}, "zero.timeline: expected a text or null", "1"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
         ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
-        ({"dynamic_grap": True}, "zero.dynamic_grap: no such setting", "Did you mean dynamic_graph?"),
     ],
 )
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
@@ -119,15 +100,12 @@ def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key
 
 def test_bytes_are_taken_with_units() -> None:
     unit, offload = {"max_bytes": "1.5KiB"}, {"name": "cpu", "host_budget": "1 gb"}
+    assert make_config(prefetch_bytes=0).prefetch_bytes == 0  # which turns it off
     config = make_config(prefetch_bytes="256MB", reduce_bucket_bytes=1e6, unit=unit, offload=offload)
     assert (config.prefetch_bytes, config.reduce_bucket_bytes) == (256_000_000, 1_000_000)
     assert (config.unit.max_bytes, config.offload.host_budget) == (1536, 10**9)
     found = (config.prefetch_bytes, config.reduce_bucket_bytes, config.unit.max_bytes, config.offload.host_budget)
     assert all(type(value) is int for value in found)
-
-
-def test_zero_turns_prefetching_off() -> None:
-    assert make_config(prefetch_bytes=0).prefetch_bytes == 0
 
 
 @pytest.mark.parametrize("row", IN_FILES)
@@ -162,17 +140,6 @@ def test_rows_of_offload_and_stages(stage: int, row: str) -> None:
     assert f"zero/stage={'zero3' if stage else 'zero1'}" in str(error.value)  # the way out
 
 
-def test_mappings_become_the_dataclasses() -> None:
-    config = make_config(
-        unit={"classes": ["Block"], "max_bytes": 8},
-        comm={"transport": "direct"},
-        precision={"name": "bf16", "reduce_dtype": "bf16"},
-    )
-    assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
-    assert config.comm == CommConfig(transport=Transport.direct)
-    assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
-
-
 def everything(of: Any, key: str = "zero") -> list[tuple[str, Any, str]]:
     """Every field below ``of``: its key, what holds it, its name."""
     found = []
@@ -192,15 +159,17 @@ def test_no_field_takes_what_it_is_not(key: str) -> None:
             replace(holder, **{name: value})
 
 
-def test_paths_and_tuples_are_taken(tmp_path: Path) -> None:
+def test_mappings_paths_and_tuples_become_the_dataclasses(tmp_path: Path) -> None:
     config = make_config(
-        init_from=tmp_path, unit={"classes": ("Block",)}, comm=MappingProxyType({"transport": "direct"})
+        init_from=tmp_path,
+        unit={"classes": ("Block",), "max_bytes": 8},
+        comm=MappingProxyType({"transport": "direct"}),
+        precision={"name": "bf16", "reduce_dtype": "bf16"},
     )
-    assert (config.init_from, config.unit.classes, config.comm.transport) == (
-        str(tmp_path),
-        ["Block"],
-        Transport.direct,
-    )
+    assert config.init_from == str(tmp_path)
+    assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
+    assert config.comm == CommConfig(transport=Transport.direct)
+    assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
 
 
 def test_settings_go_on_top_of_a_base_and_leave_it_alone() -> None:
@@ -216,16 +185,7 @@ def test_two_configs_share_no_lists() -> None:
     assert second.unit.classes == []
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NVME_PATH, "/b")
-    row = PRESETS[name]
-    config = make_config(stage=row.stage, offload=row.offload)
-    assert (config.stage.name.name, config.offload.name.name) == row[:2]
-    assert config.offload.nvme_path == ("/b" if "nvme" in name else None)
-
-
-def test_presets_are_those_of_the_design() -> None:
+def test_presets_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         **{f"zero{n}": (f"zero{n}", "none") for n in range(4)},
         "zero1_offload": ("zero1", "optimizer_cpu"),
@@ -235,10 +195,13 @@ def test_presets_are_those_of_the_design() -> None:
         "zero3_nvme": ("zero3", "nvme"),
         "zero_auto": ("auto", "auto"),
     }
-    expected = {
-        f"{name}{end}": (*row, way) for end, way in (("", "popen"), ("_notebook", "fork")) for name, row in rows.items()
-    }
-    assert expected == PRESETS
+    ways = (("", "popen"), ("_notebook", "fork"))
+    assert {f"{name}{end}": (*row, way) for end, way in ways for name, row in rows.items()} == PRESETS
+    monkeypatch.setenv(NVME_PATH, "/b")
+    for name, (stage, offload, _) in PRESETS.items():
+        config = make_config(stage=stage, offload=offload)
+        assert (config.stage.name.name, config.offload.name.name) == (stage, offload)
+        assert config.offload.nvme_path == ("/b" if "nvme" in name else None)
 
 
 @given(st.text())

@@ -8,8 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -24,9 +22,9 @@ import lightning_zero
 from lightning_zero.app.schema import register_schema
 from lightning_zero.config import ZeroConfig
 from lightning_zero.presets import PRESETS
+from tests.harness import ROOT, run_command
 from tests.structure import count_keys, modules
 
-ROOT = Path(__file__).parent.parent
 CONF = ROOT / "lightning_zero" / "conf"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUPS = {f.parent.relative_to(CONF).as_posix() for f in CONF.rglob("*.yaml")} - {"."}
@@ -148,10 +146,10 @@ def test_the_page_of_messages_has_those_of_settings() -> None:
     assert len(page.splitlines()) > 300
 
 
+@pytest.mark.full
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = run_command("python", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
     assert {"index.html", "images.html", "messages.html"} <= set(pages)

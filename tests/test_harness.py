@@ -43,11 +43,8 @@ def _exit_on(rank: int) -> None:
     dist.barrier()
 
 
-def test_results_come_in_rank_order() -> None:
-    assert run(3, _rank_times, 10) == [0, 10, 20]
-
-
 def test_exception_of_one_rank_is_raised_and_the_next_case_is_clean() -> None:
+    assert run(2, _rank_times, 10) == [0, 10]  # in rank order
     with pytest.raises(KeyError, match="no such thing") as caught:
         run(2, _fail_on, 1)
     assert any("on rank 1" in note for note in caught.value.__notes__)

@@ -20,15 +20,15 @@ from packaging.version import Version
 
 import lightning_zero
 import lightning_zero.__main__ as entry_point
+from tests.harness import ROOT, run_command
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
 
 
+@pytest.mark.full
 def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
-    command = [sys.executable, "-S", "-m", "lightning_zero.plan"]  # -S: without the installed packages
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = run_command("python", "-S", "-m", "lightning_zero.plan")  # -S: without the installed packages
     assert ended.returncode != 0
     last = ended.stderr.splitlines()[-1]
     assert "lightning_zero needs torch," in last and "source .venv/bin/activate" in last
@@ -42,7 +42,9 @@ def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
         (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
     ],
 )
-def test_one_command_for_all(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_calls_the_part_it_is_given(
+    arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert PROJECT["project"]["scripts"] == {"lightning-zero": "lightning_zero.__main__:main"}
     found: list[list[str]] = []
     monkeypatch.setattr(called.replace("app.", "") + ".main", lambda: found.append(sys.argv[1:]))
@@ -51,7 +53,7 @@ def test_one_command_for_all(arguments: list[str], called: str, monkeypatch: pyt
     assert found == [[a for a in arguments if "=" in a]]
 
 
-def test_without_a_name_it_lists_the_commands(
+def test_without_a_name_it_lists_the_commands_and_a_mistake_has_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[bool] = []
@@ -60,22 +62,13 @@ def test_without_a_name_it_lists_the_commands(
     with pytest.raises(SystemExit):
         entry_point.main()
     assert "\n  plan " in capsys.readouterr().out and not called
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", "checkpoint", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        entry_point.main()
+    monkeypatch.setattr(sys, "argv", ["lightning-zero"])
     monkeypatch.setenv("LOCAL_RANK", "1")
     entry_point.main()
     assert called == [True]
-
-
-def test_the_command_that_ends_with_a_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-zero", "checkpoint", "nothing"])
-    with pytest.raises(SystemExit) as stop:
-        entry_point.main()
-    assert stop.value.code == 2
-
-
-def test_hydra_plugins_is_a_namespace() -> None:
-    """With an __init__.py it would hide the plugins of others."""
-    assert not (ROOT / "hydra_plugins" / "__init__.py").exists()
-    assert (ROOT / "hydra_plugins" / "lightning_zero_plugin" / "__init__.py").is_file()
 
 
 def test_every_dependency_is_within_its_bounds() -> None:
@@ -126,27 +119,8 @@ def test_ci_runs_both_tiers_in_its_time() -> None:
 
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
-    done = subprocess.run(
-        [
-            "make",
-            "-n",
-            "VENV=no-such-venv",
-            "train",
-            "smoke",
-            "test",
-            "test-full",
-            "test-slurm",
-            "bench",
-            "bench-checkpoint",
-            "lint",
-            "clean",
-            "ARGS=seed=7",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
+    done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7")
     assert done.returncode == 0, done.stderr
     assert "-m venv no-such-venv" in done.stdout
     assert "-m lightning_zero.train seed=7" in done.stdout
@@ -156,7 +130,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_command("make", "help")
     assert done.returncode == 0, done.stderr
     (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     listed = re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE)
@@ -176,17 +150,15 @@ def test_make_help_lists_every_target() -> None:
 )
 def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
     given = variables if any(v.startswith("GPU") for v in variables) else ["GPU=", *variables]
-    done = subprocess.run(
-        ["make", "-n", "VENV=no-such-venv", "install", *given], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_command("make", "-n", "VENV=no-such-venv", "install", *given)
     assert expected in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", TEXT_FILES)
-def test_no_names_of_machines_or_indexes(name: str) -> None:
-    text = (ROOT / name).read_text()
-    assert not re.search(r"https?://", text)
-    assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text)
+def test_no_names_of_machines_or_indexes() -> None:
+    for name in TEXT_FILES:
+        text = (ROOT / name).read_text()
+        assert not re.search(r"https?://", text), name
+        assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text), name
 
 
 def test_version_has_one_source() -> None:
@@ -205,12 +177,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, source)
+    done = run_command(*pip, timeout=250)
     assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
 
@@ -221,6 +189,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     shipped = {f.relative_to(ROOT).as_posix() for f in (ROOT / "lightning_zero" / "conf").rglob("*.yaml")}
     assert shipped <= names
     assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
+    assert "hydra_plugins/__init__.py" not in names  # it would hide the plugins of others
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
     assert tops == {"lightning_zero", "hydra_plugins"}
     assert any(n.endswith("LICENSE") for n in names)

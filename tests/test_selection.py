@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import run_command
 from tests.selection import TIERS, pairwise_places
 
 PAIRED = [{"a": a, "b": b, "c": c, "d": d} for a, b, c, d in itertools.product("xyz", "pq", (1, 2, 3), (True, False))]
@@ -43,23 +42,24 @@ def test_sampled(a): ...
 def test_main(a): ...
 
 @pytest.mark.full
-def test_full(): ...
+@pytest.mark.parametrize("a", [1, 2])
+def test_full(a): ...
 """
 
 
 @pytest.mark.full
 def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_pycollect_makeitem")
+    hooks = "pytest_addoption, pytest_pycollect_makeitem, pytest_leave_out_full_functions"
+    (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}")
     (tmp_path / "test_file.py").write_text(FILE)
     found = {}
     for tier in TIERS:
-        command = [sys.executable, "-m", "pytest", "--co", "-q", "-c/dev/null", f"--tier={tier}", str(tmp_path)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-        found[tier] = re.findall(r"::(\S+)", said)
+        command = ("python", "-m", "pytest", "--co", "-q", "-c/dev/null", f"--tier={tier}", tmp_path)
+        found[tier] = re.findall(r"::(\S+)", run_command(*command).stdout)
     product = [name for name in found["default"] if name.startswith("test_product")]
     assert len(product) == 3
     assert all(any(value in name for name in product) for value in "xy123")
     assert found["default"][3] in ("test_sampled[1]", "test_sampled[2]")
     assert found["default"][4:] == ["test_main[2]"]
     assert sorted(found["default"] + found["rest"]) == sorted(found["all"])
-    assert len(found["all"]) == 12
+    assert len(found["all"]) == 13

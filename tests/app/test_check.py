@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import lightning_zero
 from lightning_zero.app import check
 from lightning_zero.config import Offload, Stage
+from tests.harness import run_command
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("only", ["zero3 nvme", ""])
 def test_rows_pass_and_leave_no_files(only: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_zero.env", "--check", only, "--disk", str(tmp_path)]
-    # From another folder, as who has installed a wheel.
-    environ = {**os.environ, "PYTHONPATH": str(Path(lightning_zero.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, env=environ)
+    command = ("python", "-m", "lightning_zero.env", "--check", only, "--disk", tmp_path)
+    done = run_command(*command, folder=tmp_path, timeout=280)  # another folder, as who has installed a wheel
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row.name for row in check.rows() if only in row.name]
     assert re.findall(r"^(.+?) +[\d.]+ s +differs by \S+ +ok$", done.stdout, re.MULTILINE) == rows
@@ -34,7 +29,7 @@ def test_losses_that_differ_from_those_of_ddp_are_an_error(tmp_path: Path) -> No
     broken = (
         "import lightning_zero.app.check as c; c.BOUND['fp32'] = -1.0; c._on_rank(0, 1, 0, False, '', [c.Row('zero1')])"
     )
-    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, timeout=280)
+    done = run_command("python", "-c", broken, timeout=280)
     assert done.returncode == 1 and "zero1 fp32: losses differ from DDP's" in done.stderr, done.stderr
 
 

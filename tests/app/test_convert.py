@@ -35,7 +35,7 @@ def full() -> Any:
 
 
 @on_ranks(2)
-def test_from_form_to_form(tmp_path: Path) -> None:
+def test_converted_checkpoints_are_those_saved_in_that_form(tmp_path: Path) -> None:
     """The file is the one that would have been saved, and training goes on from each form to the bit."""
     whole = fit(sharded(), tmp_path, odd(), max_epochs=3)
     of = fit(sharded(), tmp_path, odd(), max_epochs=2).trainer
@@ -70,6 +70,7 @@ def test_from_form_to_form(tmp_path: Path) -> None:
         assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
+@pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
@@ -94,7 +95,7 @@ def test_to_a_folder_of_hugging_face(checkpoint: str, kind: str, tmp_path: Path)
 
 
 @on_ranks(2)
-def test_dtypes_and_prefixes(tmp_path: Path) -> None:
+def test_dtype_casts_parameters_and_prefix_selects_them(tmp_path: Path) -> None:
     of = fit(sharded(), tmp_path, odd()).trainer
     of.save_checkpoint(tmp_path / "a.ckpt")
     on_rank_0(tmp_path / "a.ckpt", tmp_path / "full", "to=full", "dtype=bf16")
@@ -169,7 +170,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(
+def test_a_mistake_is_refused_and_writes_nothing(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from lightning_zero.app import env
+from tests.harness import run_command
 
 
-def test_the_command(tmp_path: Path) -> None:
-    environ = {**os.environ, "NCCL_DEBUG": "INFO", "WANDB_API_KEY": "hidden", "TORCH_TOKEN": "hidden"}
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.env", "--json", "--disk", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environ,
-        timeout=120,
-    )
+@pytest.mark.full
+def test_the_command_tells_all_and_no_secret(tmp_path: Path) -> None:
+    environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "hidden", "TORCH_TOKEN": "hidden"}
+    done = run_command("python", "-m", "lightning_zero.env", "--json", "--disk", tmp_path, **environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     sections = {"torch", "packages", "host", "GPUs", "network", "environment", "disk"}

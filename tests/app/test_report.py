@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_zero.app import train
-from lightning_zero.app.sweep import print_table
 from lightning_zero.report import results
+from tests.harness import run_command
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 BROWSER += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -86,12 +83,7 @@ def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:
     probe.write_text((folder / "report.html").read_text() + script + "</script>")
     user = f"--user-data-dir={folder / f'user-{scheme}'}"
     chosen = f"--blink-settings=preferredColorScheme={scheme}"
-    done = subprocess.run(
-        [*BROWSER, user, chosen, "--dump-dom", probe.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command(*BROWSER, user, chosen, "--dump-dom", probe.as_uri())
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None, done.stderr
     return title[1], [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -109,27 +101,6 @@ def test_the_page_opens_in_a_browser_in_both_colour_schemes(tmp_path: Path) -> N
     assert "currentColor" in page and "#1c2230" not in page[page.index("<svg") :]
 
 
-def test_a_sweep_leaves_its_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = []
-    for number, loss in enumerate((2.0, None, 1.0)):
-        runs.append(tmp_path / str(number))
-        (runs[-1] / ".hydra").mkdir(parents=True)
-        (runs[-1] / ".hydra" / "overrides.yaml").write_text(f"- seed={number}\n- both=1\n")
-        metrics = None if loss is None else {"val_loss": loss}
-        (runs[-1] / "results.json").write_text(json.dumps({"metrics": metrics}))
-    print_table(tmp_path, runs, "val_loss", "minimize")
-    with (tmp_path / "sweep.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["run", "overrides", "val_loss"],
-        ["2", "seed=2", "1.0"],
-        ["0", "seed=0", "2.0"],
-        ["1", "seed=1 (failed)", ""],
-    ]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "sweep.csv" in capsys.readouterr().out
-
-
 def test_a_full_disk_is_said_in_a_sentence_and_a_users_mistake_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.said_in_a_sentence(OSError(errno.ENOSPC, "No space left on device", "/run/metrics.csv"))
     assert "error: [Errno 28] No space left on device: '/run/metrics.csv'" in capsys.readouterr().err
@@ -137,9 +108,9 @@ def test_a_full_disk_is_said_in_a_sentence_and_a_users_mistake_is_not(capsys: py
     assert not train.said_in_a_sentence(RuntimeError("my own mistake"))
 
 
+@pytest.mark.full
 def test_a_run_folder_that_cannot_be_made_is_refused_in_a_sentence() -> None:
-    command = [sys.executable, "-m", "lightning_zero.train", "hydra.run.dir=/proc/nowhere/run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_command("python", "-m", "lightning_zero.train", "hydra.run.dir=/proc/nowhere/run")
     assert done.returncode == 2
     assert done.stderr.startswith("error: hydra.run.dir: expected a folder that can be made, got '/proc/nowhere'")
     assert "Traceback" not in done.stderr

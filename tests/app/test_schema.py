@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import subprocess
 import sys
@@ -19,19 +20,16 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.instantiate import accepted_arguments, locate
 from lightning_zero.app.schema import MachineConfig, TrainConfig, register_schema, run_name
-from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, make_config
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.presets import PRESETS
 from lightning_zero.trainer.strategy import ZeroStrategy
+from tests.harness import ROOT, run_command
 
-ROOT = Path(__file__).parent.parent.parent
 CONF = ROOT / "lightning_zero" / "conf"
-ALL_OPTIONS = sorted(
-    f"{file.parent.relative_to(CONF).as_posix()}={file.stem}" for file in CONF.rglob("*.yaml") if file.parent != CONF
-)
-MACHINES = [option for option in ALL_OPTIONS if option.startswith("machine=")]  # of plan and submit
-OPTIONS = [option for option in ALL_OPTIONS if option not in (*MACHINES, "strategy=zero3")]
+MACHINES = sorted(f"machine={file.stem}" for file in (CONF / "machine").glob("*.yaml"))  # of plan and submit
+
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -57,26 +55,34 @@ def config_of(*overrides: str) -> TrainConfig:
 
 
 def test_all_groups_are_there() -> None:
-    groups = {o.partition("=")[0] for o in ALL_OPTIONS}
-    assert groups == {
-        *("zero/stage", "zero/precision", "zero/offload", "zero/comm", "zero/checkpoint", "zero/compile"),
-        *("model", "data", "optimizer", "trainer", "callbacks", "logger", "experiment", "debug", "hparams_search"),
-        *("cluster", "machine", "strategy"),
-    }
+    groups = {file.parent.relative_to(CONF).as_posix() for file in CONF.rglob("*.yaml")} - {"."}
+    assert groups == set().union(*BESIDE, {"machine", "strategy", "trainer", "zero/compile"})
 
 
-def needed_by(option: str) -> list[str]:
-    """Overrides without which a file means nothing: rows of ``zero/offload`` that use files, a dataset without path."""
-    if option == "data=dataset":
-        return ["data.path=/somewhere"]
-    if option == "hparams_search=optuna":
+# Groups whose files mean the same beside each other: the first of each are composed together, the second of each, ...
+BESIDE = [
+    {"model", "optimizer", "callbacks", "logger", "cluster", "zero/precision", "zero/comm", "zero/checkpoint"},
+    {"zero/offload", "debug"},
+    {"zero/stage", "data"},
+    {"experiment"},
+    {"hparams_search"},
+]
+NEEDS = {"data=dataset": "data.path=/somewhere"} | dict.fromkeys(
+    (f"zero/offload={row.name}" for row in Offload if "nvme" in row.name), "zero.offload.nvme_path=/somewhere"
+)
+
+
+def rounds() -> Iterator[list[str]]:
+    for groups in BESIDE:
+        files = [[f"{group}={f.stem}" for f in sorted((CONF / group).glob("*.yaml"))] for group in sorted(groups)]
+        yield from ([o for o in found if o] for found in itertools.zip_longest(*files))
+
+
+@pytest.mark.parametrize("options", list(rounds()), ids="-".join)
+def test_every_file_composes_into_the_dataclasses_and_gives_targets_what_they_take(options: list[str]) -> None:
+    if "hparams_search=optuna" in options:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    return ["zero.offload.nvme_path=/somewhere"] if option.startswith("zero/offload=") and "nvme" in option else []
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_file_composes_into_the_dataclasses_and_gives_targets_what_they_take(option: str) -> None:
-    config = config_of(option, *needed_by(option))
+    config = config_of(*options, *(NEEDS[option] for option in options if option in NEEDS))
     assert isinstance(config.zero, ZeroConfig)
     nodes = {"model": config.model, "data": config.data, "optimizer": config.optimizer, "trainer": config.trainer}
     nodes |= {f"callbacks.{k}": v for k, v in config.callbacks.items()}
@@ -103,6 +109,7 @@ def test_defaults_in_the_files_are_those_of_python() -> None:
     assert zero == make_config(precision="fp32")
 
 
+@pytest.mark.mainly(lambda name: name in ("zero2_offload", "zero3_nvme"))
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_is_a_composition_of_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By string, in Python and by Hydra: one configuration."""
@@ -149,6 +156,7 @@ def test_trainer_settings_and_defaults_are_lightnings() -> None:
         ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, 3, 2),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, 2, 4),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1, 4),
+        ({"LOCAL_WORLD_SIZE": "3"}, 1, 3),
         ({}, 1, 2),
     ],
 )
@@ -222,31 +230,15 @@ def test_a_file_of_this_machine_is_taken_where_there_is_one(tmp_path: Path) -> N
         ("bf16_true", None, "bf16-true"),
         ("bf16", "bf16-mixed", "bf16-mixed"),
         ("bf16", "bf16", "bf16-mixed"),
-        ("fp32", "'32'", "32-true"),
+        ("fp32", "32", "32-true"),
         ("fp64", None, "64-true"),
         ("fp16_true", "16-true", "16-true"),
+        (None, "bf16-true", "bf16-true"),
     ],
 )
-def test_the_group_drives_the_precision_of_the_trainer(row: str, asked: str | None, expected: str) -> None:
-    overrides = [f"zero/precision={row}"] + ([f"trainer.precision={asked}"] if asked else [])
-    assert train.agreed_precision(config_of(*overrides)) == expected
-
-
-def test_without_a_row_the_trainer_says() -> None:
-    assert train.agreed_precision(config_of("zero.precision.name=null", "trainer.precision=bf16-true")) == "bf16-true"
-
-
-def test_devices_default_to_two_processes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert train.local_devices({"accelerator": "cpu"}) == 2
-    assert train.local_devices({"accelerator": "cpu", "devices": 5}) == 5
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert train.local_devices({"accelerator": "cpu"}) == 3
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    assert train.local_devices({"accelerator": "cpu", "num_nodes": 2}) == 4
+def test_the_group_drives_the_precision_of_the_trainer(row: str | None, asked: str | None, expected: str) -> None:
+    config = TrainConfig(zero=make_config(precision={"name": row}), trainer={"precision": asked})
+    assert train.agreed_precision(config) == expected
 
 
 def test_ranks_that_are_started_from_outside_share_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +295,7 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
     assert "on this host, got 1,000 bytes" in said and "Set zero.gather_after_fit=null" in said
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -323,12 +316,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
     assert code == 2 and sentence in said, said
 
 
-ONE_OF_A_KIND = {
-    *("trainer.max_step=3", "zero.lr=3", "qwertz=3", "zero.stage=3", "callbacks.best.monitor=x", "+seed=3"),
-    *("+trainer.max_step=3", "zero/stage=zero4", "experiment=huge", "zero/stage=3", "zero/offload=nvme"),
-    *("zero/offload=cpu zero/stage=zero2", "zero.prefetch_bytes=lots", "optimizer.lr=abc", "model.dropout=1"),
-    *("zero/precision=bf16 trainer.precision=32-true", "data._target_=nowhere.Data", "model._target_=torch.nn.Linear"),
-}
+ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/stage=3", "zero/offload=nvme", "optimizer.lr=abc"}
 
 
 @pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
@@ -339,9 +327,7 @@ ONE_OF_A_KIND = {
         ("trainer.max_step=3", ["Could not override 'trainer.max_step'. Did you mean trainer.max_steps=3? "]),
         ("zero.prefetch=3", ["Could not override 'zero.prefetch'. Did you mean zero.prefetch_bytes=3?\n"]),
         ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
-        ("data.pth=x", ["Did you mean data.path=x? "]),
         ("sed=3", ["Could not override 'sed'. Did you mean seed=3?\n"]),
-        ("zero.lr=3", ["Did you mean optimizer.lr=3?\n"]),
         ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
         ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
         ("+trainer.strategy=ddp", ["trainer.strategy: expected none (the main job trains by ZeroStrategy"]),
@@ -349,97 +335,56 @@ ONE_OF_A_KIND = {
         ("~zero.prefetch", ["Did you mean ~zero.prefetch_bytes?\n"]),
         # a group for a setting, and the other way round
         ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
-        ("zero.stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
         ("zero.offload=nvm", ["Did you mean zero/offload=nvme?\n"]),
         ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
         ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
         ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
         ("callbacks.foo._target_=X", ["in callbacks. To append to your config use +callbacks.foo._target_=X.\n"]),
-        ("callbacks.moniter.prog_bar=x", ["Did you mean callbacks.monitor.prog_bar=x? "]),
         ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
         ("zero.unit=3", ["There are classes, max_bytes, whole_batch in zero.unit.\n"]),
         # behind a plus
         ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
         ("+experiment=tiny", ["Multiple values for experiment. ", "Did you mean experiment=tiny?\n"]),
         ("+trainer.max_step=3", ["trainer.max_step", "max_steps"]),
-        ("+zero.prefetch=3", ["zero.prefetch", "Write zero.prefetch_bytes."]),
         ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
-        ("+model.n_layers=3", ["model.n_layers", "Write model.n_layer."]),
-        ("+data.pth=x", ["data.pth", "path"]),
-        ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "Write optimizer.lr."]),
         ("+callbacks.monitor.prog_bra=x", ["callbacks.monitor.prog_bra", "prog_bar"]),
-        ("+sed=3", ["sed", "seed"]),
         ("+zero/stge=zero3", ["zero/stge"]),
-        ("+modell=gpt", ["modell", "model"]),
         # in a group or its file
         ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
         ("zero/stage=zero4", ["Could not find 'zero/stage/zero4'. Did you mean zero/stage=zero3?\n"]),
-        ("zero/precision=bf17", ["Did you mean zero/precision=bf16?\n"]),
         ("zero/precision=bf16-mixed", ["Did you mean zero/precision=bf16?\n"]),
-        ("optimizer=adamv", ["optimizer/adamv", "Did you mean optimizer=adam?\n"]),
         ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
         ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
         # what Hydra takes for a number or nothing
         ("zero/stage=3", ["zero/stage=3: ", "Did you mean zero/stage=zero3?\n"]),
         ("zero/stage=null", ["zero/stage=null: ", "There are zero/stage=auto, zero/stage=zero0, "]),
-        ("zero/offload=null", ["Did you mean zero/offload=none?\n"]),
         ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
-        ("model=null", ["model=null: ", "There are model=gpt, "]),
-        ("logger=null", ["Did you mean logger=none?\n"]),
-        ("hparams_search=null", ["There are hparams_search=grid"]),
-        # offload
+        # a value; what zero.* refuses is in tests/test_config.py
         ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
-        ("zero/offload=optimizer_nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
-        ("zero/offload=cpu zero/stage=zero2", ["zero/offload=cpu", "zero/stage=zero2", "optimizer_cpu"]),
-        ("zero/offload=nvme zero/stage=zero1 zero.offload.nvme_path=/tmp", ["zero/offload=nvme", "optimizer_nvme"]),
-        ("zero/offload=optimizer_cpu zero/stage=zero0", ["zero/offload=optimizer_cpu", "zero/stage=zero1"]),
-        ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
-        ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
-        ("zero/offload=cpu zero.offload.nvme_budget=2", ["zero.offload.nvme_budget", "no effect"]),
-        ("zero/offload=gpu", ["zero/offload/gpu", "Did you mean zero/offload=none?\n"]),
-        # a value
         ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
-        ("zero.comm.transport=pigeon", ["zero.comm.transport=pigeon: ", "expected one of [auto, plain, direct]"]),
-        ("zero.prefetch_bytes=lots", ["zero.prefetch_bytes: expected a size such as 80GB", "got 'lots'"]),
         ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
+        ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes: expected a number >= 0, got -1."]),
         ("trainer.max_steps=many", ["trainer.max_steps: expected a number, got 'many'. Change trainer.max_steps.\n"]),
-        ("trainer.accelerator=abacus", ["abacus", "trainer"]),
-        ("model.n_layer=two", ["model.n_layer", "two"]),
-        ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
-        ("callbacks.checkpoint.save_top_k=abc", ["callbacks.checkpoint.save_top_k: expected a number, got 'abc'."]),
-        ("callbacks.monitor=3", ["callbacks.monitor", "3"]),
-        # a range
-        ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes", "-1"]),
-        ("zero.stall_timeout_s=0", ["zero.stall_timeout_s", "0"]),
-        ("trainer.max_steps=-2", ["trainer.max_steps", "-2"]),
         ("trainer.devices=0", ["trainer: ", "`Trainer(devices=0)` value is not a valid input"]),
-        ("trainer.devices=abc", ["error: trainer: ", "`devices` selected with `CPUAccelerator` should be an int > 0"]),
-        ("model.n_layer=0", ["model.n_layer", "0"]),
+        ("model.n_layer=two", ["model.n_layer", "two"]),
         ("model.dropout=1", ["model.dropout", "1"]),
-        ("model.d_model=100 model.n_head=3", ["model.d_model", "model.n_head", "100"]),
-        ("data.batch_size=0", ["data.batch_size", "0"]),
-        ("data.val_fraction=2", ["data.val_fraction", "2"]),
+        ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
         ("optimizer.lr=-1", ["optimizer", "-1"]),
+        ("callbacks.monitor=3", ["callbacks.monitor", "3"]),
+        ("data.batch_size=0", ["data.batch_size", "0"]),
         ("seed=-1", ["seed", "-1"]),
-        ("save_minutes=0", ["save_minutes", "0"]),
         # a contradiction
         ("zero/stage=zero2 zero.dynamic_graph=true", ["zero.dynamic_graph", "zero2"]),
         ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
         ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
-        ("trainer.precision=bf16", ["trainer.precision: expected 32-true", "got bf16. Write zero/precision=bf16."]),
         ("trainer.precision=bf17", ["got bf17. Write zero/precision=bf16."]),
-        ("zero.precision.grad_dtype=bf16", ["zero.precision.grad_dtype", "fp32"]),
         # something that is not there
         ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
         ("data._target_=nowhere.Data", ["data._target_", "nowhere"]),
-        ("model._target_=nowhere.Lit", ["model._target_", "nowhere"]),
         ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
         ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
         ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
-        (
-            "data=synthetic zero.unit.classes=[GPT,Blok]",
-            ["got 'Blok', which does not occur", "Write zero.unit.classes=[GPT,Block]."],
-        ),
+        ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
         # a model of one's own
         ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
         ("model._target_=torch.nn.Linear", ["model", "in_features"]),
@@ -455,23 +400,20 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
         assert part in said
 
 
-def test_a_setting_with_dashes_is_told_how_to_be_written(command_line: Any) -> None:
+def test_a_setting_with_dashes_is_refused_with_its_form(command_line: Any) -> None:
     code, said = command_line("--max_steps", "5")
     assert code == 2
     assert said.endswith("error: a setting is written key=value, without dashes. Did you mean trainer.max_steps?\n")
 
 
-def test_what_hydra_says_of_an_override_that_it_cannot_read_is_kept(command_line: Any) -> None:
-    code, said = command_line("zero.prefetch_bytes=a=b")
-    assert code == 2 and said.startswith("error: ") and "zero.prefetch_bytes" in said and "Traceback" not in said
-
-
-def test_a_group_of_ones_own_is_listed(command_line: Any, tmp_path: Path) -> None:
-    (tmp_path / "conf" / "zero" / "stage").mkdir(parents=True)
-    (tmp_path / "conf" / "zero" / "stage" / "mine.yaml").write_text("name: zero1\n")
-    code, said = command_line("--config-dir", str(tmp_path / "conf"), "zero/stage=mime")
-    assert code == 2
-    assert "zero/stage/mime" in said and "Did you mean zero/stage=mine?" in said
+def test_files_of_ones_own_are_listed_and_looked_at(command_line: Any, tmp_path: Path) -> None:
+    for name, text in (("zero/stage/mine", "name: zero1\n"), ("experiment/mine", "model:\n  n_layers: 3\n")):
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(("# @package _global_\n" if "experiment" in name else "") + text)
+    for override, key in (("zero/stage=mime", "Did you mean zero/stage=mine?"), ("experiment=mine", "model.n_layers")):
+        code, said = command_line("--config-dir", str(tmp_path / "conf"), override)
+        assert code == 2 and key in said
 
 
 def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> None:
@@ -483,34 +425,9 @@ def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> Non
     assert "Traceback" not in said
 
 
-def test_an_unknown_key_in_an_experiment_file_is_found(command_line: Any, tmp_path: Path) -> None:
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    experiment = tmp_path / "conf" / "experiment" / "mine.yaml"
-    experiment.write_text("# @package _global_\nmodel:\n  n_layers: 3\n")
-    code, said = command_line("--config-dir", str(tmp_path / "conf"), "experiment=mine")
-    assert code == 2
-    assert "model.n_layers" in said
-
-
-def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """The whole way: exit code and one sentence."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.train", "zero.prefetch_bytes=-1", f"hydra.run.dir={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: zero.prefetch_bytes: expected a number >= 0, got -1.")
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.smoke
 def test_help_is_in_our_words() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_command("python", "-m", "lightning_zero.train", "--help")
     assert done.returncode == 0
     assert "Train a model under ZeRO" in done.stdout
     assert "zero/stage: auto, zero0, zero1, zero2, zero3" in done.stdout
@@ -547,27 +464,20 @@ hydra: {run: {dir: .}, output_subdir: null}
 """
 
 
-def run_app(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run_app(folder: Path, *overrides: str, app: str = APP, conf: str = APP_CONF) -> subprocess.CompletedProcess[str]:
     (folder / "conf").mkdir(exist_ok=True)
-    (folder / "app.py").write_text(APP)
-    (folder / "conf" / "app.yaml").write_text(APP_CONF)
+    (folder / "app.py").write_text(app)
+    (folder / "conf" / "app.yaml").write_text(conf)
     code = f"import sys, runpy; sys.path.insert(1, {str(ROOT)!r}); sys.argv = ['app.py', *{list(overrides)!r}]; "
-    return subprocess.run(
-        [sys.executable, "-c", code + "runpy.run_path('app.py', run_name='__main__')"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    code += "runpy.run_path('app.py', run_name='__main__')"
+    return run_command("python", "-c", code, folder=folder)
 
 
-def test_another_app_composes_our_groups(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_another_app_composes_our_groups_and_gets_our_errors(tmp_path: Path) -> None:
     done = run_app(tmp_path, "zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "bf16-mixed torch.optim.SGD", "heavy: []"]
-
-
-def test_another_app_gets_our_errors(tmp_path: Path) -> None:
     done = run_app(tmp_path, "zero.prefetch_bytes=-5")
     assert done.returncode != 0
     assert "zero.prefetch_bytes: expected a number >= 0, got -5" in done.stderr
@@ -586,22 +496,17 @@ main()
 """
 
 
+PLAIN_CONF = """
+trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, logger: false, strategy: ddp}
+hydra: {run: {dir: .}, output_subdir: null}
+"""
+
+
 @pytest.mark.full
 def test_any_app_that_instantiates_its_trainer_takes_the_strategy(tmp_path: Path) -> None:
     """As one of lightning-hydra-template does."""
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "app.py").write_text(PLAIN_APP)
-    app = "trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, logger: false, strategy: ddp}\n"
-    (tmp_path / "conf" / "app.yaml").write_text(app + "hydra: {run: {dir: .}, output_subdir: null}\n")
-    arguments = ["app.py", "+strategy=zero3", "trainer.strategy.offload=cpu", "+trainer.strategy.prefetch_bytes=1KB"]
-    code = f"import sys, runpy; sys.path.insert(1, {str(ROOT)!r}); sys.argv = {arguments!r}; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "runpy.run_path('app.py', run_name='__main__')"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    overrides = ("+strategy=zero3", "trainer.strategy.offload=cpu", "+trainer.strategy.prefetch_bytes=1KB")
+    done = run_app(tmp_path, *overrides, app=PLAIN_APP, conf=PLAIN_CONF)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "ZeroStrategy zero3 cpu 1000"
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,11 +20,12 @@ from lightning_zero.app import jobs, train
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
-from tests.harness import forked
+from tests.harness import ROOT, forked, run_command
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 880  # of a busy machine
 SMALL = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.enable_progress_bar=false")
+
+Finished = tuple[Path, subprocess.CompletedProcess[str]]  # the folder of a run, and what it gave
 
 OWN_MODEL = """
 import torch
@@ -50,10 +49,8 @@ class Lit(LightningModule):
 
 
 def run(folder: Path, *overrides: str, module: tuple[str, ...] = ("-m", "lightning_zero.train")):  # type: ignore
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "SLURM_", "TORCHELASTIC_"))}
-    environ |= {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, *module, *overrides]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    more = {"PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": folder / "cache"}
+    return run_command("python", *module, *overrides, folder=folder, timeout=LIMIT_S, **more)
 
 
 def alone(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -74,37 +71,33 @@ def bits_per_byte(out: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The folder and the result of one small run of the main job under stage 3 on two processes."""
     folder = tmp_path_factory.mktemp("main_job")
     return folder, run(folder, *SMALL[:-1], "hydra.run.dir=run")
 
 
-def test_main_job_ends_well_and_says_so(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_main_job_ends_well_and_shows_what_it_planned_and_measured(finished: Finished) -> None:
     _, done = finished
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stdout.strip().splitlines()[-3:]
     assert any(line.startswith("validation bits per byte: ") for line in last)
     assert 3 < bits_per_byte(done.stdout) < 7.0  # near 8 at the start
-
-
-def test_progress_bar_shows_loss_and_rate(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out = finished[1].stdout + finished[1].stderr
-    assert "train_loss=" in out
-    assert "zero/tokens_per_s=" in out and " tokens_per_s=" not in out  # one rate, and not two that differ
-
-
-def test_the_plan_is_shown_beside_what_was_measured(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    err = finished[1].stderr
-    assert err.count("bytes of rank 0 at rest") == 1
-    rows = re.findall(r"│ (compute_param|grad|optim_state) +│ device +│ +(\S+ \S+) +│ +(\S+ \S+) +│", err)
-    assert {"compute_param", "optim_state"} <= {role for role, _, _ in rows}, err
+    shown = done.stdout + done.stderr
+    assert "train_loss=" in shown
+    assert "zero/tokens_per_s=" in shown and " tokens_per_s=" not in shown  # one rate, and not two that differ
+    assert done.stderr.count("bytes of rank 0 at rest") == 1
+    rows = re.findall(r"│ (compute_param|grad|optim_state) +│ device +│ +(\S+ \S+) +│ +(\S+ \S+) +│", done.stderr)
+    assert {"compute_param", "optim_state"} <= {role for role, _, _ in rows}, done.stderr
     assert all(planned == measured for _, planned, measured in rows)
 
 
-def test_logs_are_csv(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    with (finished[0] / "run" / "csv" / "metrics.csv").open() as file:
+def test_one_run_folder_holds_logs_as_csv_and_ordinary_checkpoints(finished: Finished) -> None:
+    assert sorted(f.name for f in finished[0].iterdir()) == ["cache", "run"]
+    folder = finished[0] / "run"
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    with (folder / "csv" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     losses = [float(r["train_loss"]) for r in rows if r["train_loss"]]
     assert len(losses) == 20
@@ -114,28 +107,17 @@ def test_logs_are_csv(finished: tuple[Path, subprocess.CompletedProcess[str]]) -
     bits = [float(r["val_bits_per_byte"]) for r in rows if r["val_bits_per_byte"]]
     assert len(bits) == 2  # every ten steps: that of the last one is what is said at the end
     assert bits[-1] == pytest.approx(bits_per_byte(finished[1].stdout), abs=1e-4)
-
-
-def test_checkpoint_is_ordinary_and_its_name_can_be_typed(
-    finished: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
-    folder = finished[0] / "run" / "checkpoints"
-    assert sorted(f.name for f in folder.iterdir()) == ["last.ckpt", "step-20.ckpt"]
-    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)  # no objects of Hydra inside
+    saved = folder / "checkpoints"
+    assert sorted(f.name for f in saved.iterdir()) == ["last.ckpt", "step-20.ckpt"]  # names that can be typed
+    checkpoint = torch.load(saved / "last.ckpt", weights_only=True)  # no objects of Hydra inside
     assert checkpoint["global_step"] == 20
-    model = LitGPT.load_from_checkpoint(folder / "step-20.ckpt")
+    model = LitGPT.load_from_checkpoint(saved / "step-20.ckpt")
     assert all(p.isfinite().all() and p.numel() for p in model.parameters())
     assert model.gpt.head.weight.shape == (256, 64)
 
 
-def test_there_is_one_run_folder(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    assert sorted(f.name for f in finished[0].iterdir()) == ["cache", "run"]
-    assert (finished[0] / "run" / ".hydra" / "config.yaml").is_file()
-
-
-def test_a_checkpoint_is_tested_and_predicted_from(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_a_checkpoint_is_tested_and_predicted_from(finished: Finished, tmp_path: Path) -> None:
     last = finished[0] / "run" / "checkpoints" / "last.ckpt"
     settings = (*SMALL[:2], "trainer.devices=1", f"ckpt_path={last}", "logger=none")
     done = alone(tmp_path, *settings, "task=test", "hydra.run.dir=test", "trainer.limit_test_batches=8", "tags=[mine]")
@@ -155,16 +137,13 @@ def test_a_checkpoint_is_tested_and_predicted_from(
     assert mean == pytest.approx(float(bits), abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "there"),
     [
         ((), "val_bits_per_byte"),
-        pytest.param(
-            ("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"),
-            "val_bits_per_byte",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(("trainer.limit_val_batches=0",), r"\(nothing was logged\)", marks=pytest.mark.full),
+        (("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"), "val_bits_per_byte"),
+        (("trainer.limit_val_batches=0",), r"\(nothing was logged\)"),
     ],
     ids=["sanity check", "first validation", "no validation"],
 )
@@ -199,18 +178,15 @@ def odd_checkpoint(finished: Path, folder: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_checkpoint_that_may_run_code_is_refused_with_the_key(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_may_run_code_is_refused_with_the_key(finished: Finished, tmp_path: Path) -> None:
     done = run(tmp_path, *SMALL, f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}")
     assert done.returncode == 2
     assert "error: ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values" in done.stderr
     assert "weights_only=false to lightning_zero.train" in done.stderr
 
 
-def test_resumes_at_another_stage_and_precision(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_resumes_at_another_stage_and_precision(finished: Finished, tmp_path: Path) -> None:
     done = alone(
         tmp_path,
         *SMALL,
@@ -239,6 +215,7 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     assert "RuntimeError: my own mistake" in done.stderr
 
 
+@pytest.mark.full
 def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL.replace("if self.global_rank", "x, y = batch\n        if self"))
     overrides = ("experiment=tiny", "debug=fast", "trainer.accelerator=cpu", "model._target_=users_model.Lit")
@@ -249,6 +226,7 @@ def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Pa
     assert "[4, 65], int64 from 0 to 255" in done.stderr
 
 
+@pytest.mark.full
 def test_a_path_with_nothing_there_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from lightning_zero.train import main\n"
@@ -292,7 +270,7 @@ def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_whole_main_job(tmp_path: Path) -> None:
+def test_the_main_job_learns_its_text(tmp_path: Path) -> None:
     """As ``make train`` runs it. The bound is that of two cores; the time of a busy machine is not checked."""
     done = run(tmp_path, "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
@@ -317,13 +295,10 @@ def test_gpt_is_causal(tie_weights: bool) -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "key"),
-    [({"n_layer": 0}, "n_layer"), ({"d_model": 6, "n_head": 4}, "d_model"), ({"dropout": -0.1}, "dropout")],
-)
-def test_sizes_that_cannot_work(sizes: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.{key}"):
-        GPT(**sizes)  # type: ignore[arg-type]
+def test_sizes_that_cannot_work_are_refused() -> None:
+    for sizes in ({"n_layer": 0}, {"d_model": 6, "n_head": 4}, {"dropout": -0.1}):
+        with pytest.raises(ConfigError, match=f"model.{next(iter(sizes))}"):
+            GPT(**sizes)  # type: ignore[arg-type]
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -358,7 +333,7 @@ def test_learning_rate_rises_and_falls() -> None:
         (("+ckpt_path=x",), "/a b/c=d.ckpt", """python -m lightning_zero.train 'ckpt_path='"'"'/a b/c=d.ckpt'"'"''"""),
     ],
 )
-def test_the_command_to_go_on(
+def test_the_command_to_go_on_names_the_checkpoint_last(
     arguments: tuple[str, ...], path: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "launched", lambda: None)

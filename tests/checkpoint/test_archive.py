@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
-import sys
 import zipfile
 import zlib
 from functools import partial
@@ -20,18 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_zero.checkpoint import archive, durable, verify
 from lightning_zero.checkpoint.__main__ import main
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
+from tests.harness import run_command
 
 CHUNK = archive.CHUNK_NBYTES
-
-
-def test_checksums_of_pieces_add_up() -> None:
-    generator = random.Random(3)
-    for _ in range(60):
-        a, b = (
-            generator.randbytes(generator.choice([0, 1, 5, 4096, 70_001])),
-            generator.randbytes(generator.randrange(9000)),
-        )
-        assert archive.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 40, 100, 101])
@@ -75,7 +64,7 @@ def write(path: Path, value: Any) -> Path:
     return path
 
 
-def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_torch_load_reads_a_file_written_by_pieces(tmp_path: Path) -> None:
     path, value = write(tmp_path / "a.ckpt", contents()), contents()
     for mmap in (False, True):
         found = torch.load(path, weights_only=True, mmap=mmap)
@@ -186,11 +175,10 @@ def test_a_file_without_checksums_and_none(tmp_path: Path, capsys: pytest.Captur
     assert "text.ckpt: no checkpoint" in said and "missing.ckpt: no checkpoint" in said
 
 
-def test_the_command_line() -> None:
+@pytest.mark.full
+def test_the_command_line_has_exit_codes() -> None:
     """In a process of its own: without torch's help texts, and with exit codes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.checkpoint", "what"], capture_output=True, text=True, timeout=120
-    )
+    done = run_command("python", "-m", "lightning_zero.checkpoint", "what")
     assert done.returncode == 2 and "verify PATH" in done.stdout and "'what'" in done.stderr
     assert main([]) == 2 and main(["--help"]) == 0 and main(["verify"]) == 2
 

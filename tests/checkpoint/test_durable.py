@@ -325,7 +325,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "best.ckpt")["value"], OLD["value"])
 
 
-def test_addresses(tmp_path: Path) -> None:
+def test_addresses_of_fsspec_are_taken(tmp_path: Path) -> None:
     """What fsspec takes counts: with ``file://``, and other kinds of file systems."""
     io = ZeroCheckpointIO()
     io.save_checkpoint(NEW, f"file://{tmp_path}/a.ckpt")

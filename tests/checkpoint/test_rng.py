@@ -40,7 +40,7 @@ def table(*states: Generators) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def test_there_and_back_through_a_file() -> None:
+def test_generators_go_on_from_a_saved_state() -> None:
     for _ in range(3):  # each time with another normal number kept or not
         draw()
         state = Generators.now(CPU)
@@ -113,7 +113,7 @@ def test_a_mersenne_twister_is_not_put_into_another_generator(another_of_numpys:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu() -> None:
+def test_generators_of_a_gpu_go_on_from_a_saved_state() -> None:
     device = torch.device("cuda", 0)
     torch.rand(5, device=device)
     packed = Generators.now(device).packed()

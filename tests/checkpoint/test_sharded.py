@@ -85,7 +85,7 @@ def test_what_is_cut_anyhow_is_read_in_any_range(
     assert torch.equal(found.read(start, stop), value.reshape(-1)[start:stop])
 
 
-def test_values_that_are_no_parts(tmp_path: Path) -> None:
+def test_values_that_are_not_sharded_are_read_back(tmp_path: Path) -> None:
     state = {
         "a": {"plain": torch.arange(3), "turned": torch.arange(6).view(2, 3).t(), "lone": Lone(torch.tensor(2.0))},
         "b": {"groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["x", "y"]}], "none": None},

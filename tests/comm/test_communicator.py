@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -171,25 +172,7 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("chunk", [100, 512, 1 << 18])
-def test_terms_in_bf16_are_summed_in_fp32_in_rank_order_in_pieces_of_any_size(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_zero.comm.transports.SUM_CHUNK", chunk)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    terms = [_input(r, world, torch.bfloat16).view(world, -1)[rank].float() for r in range(world)]
-    expected = terms[0]
-    for term in terms[1:]:
-        expected = expected + term
-    full = _input(rank, world, torch.bfloat16)
-    sent = DirectTransport().reduce(full, Members(rank, world, dist.group.WORLD), total_dtype=torch.float32)
-    for work in sent.works:
-        work.wait()
-    assert torch.equal(sent.finish(), expected)
-
-
-@on_ranks(2, 3)
-def test_small_agreements() -> None:
+def test_small_values_are_agreed_on_by_all_ranks() -> None:
     with communicator() as comm:
         rank, world = comm.rank, comm.world_size
         assert comm.exchange(10 + rank, -rank) == [[10 + r for r in range(world)], [-r for r in range(world)]]
@@ -356,9 +339,13 @@ def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
 
 
 @on_ranks(1, 2, 3)
+@pytest.mark.parametrize("chunk", [100, 512, 1 << 18])
 @pytest.mark.parametrize("transport", [DirectTransport(), PlainTransport(exchanges=True)], ids=["direct", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(transport: Transport, dtype: torch.dtype) -> None:
+def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(
+    transport: Transport, dtype: torch.dtype, chunk: int
+) -> None:
+    """In pieces of any size."""
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [_input(r, world, torch.bfloat16).float() for r in range(world)]
@@ -368,7 +355,7 @@ def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(transport: Transp
     expected *= 0.25
     own = slice(rank * 512, (rank + 1) * 512)
     for inner in (transport, HostTransport(transport)):
-        with communicator() as comm:
+        with communicator() as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
             comm._transport = inner
             assert comm.exchanges
             full = inputs[rank].to(dtype, copy=True)

@@ -48,7 +48,7 @@ def test_ranks_with_cores_of_their_own_do_not_share_them(tmp_path: Path) -> None
     comm.close()
 
 
-def test_one_process() -> None:
+def test_one_process_shares_with_nobody() -> None:
     comm = Communicator(None, torch.device("cpu"))
     assert share_of_machine(comm)[:2] == (0, 1)
 

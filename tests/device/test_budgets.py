@@ -173,6 +173,7 @@ def test_a_block_costs_what_the_table_says(
     assert for_a_block(ours) == COUNTS[precision, fp32_modules]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("stage", "launches"), [(0, 4), (1, 3), (2, 3), (3, 4)])
 def test_what_is_gathered_of_a_block_is_one_message(stage: int, launches: int, trained: Trained) -> None:
     """Of its two buckets, after a step too; each is reduced by itself, which at stage 0 takes two messages."""
@@ -191,6 +192,7 @@ def test_a_block_costs_no_more_than_under_fsdp2(precision: str, elsewhere: Calla
     assert all(number <= theirs[name] for name, number in vars(COUNTS[precision, ()]).items()), theirs
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("row", ["none", "cpu", "optimizer_cpu"])
 def test_a_module_is_sharded_unit_by_unit(row: str, trained: Trained) -> None:
     """Sharding it takes the memory of a few units, however many there are."""
@@ -199,6 +201,7 @@ def test_a_module_is_sharded_unit_by_unit(row: str, trained: Trained) -> None:
         assert found.construction.peak - found.at_first <= 3 * found.unit_nbytes
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_first_backward_of_a_kind_holds_no_more_than_the_others(micro_batches: int, trained: Trained) -> None:
     """Buffers of reductions are bounded, also while nobody knows yet in which order the ranks come."""

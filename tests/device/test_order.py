@@ -94,7 +94,7 @@ def test_a_gather_does_not_wait_for_what_was_queued_after_its_memory_was_free(ca
     trained(case, then=check)
 
 
-def test_the_test_would_see_it(trained: Trained) -> None:
+def test_gathers_that_wait_for_compute_are_seen(trained: Trained) -> None:
     trained(Case(), then=check_waits_for_all)
 
 

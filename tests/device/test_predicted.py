@@ -37,11 +37,12 @@ def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: El
 
 
 @pytest.mark.full
-def test_nor_does_it_on_several_ranks(elsewhere: Elsewhere) -> None:
+def test_a_step_of_four_ranks_takes_little_more_than_it_must(elsewhere: Elsewhere) -> None:
     assert elsewhere(predict, "cpu", HIDING_TOKENS, ranks=4).phi >= LEAST
 
 
-def test_nor_does_it_in_fp32(elsewhere: Elsewhere) -> None:
+@pytest.mark.full
+def test_a_step_in_fp32_takes_little_more_than_it_must(elsewhere: Elsewhere) -> None:
     assert elsewhere(predict, "optimizer_cpu", HIDING_TOKENS, precision="fp32").phi >= LEAST
 
 
@@ -80,7 +81,7 @@ WORSE: dict[str, tuple[str, str, Any]] = {
 
 @pytest.mark.sample
 @pytest.mark.parametrize("what", WORSE)
-def test_what_is_done_in_turn_is_seen(what: str, elsewhere: Elsewhere) -> None:
+def test_work_that_does_not_overlap_takes_longer(what: str, elsewhere: Elsewhere) -> None:
     row, path, new = WORSE[what]
     found = elsewhere(predict, row, HIDING_TOKENS, mutations=[(f"lightning_zero.{path}", new)])
     assert found.phi < LEAST, found

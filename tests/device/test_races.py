@@ -40,16 +40,6 @@ def matrix() -> Iterator[Case]:
                 yield Case(stage, row, precision, ranks=ranks, steps=MIXED, worker="eager" if ranks == 1 else "lazy")
 
 
-def as_params(cases: list[Case], reason: Callable[[Case], str] = lambda _: "") -> list[Any]:
-    """Cases of a test. ``reason`` says why one has races now; empty where it must have none."""
-    return [
-        pytest.param(
-            case, id=str(case), marks=[pytest.mark.xfail(strict=True, reason=reason(case))] * bool(reason(case))
-        )
-        for case in cases
-    ]
-
-
 def assert_none(races: dict[str, int]) -> None:
     assert not races, "\n" + "\n".join(f"{times} times: {race}" for race, times in sorted(races.items()))
 
@@ -63,65 +53,54 @@ def of_the_default_run(case: Case) -> bool:
 
 
 @pytest.mark.mainly(lambda case: of_the_default_run(case))
-@pytest.mark.parametrize("case", as_params(list(matrix())))
+@pytest.mark.parametrize("case", list(matrix()), ids=str)
 def test_training_has_no_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).races)
 
 
 SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
-NODE_BACKWARD: dict[str, Any] = {"comm": {"hybrid_shard": "node_backward"}}
-
-
-@pytest.mark.parametrize(
-    "case",
-    as_params(
-        [
-            *(Case(stage, steps=MIXED, settings=SMALL) for stage in range(4)),
-            Case(settings={"prefetch_bytes": 0}),
-            Case(settings={"keep_gathered_bytes": 1200}),
-            Case(settings={"dynamic_graph": True}),
-            Case(settings={"activation_checkpointing": "blocks"}),
-            Case(settings={"comm": {"transport": "direct"}}),
-            *(Case(stage, ranks=1, steps=MIXED, even_alone=True) for stage in (0, 1, 3)),
-            Case(precision="bf16_true"),
-            *(
-                Case(
-                    stage,
-                    row,
-                    "bf16",
-                    ranks=ranks,
-                    steps=MIXED,
-                    settings=SMALL | {"optimizer": {"sharding": "tensors"}},
-                )
-                for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
-            ),
-            Case(precision="bf16", grad_dtype="bf16"),
-            *(
-                Case(3, row, "bf16", "bf16", ranks, settings=SMALL)  # gradients are cast on their way to the host
-                for row in ("optimizer_cpu", "optimizer_nvme")
-                for ranks in (1, 4)
-            ),
-            Case(precision="bf16", settings={"unit": {"classes": ["Linear"]}}),
-            Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager"),
-            Case(3, "optimizer_cpu", settings={"prefetch_bytes": 0}),
-            Case(3, "nvme", "bf16", settings=SMALL),
-            Case(3, "auto", steps=MIXED),
-            *(Case(stage, nodes=nodes, steps=MIXED) for stage in (0, 1, 3) for nodes in (2, 4)),
-            *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL) for stage in (0, 3)),
-            Case(3, "optimizer_cpu", nodes=2, settings=SMALL),
-            *(
-                Case(3, row, "bf16", nodes=2, steps=MIXED, settings=NODE_BACKWARD | settings)
-                for row in ("none", "optimizer_cpu")
-                for settings in (
-                    {},
-                    {"prefetch_bytes": 0},
-                    {"dynamic_graph": True},
-                    {"activation_checkpointing": "blocks"},
-                )
-            ),
-        ]
+TENSORS: dict[str, Any] = SMALL | {"optimizer": {"sharding": "tensors"}}
+OTHERS = [
+    *(Case(stage, steps=MIXED, settings=SMALL) for stage in range(4)),
+    *(
+        Case(settings=settings)
+        for settings in (
+            {"prefetch_bytes": 0},
+            {"keep_gathered_bytes": 1200},
+            {"dynamic_graph": True},
+            {"activation_checkpointing": "blocks"},
+            {"comm": {"transport": "direct"}},
+        )
     ),
-)
+    *(Case(stage, ranks=1, steps=MIXED, even_alone=True) for stage in (0, 1, 3)),
+    Case(precision="bf16_true"),
+    *(
+        Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=TENSORS)
+        for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
+    ),
+    Case(precision="bf16", grad_dtype="bf16"),
+    *(
+        Case(3, row, "bf16", "bf16", ranks, settings=SMALL)  # gradients are cast on their way to the host
+        for row in ("optimizer_cpu", "optimizer_nvme")
+        for ranks in (1, 4)
+    ),
+    Case(precision="bf16", settings={"unit": {"classes": ["Linear"]}}),
+    Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager"),
+    Case(3, "optimizer_cpu", settings={"prefetch_bytes": 0}),
+    Case(3, "nvme", "bf16", settings=SMALL),
+    Case(3, "auto", steps=MIXED),
+    *(Case(stage, nodes=nodes, steps=MIXED) for stage in (0, 1, 3) for nodes in (2, 4)),
+    *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL) for stage in (0, 3)),
+    Case(3, "optimizer_cpu", nodes=2, settings=SMALL),
+    *(
+        Case(3, row, "bf16", nodes=2, steps=MIXED, settings={"comm": {"hybrid_shard": "node_backward"}} | settings)
+        for row in ("none", "optimizer_cpu")
+        for settings in ({}, {"prefetch_bytes": 0}, {"dynamic_graph": True}, {"activation_checkpointing": "blocks"})
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_other_settings_have_no_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).races)
 
@@ -266,36 +245,20 @@ def serves_others(engine: Any, model: nn.Module, optimizer: Any) -> None:
         unit.reshard()
 
 
-ACTS = [
-    gathers,
-    gathers_gradients,
-    saves_and_loads,
-    trains_without_scopes,
-    evaluates,
-    reads_weights,
-    looks_at_gradients,
-    freezes,
-    raises_in_forward,
-    raises_in_backward,
-    steps_twice,
-    is_saved_before_a_step,
-    is_copied_before_a_step,
-    serves_others,
-]
-ROWS = [(1, "none"), (3, "none"), (1, "optimizer_cpu"), (3, "optimizer_cpu")]
-
-
-def _by_turns(param: Any, number: int) -> list[Any]:
-    return [*param.marks, *([pytest.mark.full] if number % 2 else [])]
+ACTS = (gathers, gathers_gradients, saves_and_loads, trains_without_scopes, evaluates, reads_weights)
+ACTS += (looks_at_gradients, freezes, raises_in_forward, raises_in_backward, steps_twice)
+ACTS += (is_saved_before_a_step, serves_others, is_copied_before_a_step)
+HOST = "optimizer_cpu"
+BETWEEN = [Case(stage, row, steps=(Step(),) * 2) for stage, row in ((3, "none"), (1, "none"), (3, HOST), (1, HOST))]
 
 
 @pytest.mark.parametrize(
     ("act", "case"),
     [
-        pytest.param(act, *param.values, id=f"{act.__name__}-{param.id}", marks=_by_turns(param, number + place))
+        pytest.param(act, case, id=f"{act.__name__}-{case}", marks=[pytest.mark.full] * (place != number % 4))
         for number, act in enumerate(ACTS)
-        for place, param in enumerate(as_params([Case(stage, row, steps=(Step(),) * 2) for stage, row in ROWS]))
-        if param.values[0].stage == 3 or act is not serves_others
+        for place, case in enumerate(BETWEEN)
+        if case.stage == 3 or act is not serves_others
     ],
 )
 def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case: Case, trained: Trained) -> None:
@@ -309,12 +272,11 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
 
 @pytest.mark.parametrize(
     "case",
-    as_params(
-        [
-            *(Case(stage) for stage in range(4)),
-            *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
-        ]
-    ),
+    [
+        *(Case(stage) for stage in range(4)),
+        *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
+    ],
+    ids=str,
 )
 def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).at_release)

@@ -63,6 +63,11 @@ class Mix(Part):
     def children_of(self, node: Node) -> None:
         self.parts = nn.ModuleList(make(child, self.rank) for child in node.children)
 
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = part(x, number)
+        return x
+
 
 # -- without children -------------------------------------------------------------------------------------------------
 
@@ -350,10 +355,7 @@ def _halves(param: Tensor) -> None:
 
 
 class Chain(Mix):
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = part(x, number)
-        return x
+    """Calls one after the other."""
 
 
 class Backwards(Mix):
@@ -522,8 +524,7 @@ class Borrows(Mix):
         linear = self.lent.linear if self.n else self.linear
         if self.n < 2:
             x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
-        for part in self.parts:
-            x = part(x, number)
+        x = super().forward(x, number)
         return F.linear(x, linear.weight.to(x.dtype)) if self.n else x
 
 
@@ -542,9 +543,7 @@ class Teacher(Mix):
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         with torch.no_grad():
-            y = x
-            for part in self.parts:
-                y = part(y, number)
+            y = super().forward(x, number)
         return self.linear(x) * y if self.n == 0 else self.parts[0](x, number) + y
 
 
@@ -552,9 +551,7 @@ class Cut(Mix):
     """Its parts get no gradient to pass on, or none at all."""
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        y = x.detach() if self.n == 0 else x
-        for part in self.parts:
-            y = part(y, number)
+        y = super().forward(x.detach() if self.n == 0 else x, number)
         return x + (y.detach() if self.n == 1 else y)
 
 
@@ -591,9 +588,7 @@ class Hooked(Mix):
                 part.register_full_backward_hook(lambda m, given, got: None)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = part(x, number)
-        return x + 0
+        return super().forward(x, number) + 0
 
 
 def has_history(tensor: Tensor) -> bool:
@@ -637,61 +632,15 @@ class Listed(Mix):
         self.named = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH) / WIDTH, "b": torch.randn(WIDTH)})
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = part(x, number)
+        x = super().forward(x, number)
         x = x @ self.named["a"].to(x.dtype) + self.named["b"].to(x.dtype)
         for param in self.few:
             x = x + param.to(x.dtype)
         return x
 
 
-LEAVES: dict[str, type[Part]] = {
-    kind.__name__: kind
-    for kind in (
-        Line,
-        Feed,
-        Row,
-        Convolution,
-        Image,
-        Norms,
-        Recurrent,
-        Cell,
-        Attention,
-        Layer,
-        Positions,
-        Derived,
-        Adapted,
-        Pairs,
-        Odd,
-        KeepsALoss,
-        Clamped,
-        Statistics,
-        Consults,
-        Watched,
-    )
-}
-MIXES: dict[str, type[Mix]] = {
-    kind.__name__: kind
-    for kind in (
-        Chain,
-        Backwards,
-        Repeats,
-        AddsInPlace,
-        Sometimes,
-        ByRank,
-        Never,
-        Packs,
-        Collects,
-        Borrows,
-        Checkpointed,
-        Teacher,
-        Cut,
-        Shared,
-        Hooked,
-        ChangesItsInput,
-        Listed,
-    )
-}
+MIXES = {kind.__name__: kind for kind in Mix.__subclasses__()}
+LEAVES = {kind.__name__: kind for kind in Part.__subclasses__() if kind is not Mix}
 
 
 def make(node: Node, rank: int) -> Part:

@@ -62,6 +62,11 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"ConfigError: zero\.offload\.host_budget: rank \d+ needs",
+        "auto splits the optimizer before it knows it, as one with two tensors of state: amsgrad has three",
+        lambda program: program.settings.offload == "auto" and program.optimizer == "amsgrad",
+    ),
+    Refusal(
         r"RuntimeError: gradients of backwards inside no_sync\(\) have not been reduced over the ranks",
         "a backward that is only noticed, by a gradient of a parameter, has reached none: those of before still wait",
         lambda program: (

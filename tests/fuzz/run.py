@@ -29,7 +29,7 @@ from tests.fuzz import programs as p
 from tests.fuzz.models import batch, has_history, out_of
 from tests.fuzz.programs import Program, Settings
 from tests.fuzz.refusals import Refusal, refusal_of
-from tests.fuzz.sides import AUTOCAST, Ours, Side, Twin, dtype_of
+from tests.fuzz.sides import AUTOCAST, Ours, Twin, dtype_of
 
 STALL_S = 20.0
 ALONE_S = 2.0  # where it is certain that somebody waits in vain
@@ -129,7 +129,7 @@ class Verdict:
 class Interpreter:
     """Runs the actions of a program on one side."""
 
-    def __init__(self, program: Program, make: Callable[[], Side]) -> None:
+    def __init__(self, program: Program, make: Callable[[], Twin | Ours]) -> None:
         self.program = program
         self.trace = Trace()
         self._make = make
@@ -436,7 +436,7 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     warnings.simplefilter("ignore")
     alone = any(isinstance(a, p.Raise) and a.alone for a in program.everything())
 
-    def ours(reference: bool) -> Side:
+    def ours(reference: bool) -> Ours:
         limit = ALONE_S if alone and not reference else stall_timeout_s
         return Ours(program, folder, stall_timeout_s=limit, reference=reference)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,12 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 class Side:
-    """What a program does to either side.
+    """What the two have in common. Both have the methods below, with what they do under a program's actions:
+
+    - ``scope``: around a step; ``shown``: inside, parameters (default: all) hold whole values, and their gradients if
+      ``grads``.
+    - ``backward``, ``step``, ``clip``, ``zero_grad``, ``save``, ``load``, ``sync_buffers`` and ``close``.
+    - ``reshard``: with the optimizer's state if ``keep``.
 
     Attributes:
         module: as it is used in forwards.
@@ -98,52 +104,14 @@ class Side:
         params = self.module.parameters()
         return [p for p in params if id(p) not in known and (p.is_floating_point() or p.is_complex())]
 
-    def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Around a step."""
-        raise NotImplementedError
-
     def local(self) -> contextlib.AbstractContextManager[None]:
         """Around what a rank computes for itself, and torch may refuse on that rank alone."""
         return contextlib.nullcontext()
-
-    def shown(
-        self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters (default: all) hold whole values, and their gradients if ``grads``."""
-        raise NotImplementedError
-
-    def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        raise NotImplementedError
-
-    def clip(self, max_norm: float) -> Tensor:
-        raise NotImplementedError
-
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        raise NotImplementedError
 
     def forget_grads(self) -> None:
         """Of all parameters, those that no optimizer has too."""
         for param in self.module.parameters():
             param.grad = None
-
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        raise NotImplementedError
-
-    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        raise NotImplementedError
-
-    def sync_buffers(self) -> None:
-        raise NotImplementedError
-
-    def reshard(self, settings: Settings, *, keep: bool) -> None:
-        """``keep``: with the optimizer's state."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 class Twin(Side):
@@ -413,23 +381,15 @@ class _LateTransport:
 
     def __init__(self, inner: Any, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
-        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
         self._chance = random.Random(dist.get_rank())
 
-    def _pause(self) -> None:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return functools.partial(self._late, found) if callable(found) else found
+
+    def _late(self, issue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         time.sleep(self._chance.random() ** 4 * self._seconds)  # mostly short
-
-    def gather(self, *args: Any) -> Any:
-        self._pause()
-        return self._inner.gather(*args)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._pause()
-        return self._inner.reduce(*args, **kwargs)
-
-    def exchange(self, *args: Any) -> Any:
-        self._pause()
-        return self._inner.exchange(*args)
+        return issue(*args, **kwargs)
 
 
 def _make_late(engine: Engine, seconds: float) -> None:

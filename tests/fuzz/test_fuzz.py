@@ -42,7 +42,7 @@ def failure(program: Program, verdict: Verdict) -> str:
     return f"{verdict.signature}\nThis program fails (`make fuzz` makes such ones small):\n\n{text}"
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.full)])
 def test_random_programs_train_like_the_plain_twin(count: int, runner: Runner) -> None:
     @settings(STILL, max_examples=count)
     @given(programs())

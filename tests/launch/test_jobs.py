@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import free_port
+from tests.harness import LAUNCHERS, ROOT, free_port
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TRAIN = ("-m", "lightning_zero.train")
 STEPS = 14
 KILLED_AT = 10
+RESTARTS = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
 SMALL = (
     "experiment=tiny",
     "trainer.accelerator=cpu",
@@ -55,8 +55,7 @@ class Lit(LitGPT):
 
 def environ(folder: Path, **more: object) -> dict[str, str]:
     (folder / "killed.py").write_text(KILLED.format(at=KILLED_AT))
-    launchers = ("LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "NODE_RANK", "OMPI_", "PMI_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     ours = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     return kept | ours | {k: str(v) for k, v in more.items()}
 
@@ -65,6 +64,13 @@ def run(folder: Path, *command: str, timeout: float = 200, **more: object) -> su
     return subprocess.run(
         command, cwd=folder, env=environ(folder, **more), capture_output=True, text=True, timeout=timeout
     )
+
+
+def torchrun(
+    folder: Path, *options: str, overrides: Sequence[str] = (), **more: object
+) -> subprocess.CompletedProcess[str]:
+    launch = options or ("--standalone", "--nproc-per-node=2")
+    return run(folder, *TORCHRUN, *launch, *TRAIN, *SMALL, *overrides, **more)
 
 
 def together(
@@ -104,7 +110,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two processes of torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run(folder, *TORCHRUN, "--standalone", "--nproc-per-node=2", *TRAIN, *SMALL)
+    done = torchrun(folder)
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", out, re.MULTILINE)
@@ -119,8 +125,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
-    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    done = run(tmp_path, *launch, *TRAIN, *SMALL, KILL_ONCE=tmp_path / "once", KILL_RANK=rank)
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank)
     assert done.returncode == 0, done.stderr
     assert "has started again: it goes on from run/checkpoints/step-8.ckpt" in done.stdout
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
@@ -133,9 +138,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: P
 @pytest.mark.full
 def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost: all ranks save at the end of the one in which the signal came."""
-    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1, "KILL_SIGNAL": "SIGTERM"}
-    done = run(tmp_path, *launch, *TRAIN, *SMALL, **kill)
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM")
     assert done.returncode == 0, done.stderr
     assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
     assert "To go on: start the same command again, with ckpt_path=" in done.stdout
@@ -166,29 +169,12 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
-    first = run(
-        tmp_path,
-        *TORCHRUN,
-        "--rdzv-id=job",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        "--rdzv-backend=c10d",
-        "--nproc-per-node=2",
-        *TRAIN,
-        *SMALL,
-        KILL_ONCE=tmp_path / "once",
-        KILL_RANK=1,
-    )
+    def job() -> tuple[str, ...]:
+        return "--rdzv-id=job", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-backend=c10d"
+
+    first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
     assert first.returncode != 0
-    again = run(
-        tmp_path,
-        *TORCHRUN,
-        "--rdzv-id=job",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        "--rdzv-backend=c10d",
-        "--nproc-per-node=3",
-        *TRAIN,
-        *SMALL,
-    )
+    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
     assert again.returncode == 0, again.stderr
     assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
     assert "ranks: 3 of 3" in again.stdout
@@ -234,21 +220,12 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path: Path) -> None:
     started = time.monotonic()
-    done = run(
-        tmp_path, sys.executable, *TRAIN, *SMALL, "trainer.devices=3", KILL_ONCE=tmp_path / "once", KILL_RANK=rank
-    )
+    kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": rank}
+    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, "trainer.devices=3", **kill)
     assert done.returncode != 0
     assert f"rank {rank} (on {socket.gethostname()}, process " in done.stderr, done.stderr
     assert "has ended without a word" in done.stderr or "holds the store, has ended" in done.stderr
     assert time.monotonic() - started < 100
-
-
-@pytest.mark.full
-def test_a_rank_that_dies_under_torchrun_ends_all(tmp_path: Path) -> None:
-    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
-    done = run(tmp_path, *launch, *TRAIN, *SMALL, KILL_ONCE=tmp_path / "once", KILL_RANK=1)
-    assert done.returncode != 0
-    assert "rank: 1" in done.stderr.replace(" ", "").replace("rank:1", "rank: 1") and "SIGKILL" in done.stderr
 
 
 # -- other launchers --------------------------------------------------------------------------------------------------
@@ -283,16 +260,8 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
 def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
-    done = run(
-        tmp_path,
-        sys.executable,
-        *TRAIN,
-        *SMALL,
-        "trainer.num_nodes=2",
-        "trainer.devices=2",
-        "zero.stall_timeout_s=8",
-        **place,
-    )
+    overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
+    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, *overrides, **place)
     assert done.returncode == 2
     assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -332,10 +301,7 @@ def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
-    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
-    done = run(tmp_path, *launch, *TRAIN, *SMALL, "trainer.num_nodes=2")
+    done = torchrun(tmp_path, overrides=["trainer.num_nodes=2"])
     assert done.returncode != 0
-    assert (
-        "error: trainer.num_nodes x trainer.devices: expected the 2 processes that torchrun has started" in done.stderr
-    )
+    assert "trainer.num_nodes x trainer.devices: expected the 2 processes that torchrun has started" in done.stderr
     assert "torchrun --nnodes=2 --nproc-per-node=1" in done.stderr

@@ -16,6 +16,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
 from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from tests.harness import LAUNCHERS
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "abc",
@@ -46,7 +47,7 @@ def environ() -> Iterator[Any]:
 
     def replace(**variables: str) -> None:
         for name in list(os.environ):
-            if name.split("_")[0] in ("SLURM", "RANK", "WORLD", "LOCAL", "GROUP", "MASTER", "NODE", "TORCHELASTIC"):
+            if name.startswith(LAUNCHERS):
                 del os.environ[name]
         os.environ.update(variables)
 
@@ -55,27 +56,28 @@ def environ() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("by", "environ"), [("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", OPEN_MPI), ("mpirun", MPICH)]
+    ("environ", "expected"),
+    [
+        (TORCHRUN, Launched(by="torchrun", **PLACE)),
+        (SRUN, Launched(by="srun", **PLACE)),
+        (OPEN_MPI, Launched(by="mpirun", **PLACE)),
+        (MPICH, Launched(by="mpirun", **PLACE)),
+        (SRUN | TORCHRUN, Launched(by="torchrun", **PLACE)),  # in a job of SLURM
+        (SRUN | {"SLURM_JOB_NAME": "bash"}, None),  # a shell in an allocation
+        ({}, None),
+        ({"LOCAL_RANK": "1"}, Launched(by="plain", local_rank=1)),  # told in part
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
+            Launched(by="srun", rank=0, world_size=6, local_world_size=2, nodes=3),
+        ),
+        (
+            SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"},  # uneven nodes
+            Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1}),
+        ),
+    ],
 )
-def test_each_launcher_tells_the_same_place(by: str, environ: dict[str, str]) -> None:
-    assert launched(environ) == Launched(by=by, **PLACE)
-
-
-def test_torchrun_in_a_job_of_slurm_is_torchrun() -> None:
-    found = launched(SRUN | TORCHRUN)
-    assert found is not None and found.by == "torchrun"
-
-
-def test_a_shell_in_an_allocation_starts_nothing() -> None:
-    assert launched(SRUN | {"SLURM_JOB_NAME": "bash"}) is None
-    assert launched({}) is None
-
-
-def test_a_place_that_is_told_in_part() -> None:
-    assert launched({"LOCAL_RANK": "1"}) == Launched(by="plain", local_rank=1)
-    assert launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"}) == Launched(
-        by="srun", rank=0, world_size=6, local_world_size=2, nodes=3
-    )
+def test_each_launcher_tells_the_place_of_a_rank(environ: dict[str, str], expected: Launched | None) -> None:
+    assert launched(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,6 @@ def test_a_place_that_is_told_in_part() -> None:
 )
 def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> None:
     assert tasks_of_nodes(text) == tasks
-
-
-def test_uneven_nodes_are_seen() -> None:
-    found = launched(SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
-    assert found is not None and found.nodes == 2 and found.local_world_size == 1 and found.world_size == 3
 
 
 # -- allocations ------------------------------------------------------------------------------------------------------
@@ -130,11 +127,8 @@ def test_nodes_that_are_started_by_hand_are_told_where_they_are(variables: dict[
     with pytest.raises(ConfigError) as caught:
         allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_nodes_that_are_started_by_hand_rightly() -> None:
-    variables = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
-    allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
+    rightly = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
+    allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=rightly)
     allocation.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
 
 
@@ -165,13 +159,10 @@ def test_mpirun_is_recognised_by_its_variables(environ: Any) -> None:
     environ()
 
 
-def test_mpirun_on_one_node_needs_no_address(environ: Any) -> None:
+def test_mpirun_needs_no_address_on_one_node_and_a_local_rank(environ: Any) -> None:
     environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))
     found = own_environment()
     assert found is not None and found.main_address == "127.0.0.1"
-
-
-def test_mpirun_that_tells_no_local_rank(environ: Any) -> None:
     environ(PMI_RANK="0", PMI_SIZE="2")
     with pytest.raises(ConfigError, match="MPI_LOCALRANKID"):
         own_environment()
@@ -188,9 +179,6 @@ def test_paths_and_threads_may_differ_between_nodes() -> None:
     assert rendezvous.shared_settings(one, other) == first
     assert first != rendezvous.shared_settings(one, {**more, "seed": 2})
     assert first["zero.stage.name"] == "zero3" and "zero.offload.nvme_path" not in first
-
-
-def test_what_is_compared_holds_the_versions() -> None:
     assert rendezvous.versions()["torch"] == torch.__version__
 
 
@@ -204,7 +192,7 @@ def checkpoint(path: Path, written: float) -> Path:
     return path
 
 
-def test_the_name_of_a_job_stays(environ: Any) -> None:
+def test_a_job_has_one_name_on_all_ranks_and_restarts(environ: Any) -> None:
     environ(**TORCHRUN)
     assert resume.job_name() == "torchrun-abc"
     environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "my job/1"})

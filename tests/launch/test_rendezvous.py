@@ -71,7 +71,7 @@ def test_all_come_and_rank_0_knows_where_they_are() -> None:
     assert places(found[1].values()) == "2 nodes (node0: 0-1, node1: 2-3)"
 
 
-def test_a_rank_that_does_not_come_is_named_to_all() -> None:
+def test_ranks_that_do_not_come_are_named_to_all() -> None:
     started = time.monotonic()
     found = meet([0, 1, 2], 4, timeout_s=0.5)
     assert time.monotonic() - started < 8
@@ -81,9 +81,6 @@ def test_a_rank_that_does_not_come_is_named_to_all() -> None:
             "rank 3 of 4 did not come to node0:1 within 0.5 s: expected ranks 0-3, found 0-2 on 2 nodes"
         )
         assert "zero.stall_timeout_s" in text and "trainer.num_nodes" in text
-
-
-def test_a_node_that_does_not_come_is_named() -> None:
     assert "ranks 2-3 of 4 (all of node 1) did not come" in text_of(meet([0, 1], 4, timeout_s=0.5)[0])
 
 
@@ -121,12 +118,9 @@ def test_the_first_difference_is_named() -> None:
         )
 
 
-def test_two_ranks_of_one_number() -> None:
+def test_a_second_rank_of_one_number_is_refused() -> None:
     found = meet([0, 1, 1], 3)
     assert all("rank 1 came twice" in text_of(error) and "NODE_RANK" in text_of(error) for error in found)
-
-
-def test_two_rank_0s() -> None:
     found = meet([0, 0], 2, timeout_s=0.7)
     assert any("rank 0 came twice" in text_of(error) and "NODE_RANK" in text_of(error) for error in found)
 
@@ -183,7 +177,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             open_store("127.0.0.1", port, rank=0, timeout=timedelta(seconds=5), wait_s=2)
 
 
-def test_nobody_at_the_address() -> None:
+def test_an_address_where_nobody_listens_is_refused_in_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -201,7 +195,7 @@ def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("192.0.2.1", 1, rank=0, timeout=timedelta(seconds=5), wait_s=60)
 
 
-def test_the_store_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_over_a_tcp_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     store = open_store("127.0.0.1", 0, rank=0, timeout=timedelta(seconds=5), wait_s=5)
     found = meet([0, 1, 2], 3, store=store)

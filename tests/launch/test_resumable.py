@@ -111,7 +111,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     assert len(items(resumed)) == of.fit_loop.epoch_loop.batch_progress.current.completed == 4
 
 
-def test_without_a_trainer() -> None:
+def test_a_loader_without_a_trainer_begins_at_the_start() -> None:
     alone = loader(10, 2, None)
     assert alone.state_dict() == {} and len(items(alone)) == 5
 

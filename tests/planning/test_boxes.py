@@ -37,7 +37,7 @@ def test_boxes_tile_a_range(case: tuple[list[int], list[int], int, int]) -> None
     assert elements == list(range(start, stop))
 
 
-def test_order_of_memory() -> None:
+def test_memory_order_follows_strides() -> None:
     assert memory_order(torch.empty(3, 4).stride()) == (0, 1)
     assert memory_order(torch.empty(3, 4).t().stride()) == (1, 0)
     channels_last = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)

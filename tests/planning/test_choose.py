@@ -71,7 +71,7 @@ def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie()
 
 @settings(max_examples=40, deadline=None)
 @given(MODELS, MACHINES)
-def test_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
+def test_auto_chooses_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
     rates = CPU_RATES if machine.shared else GPU_RATES
     room = with_room(machine)
     rows = [plan_row(of, stage, offload, room, settings, rates) for stage, offload, settings in CANDIDATES]
@@ -152,7 +152,7 @@ def test_the_peaks_hold_what_rests_and_the_activations(
         assert on_tier(held, Tier.device) >= found.batch
 
 
-def test_bytes_that_are_sent() -> None:
+def test_bytes_sent_in_a_step_by_stage() -> None:
     """docs/benchmarks.md and the literature: stages 0-2 send twice the parameters, stage 3 three times."""
     shapes = [BucketShape(unit, (1024,), Itemsizes(4, 4, 4, 4)) for unit in range(1, 101)]
     total, ranks = 100 * 1024 * 4, 4
@@ -167,7 +167,7 @@ def test_bytes_that_are_sent() -> None:
     assert sent_by(alone, Limits(0, 0, 10**9)).nbytes == 0
 
 
-def test_the_binding_resource() -> None:
+def test_the_slowest_resource_binds() -> None:
     shapes = [BucketShape(unit, (10**6,), Itemsizes(2, 4, 4, 4)) for unit in range(1, 5)]
     limits = Limits(0, 0, 10**9)
     plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.optimizer_nvme], 8) for s in shapes]

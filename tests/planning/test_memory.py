@@ -69,7 +69,7 @@ def test_fp32_holds_parameters_once() -> None:
         assert sum(plan.values()) == nbytes
 
 
-def test_moments() -> None:
+def test_gradients_of_stage_1_rest_whole_then_in_slices_then_nowhere() -> None:
     plan = bucket([4096], 4, Stage.zero1)
     grads = {m: planned_bytes([plan], 0, state_tensors=2, moment=m)[Role.grad, Tier.device] for m in Moment}
     assert grads == {Moment.accumulating: 2 * 4096, Moment.reduced: 2 * 1024, Moment.cleared: 0}
@@ -205,7 +205,7 @@ def test_offload_never_needs_more_of_the_device() -> None:
         (10_000, 0, 10 + 400, 10 + 400),
     ],
 )
-def test_gathered_units(prefetch: int, keep: int, forward: int, backward: int) -> None:
+def test_gathered_bytes_peak_by_prefetch_and_kept_units(prefetch: int, keep: int, forward: int, backward: int) -> None:
     assert gathered_peaks([10, 100, 100, 100, 100], Limits(prefetch, keep, 1)) == (forward, backward)
 
 

@@ -19,7 +19,7 @@ def test_period_is_the_shortest_that_repeats(history: list[int]) -> None:
     assert find_period(history) == by_definition
 
 
-def test_period_of_nothing_is_nothing() -> None:
+def test_period_of_an_empty_history_is_zero() -> None:
     assert find_period([]) == 0
 
 
@@ -110,6 +110,6 @@ def test_ahead_takes_what_is_admitted_and_stops_at_the_first_that_is_not(history
     assert asked == order[: room + 1]
 
 
-def test_an_endless_history_is_cut() -> None:
+def test_a_plan_has_a_largest_length() -> None:
     plan = compile_plan([0, 1] * MAX_PLAN, [1, 1])
     assert len(plan.entries) == MAX_PLAN

@@ -54,7 +54,7 @@ UNIT = Rates(
         (Offload.nvme, {"host_memory": 28, "to_host": 4, "to_device": 4, "disk": 12 + 6 + 4 + 1}),
     ],
 )
-def test_the_work_of_a_row(row: Offload, expected: dict[str, int]) -> None:
+def test_work_of_a_row_by_resource(row: Offload, expected: dict[str, int]) -> None:
     """By parameter, under bf16 with fp32 gradients."""
     shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))
     work = work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[row], 1)], flops=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,40 +35,30 @@ def choose(module: nn.Module, **settings: object) -> list[str]:
     return choose_units(module, UnitConfig(**settings))  # type: ignore[arg-type]
 
 
-def test_repeated_blocks_are_units() -> None:
-    assert choose(Stack()) == ["blocks.0", "blocks.1", "blocks.2"]
+NESTED = ["blocks.0", "blocks.0.inner.0", "blocks.0.inner.2", "head"]
+CASES: dict[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
+    "repeated blocks": (Stack(), {}, ["blocks.0", "blocks.1", "blocks.2"]),
+    "of a Sequential": (nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4)), {}, ["1", "2"]),
+    "a single block": (Stack(depth=1), {}, []),
+    "bare layers": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), {}, []),
+    "blocks inside of blocks": (nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2)), {}, ["0", "1"]),
+    "class names, before hints": (Hinted(), {"classes": ["Block"]}, ["blocks.0", "blocks.1", "blocks.2"]),
+    "class names, nested": (Stack(depth=1), {"classes": ["Block", "Linear"]}, NESTED),
+    "the class of the model itself": (Stack(), {"classes": ["Stack"]}, []),
+    "large, without blocks": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), {"max_bytes": 100}, ["0", "1"]),
+    "cannot be divided": (nn.Sequential(nn.GRU(128, 256, num_layers=3), nn.Linear(256, 10)), {}, ["0", "1"]),
+    "without parameters": (nn.ModuleList(nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(3)), {}, []),
+}
 
 
-def test_repeated_blocks_of_a_sequential_are_units() -> None:
-    assert choose(nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4))) == ["1", "2"]
-
-
-def test_a_single_block_and_bare_layers_are_not() -> None:
-    assert choose(Stack(depth=1)) == []
-    assert choose(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
-
-
-def test_blocks_inside_blocks_stay_with_them() -> None:
-    outer = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    assert choose(nn.ModuleList(outer)) == ["0", "1"]
+@pytest.mark.parametrize("case", CASES)
+def test_units_are_repeated_blocks_or_what_settings_name(case: str) -> None:
+    model, settings, expected = CASES[case]
+    assert choose(model, **settings) == expected
 
 
 def test_hints_of_hugging_face_models_come_first() -> None:
     assert set(choose(Hinted())) == {"head", *(f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2))}
-
-
-def test_class_names_override() -> None:
-    assert choose(Hinted(), classes=["Block"]) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert choose(Stack(), classes=["Embedding", "Linear"])[0] == "embed"
-
-
-def test_nested_units_by_class_name() -> None:
-    assert choose(Stack(depth=1), classes=["Block", "Linear"]) == [
-        "blocks.0",
-        "blocks.0.inner.0",
-        "blocks.0.inner.2",
-        "head",
-    ]
 
 
 def test_an_unknown_class_is_refused_with_those_there_are() -> None:
@@ -74,20 +66,10 @@ def test_an_unknown_class_is_refused_with_those_there_are() -> None:
         choose(Stack(), classes=["Blok"])
 
 
-def test_the_class_of_the_model_itself_leaves_one_unit() -> None:
-    assert choose(Stack(), classes=["Stack"]) == []
-
-
 def test_large_blocks_are_divided() -> None:
     names = choose(Stack(), max_bytes=100)
     assert names[:2] == ["blocks.0.inner.0", "blocks.0.inner.2"]
     assert not {"blocks.0", "embed", "head"} & set(names)
-
-
-def test_a_large_model_without_blocks_is_divided_by_size() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
-    assert choose(model) == []
-    assert choose(model, max_bytes=100) == ["0", "1"]
 
 
 def wide(into: int, out: int) -> nn.Sequential:
@@ -132,20 +114,10 @@ def test_what_two_modules_share_stays_with_the_root() -> None:
     assert choose(model) == ["middle.0", "middle.2"]
 
 
-def test_a_module_that_cannot_be_divided_is_one_unit() -> None:
-    model = nn.Sequential(nn.GRU(128, 256, num_layers=3), nn.Linear(256, 10))
-    assert choose(model) == ["0", "1"]
-
-
 def test_containers_that_are_never_called_are_no_units() -> None:
     model = nn.Module()
     model.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 8)})
     assert choose(model, max_bytes=100) == ["parts.a", "parts.b"]
-
-
-def test_modules_without_parameters_are_no_units() -> None:
-    model = nn.ModuleList(nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(3))
-    assert choose(model) == []
 
 
 def test_owner_is_the_lowest_unit_above_all_users() -> None:
@@ -163,6 +135,6 @@ paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
 
 
 @given(st.lists(paths, min_size=1, max_size=4), st.sets(paths, max_size=5))
-def test_owner_by_definition(users: list[str], units: set[str]) -> None:
+def test_owner_is_the_longest_unit_above_all_users(users: list[str], units: set[str]) -> None:
     above = [u for u in units if all(user == u or user.startswith(u + ".") for user in users)]
     assert owner_of(users, units) == max(above, key=len, default="")

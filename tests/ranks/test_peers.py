@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all(
     assert capfd.readouterr().err.count("rank 2 (on") == 1  # once, and at once
 
 
-def test_all_answer(elsewhere: None) -> None:
+def test_a_broken_connection_of_living_ranks_names_none(elsewhere: None) -> None:
     store, peers = ranks(3)
     with Answering(store, peers, silent=set()):
         assert peers[1].culprit() == "a peer broke off, though all ranks still answer"

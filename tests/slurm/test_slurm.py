@@ -280,20 +280,6 @@ def test_srun_without_tasks_per_node(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_another_number_of_nodes(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.num_nodes=1", "trainer.devices=1")
-    assert done.returncode == 2, done.stderr
-    assert "expected the 2 processes that srun has started (1 on each of 2 nodes), got 1 x 1 = 1." in done.stderr
-    assert "Set trainer.num_nodes=2 trainer.devices=1" in done.stderr
-
-
-def test_an_address_that_cannot_be_resolved(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1", "--export=ALL,MASTER_ADDR=no-such-node.invalid"])
-    assert done.returncode != 0
-    assert "MASTER_ADDR: expected the address of the node of rank 0, got 'no-such-node.invalid', which" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_plain_srun_is_enough(folder: Path) -> None:
     done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.max_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr

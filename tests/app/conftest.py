@@ -1,0 +1,35 @@
+"""Commands of the app, run in the process of a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command of a module with overrides, in an empty folder: exit code, stdout and stderr."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from lightning_zero.app import train
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(module: ModuleType, *overrides: str) -> tuple[int, str, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(train, "_entered", False)
+        monkeypatch.setattr(sys, "argv", [module.__name__.rpartition(".")[2], *overrides])
+        code = 0
+        try:
+            module.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
