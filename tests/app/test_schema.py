@@ -31,7 +31,6 @@ CONF = ROOT / "lightning_zero" / "conf"
 MACHINES = sorted(f"machine={file.stem}" for file in (CONF / "machine").glob("*.yaml"))  # of plan and submit
 
 
-
 def composed(*overrides: str) -> DictConfig:
     register_schema()
     with initialize_config_module("lightning_zero.conf", version_base="1.3"):

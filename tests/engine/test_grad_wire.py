@@ -414,10 +414,7 @@ def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
     ):
         side.no_sync()
     narrow = {"name": "bf16", "grad_dtype": "bf16"}  # they are added in bf16, as was asked for
-    found = [
-        trained(Model, accumulated(2), wire, stage=stage, precision=narrow)
-        for wire in ("full", "bf16")
-    ]
+    found = [trained(Model, accumulated(2), wire, stage=stage, precision=narrow) for wire in ("full", "bf16")]
     assert_equal(*found)
 
 

@@ -223,6 +223,7 @@ def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
 
 # -- messages through host memory -------------------------------------------------------------------------------------
 
+
 def on_both(build: Any, work: Any, **config: Any) -> None:
     """The same on the host and on devices, to the bit."""
     found = []

@@ -286,9 +286,7 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(slow: int)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("waits_in", ["an agreement", "a call of another's"])
-def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(
-    stage: int, slow: int, waits_in: str
-) -> None:
+def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int, slow: int, waits_in: str) -> None:
     """The gathers that bring it up to date need both ranks, of which one waits already."""
     torch.manual_seed(3)
     module = Model()

@@ -480,9 +480,7 @@ def test_a_scheduler_made_after_add_optimizer_sees_the_steps(stage: int) -> None
 @STAGES
 @PRECISIONS
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
-def test_state_of_module_and_optimizer_goes_out_and_back(
-    stage: int, precision: str, optimizer: MakeOptimizer
-) -> None:
+def test_state_of_module_and_optimizer_goes_out_and_back(stage: int, precision: str, optimizer: MakeOptimizer) -> None:
     def trains(side: Side, steps: range) -> None:
         with autocast(precision):
             for step in steps:

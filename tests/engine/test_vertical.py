@@ -716,9 +716,7 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
         if "Linear" not in classes and count != 56:
             continue
         with beside_plain(Selects, unit={"classes": classes}) as (module, plain, engine):
-            module.head.register_forward_hook(
-                lambda _, args, out, m=module: setattr(m, "most", max(m.most, len(out)))
-            )
+            module.head.register_forward_hook(lambda _, args, out, m=module: setattr(m, "most", max(m.most, len(out))))
             assert any(unit.name == "head" for unit in engine.units) == ("Linear" in classes)
             assert chunks_of(module.head) == K
             batch = tokens(0, rows=ROWS)
