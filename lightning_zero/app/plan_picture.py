@@ -123,8 +123,8 @@ def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | 
     for place, (label, row) in enumerate(zip(first.get_yticklabels(), rows, strict=True)):
         takers = ["your settings"] * is_chosen(row, config) + ["auto takes it"] * ((row.stage, row.offload) == auto)
         lacking = "the budgets" if row.refused else " and ".join(TIER_NAMES[s.tier] for s in row.shortages)
-        verdict = "; ".join(["fits" if row.fits else f"too large for {lacking}", *takers])
+        outcome = "; ".join(["fits" if row.fits else f"too large for {lacking}", *takers])
         style = {"alpha": 1.0 if row.fits else 0.6, "fontweight": "bold" if takers else "normal"}
         label.set(**style)
-        last.annotate(verdict, (1.05, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, **style)
+        last.annotate(outcome, (1.05, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, **style)
     first.set_ylim(len(rows) - 0.4, -0.6)

@@ -56,7 +56,7 @@ from lightning_zero.app.parts import (
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
-from lightning_zero.ranks.resume import REFUSED, give_verdict
+from lightning_zero.ranks.resume import REFUSED, write_outcome
 from lightning_zero.ranks.started_by import launched
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def said_in_a_sentence(error: Exception) -> bool:
 
 def _refuse(message: str, *, final: bool = True) -> None:
     if final:
-        give_verdict(REFUSED)
+        write_outcome(REFUSED)
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -371,7 +371,7 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
         if stop.code == 2 and not _entered and (said := explain_flag(sys.argv[1:], config_name)):
             _refuse(said)
         if stop.code == 1 and not _entered:  # Hydra exits like a failed training when it refuses
-            give_verdict(REFUSED)
+            write_outcome(REFUSED)
             raise SystemExit(2) from None
         raise SystemExit(stop.code) from None
     if sweep.failed:

@@ -1,8 +1,8 @@
 """Keep the tensors that an optimizer steps whole on this rank, and their state.
 
-A *stand-in* replaces a parameter in the optimizer's param groups during a step: a plain Parameter of the same shape and
-strides, with values during a step only. It is the key of the optimizer's state, which lies on the owner's rank (on all
-ranks if masters are replicated), on the tier of the bucket's masters.
+A *full parameter* replaces a parameter in the optimizer's param groups during a step: a plain Parameter of the same
+shape and strides, with values during a step only. It is the key of the optimizer's state, which lies on the owner's
+rank (on all ranks if masters are replicated), on the tier of the bucket's masters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class WholeTensor:
     owner: int  # the rank of its shard group that steps it and saves its state
     group: int
     place: int  # index in the param group
-    stand_in: nn.Parameter | None = None  # on ranks that step it
+    full_param: nn.Parameter | None = None  # on ranks that step it
 
     @property
     def key(self) -> nn.Parameter:
-        """Return the stand-in, the key of the optimizer's state. This rank must have one."""
-        assert self.stand_in is not None
-        return self.stand_in
+        """Return the full parameter, the key of the optimizer's state. This rank must have one."""
+        assert self.full_param is not None
+        return self.full_param
 
     @property
     def travels(self) -> bool:
@@ -57,7 +57,7 @@ class WholeTensor:
 
 
 Key = tuple[Bucket, int]  # bucket and slot
-Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: it, and its flat view in a storage
+FlatStates = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: it, and its flat view in a storage
 
 
 class Owned:
@@ -66,7 +66,7 @@ class Owned:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors: dict[Key, WholeTensor] = {}
-        self._carriers: dict[Bucket, dict[WholeTensor, Carriers]] = {}  # of state that rests off the device
+        self._flat_states: dict[Bucket, dict[WholeTensor, FlatStates]] = {}  # of state that rests off the device
         self._stepped: set[Key] = set()
         self._at_rest: dict[WholeTensor, dict[str, Tensor]] = {}  # resting state, while a copy is on the device
 
@@ -84,24 +84,24 @@ class Owned:
                 found[key] = known
         self.tensors = found
         for tensor in found.values():
-            self._have_stand_in(tensor)
+            self._make_full_param(tensor)
 
-    def _have_stand_in(self, tensor: WholeTensor) -> None:
+    def _make_full_param(self, tensor: WholeTensor) -> None:
         if not tensor.is_here:
-            if tensor.stand_in is not None:
-                self._optimizer.state.pop(tensor.stand_in, None)
-                tensor.stand_in = None
-        elif tensor.stand_in is None:
+            if tensor.full_param is not None:
+                self._optimizer.state.pop(tensor.full_param, None)
+                tensor.full_param = None
+        elif tensor.full_param is None:
             param = tensor.info.param
             grows = param.is_floating_point() or param.is_complex()
-            tensor.stand_in = nn.Parameter(_nothing(tensor), requires_grad=grows)
-            tensor.stand_in.__dict__.update(param.__dict__)  # users' attributes of parameters, which a class may read
+            tensor.full_param = nn.Parameter(_nothing(tensor), requires_grad=grows)
+            tensor.full_param.__dict__.update(param.__dict__)  # users' attributes of parameters, which a class may read
 
     def here(self, bucket: Bucket) -> Iterator[WholeTensor]:
         """Yield the tensors of a bucket that this rank steps."""
         for info in bucket.params:
             tensor = self.tensors.get((bucket, info.slot))
-            if tensor is not None and tensor.stand_in is not None:
+            if tensor is not None and tensor.full_param is not None:
                 yield tensor
 
     def buckets(self) -> list[Bucket]:
@@ -117,7 +117,7 @@ class Owned:
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give a stand-in its values [shape] and gradient, and copy its state to their device."""
+        """Give a full parameter its values [shape] and gradient, and copy its state to their device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -140,8 +140,8 @@ class Owned:
         tensors."""
         if bucket.plan.storage_tier is Tier.device:
             return
-        before = self._carriers.get(bucket, {})
-        now: dict[WholeTensor, Carriers] = {}
+        before = self._flat_states.get(bucket, {})
+        now: dict[WholeTensor, FlatStates] = {}
         for tensor in self.here(bucket):
             known_of = before.get(tensor, {})
             if only is not None and tensor not in only:
@@ -157,12 +157,12 @@ class Owned:
                 if known is None or known[1].untyped_storage()._cdata != leaf.untyped_storage()._cdata:
                     known = leaf, flat_view(leaf)
                 now[tensor][id(leaf)] = known
-        self._carriers[bucket] = now
-        every = [pair for carriers in now.values() for pair in carriers.values()]
-        bucket.storage.adopt(self, [carrier for _, carrier in every])
-        for leaf, carrier in every:
-            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # the storage has moved it
-                leaf.data = carrier.as_strided(leaf.shape, leaf.stride(), carrier.storage_offset())
+        self._flat_states[bucket] = now
+        every = [pair for flat_states in now.values() for pair in flat_states.values()]
+        bucket.storage.attach_state(self, [flat_state for _, flat_state in every])
+        for leaf, flat_state in every:
+            if flat_state.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # the storage has moved it
+                leaf.data = flat_state.as_strided(leaf.shape, leaf.stride(), flat_state.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
         """Yield the state tensors that this rank holds of a bucket."""
@@ -180,17 +180,17 @@ class Owned:
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
         """Yield the state tensors that this rank saves, flat in memory order. The storage need not be open."""
-        carriers = self._carriers.get(bucket, {})
+        flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
-                known = carriers.get(tensor, {}).get(id(leaf))
+                known = flat_states.get(tensor, {}).get(id(leaf))
                 flat = known[1] if known is not None else flat_view(leaf)
                 yield tensor, name, leaf, FlatSlice(flat, 0, leaf.numel())
 
     def drop(self, key: Key) -> None:
         tensor = self.tensors.pop(key)
         self._stepped.discard(key)
-        if tensor.stand_in is not None and self._optimizer.state.pop(tensor.stand_in, None):
+        if tensor.full_param is not None and self._optimizer.state.pop(tensor.full_param, None):
             with opened(tensor.bucket.storage):
                 self.move_to_tier(tensor.bucket)
 
@@ -200,7 +200,7 @@ class Owned:
                 self._optimizer.state.pop(tensor.key, None)
             with opened(bucket.storage):
                 self.move_to_tier(bucket)
-        self.tensors, self._stepped, self._carriers = {}, set(), {}
+        self.tensors, self._stepped, self._flat_states = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
         """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files."""
@@ -218,13 +218,13 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose storage is gone, and make new stand-ins, as its new plan asks."""
-        self._carriers.pop(bucket, None)
+        """Drop the state of a bucket whose storage is gone, and make new full parameters, as its new plan asks."""
+        self._flat_states.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
-                if tensor.stand_in is not None:
-                    self._optimizer.state.pop(tensor.stand_in, None)
-                self._have_stand_in(tensor)
+                if tensor.full_param is not None:
+                    self._optimizer.state.pop(tensor.full_param, None)
+                self._make_full_param(tensor)
 
 
 DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]

@@ -39,7 +39,7 @@ from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
     Piece,
     Route,
-    Traveller,
+    Transfer,
     choose_owners,
     find_route,
     matrix_work,
@@ -210,7 +210,7 @@ class WholeOptimizer(Stepper):
         routes, values = [], []
         for window in filter(None, windows):
             buckets = list(dict.fromkeys(t.bucket for t in window))
-            routes.append(self._find_route(buckets, [traveller_of(t, buckets, every) for t in window]))
+            routes.append(self._find_route(buckets, [transfer_of(t, buckets, every) for t in window]))
             own = [t for t in window if t.is_owner]
             values.append(sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
         return step_peak(routes, values, values)
@@ -250,13 +250,13 @@ class WholeOptimizer(Stepper):
         self._windows = [[tensors[place] for place in window] for window in windows]
         self._arranged, self._routes = arranged, {}
 
-    def _find_route(self, buckets: Sequence[Bucket], travellers: Sequence[Traveller]) -> Route:
-        key = tuple(self._numbers[bucket] for bucket in buckets), tuple(travellers)
+    def _find_route(self, buckets: Sequence[Bucket], transfers: Sequence[Transfer]) -> Route:
+        key = tuple(self._numbers[bucket] for bucket in buckets), tuple(transfers)
         if key not in self._routes:
             if len(self._routes) > MOST_ROUTES:  # the set of parameters with gradients changes from step to step
                 self._routes.clear()
             layouts = [bucket.layout for bucket in buckets]
-            self._routes[key] = find_route(travellers, layouts, self._comm.shard_rank)
+            self._routes[key] = find_route(transfers, layouts, self._comm.shard_rank)
         return self._routes[key]
 
     # -- step ---------------------------------------------------------------------------------------------------------
@@ -356,14 +356,14 @@ class Window:
         used: set[int],
         owned: Owned,
         comm: Communicator,
-        find: Callable[[Sequence[Bucket], Sequence[Traveller]], Route],
+        find: Callable[[Sequence[Bucket], Sequence[Transfer]], Route],
     ) -> None:
         self._comm, self._owned = comm, owned
         self._with_grad = used & {id(t.info.param) for t in tensors if t.bucket.grad_store.is_there}
         self.buckets = list(dict.fromkeys(tensor.bucket for tensor in tensors))
         self._travel = [tensor for tensor in tensors if tensor.travels]
         self.here = [tensor for tensor in tensors if tensor.is_here]
-        there = [traveller_of(tensor, self.buckets, self._with_grad) for tensor in self._travel]
+        there = [transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel]
         self._route = find(self.buckets, there) if there else None
         self._pending: Pending | None = None
         self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # received values and gradients, by id of the tensor
@@ -399,7 +399,7 @@ class Window:
         )
 
     def arrive(self) -> None:
-        """Wait for the message, and give this rank's stand-ins their values and gradients."""
+        """Wait for the message, and give this rank's full parameters their values and gradients."""
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
             for tensor in self._travel:
@@ -441,7 +441,7 @@ class Window:
 
     def send_back(self) -> None:
         """Start sending new values of this rank's tensors to their shards. Collective."""
-        self._flat = {}  # frees the gradients; stand-ins hold the values
+        self._flat = {}  # frees the gradients; full parameters hold the values
         for tensor in self.here:
             tensor.key.grad = None
             if not tensor.travels:
@@ -488,7 +488,7 @@ class Window:
             bucket.storage.wait_for_rest()
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, WholeTensor]]:
-        return ((piece, self._travel[piece.traveller]) for piece in pieces)
+        return ((piece, self._travel[piece.transfer]) for piece in pieces)
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -496,8 +496,8 @@ def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     return data[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def traveller_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Traveller:
+def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
     """Describe ``tensor`` for :func:`find_route`; ``with_grad`` holds ids of the parameters that have a gradient."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
-    return Traveller(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)
+    return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

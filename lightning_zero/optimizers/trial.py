@@ -306,7 +306,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, Optimizer) and id(value) not in memo:  # torch's own copy lacks attributes of the class
         made = memo[id(value)] = object.__new__(type(value))
         for name, held in value.__dict__.items():
-            # Skip modules, whose parameters have no stand-ins, and a scheduler's ``step``, which counts.
+            # Skip modules, whose parameters nothing replaces, and a scheduler's ``step``, which counts.
             if name != "step" and not isinstance(held, nn.Module):
                 made.__dict__[name] = type(held)() if name in HOOKS else _copied(held, memo)
         return made

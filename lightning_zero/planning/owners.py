@@ -86,7 +86,7 @@ def choose_owners(
     return owners
 
 
-class Traveller(NamedTuple):
+class Transfer(NamedTuple):
     """A tensor whose shards are sent to its owner in a window."""
 
     bucket: int  # index of its layout
@@ -99,7 +99,7 @@ class Traveller(NamedTuple):
 class Piece(NamedTuple):
     """Adjacent elements of a tensor, in one rank's shard and in a message."""
 
-    traveller: int  # index in the window
+    transfer: int  # index in the window
     offset: int  # first element, from the tensor's start
     numel: int
     start: int  # first element, from the shard's start
@@ -121,7 +121,7 @@ class Route:
     owned_back: tuple[int, ...]
 
 
-def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], rank: int) -> Route:
+def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
     """Plan what ``rank`` sends and receives in a window. ``layouts``: of all buckets, over the same ranks."""
     ranks = layouts[window[0].bucket].world_size if window else 1
     others = [other for other in range(ranks) if other != rank]
@@ -132,7 +132,7 @@ def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], ran
 
 
 def _lay_out(
-    window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
+    window: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
     """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner). Return pieces and byte counts."""
     pieces: list[Piece] = []
@@ -140,16 +140,16 @@ def _lay_out(
     there = back = 0
     for other, source, owner in pairs:
         first_there, first_back = there, back
-        for index, traveller in enumerate(window):
-            if traveller.owner != owner:
+        for index, transfer in enumerate(window):
+            if transfer.owner != owner:
                 continue
-            slot = layouts[traveller.bucket].slots[traveller.slot]
-            low, high = layouts[traveller.bucket].shard_range(source)
+            slot = layouts[transfer.bucket].slots[transfer.slot]
+            low, high = layouts[transfer.bucket].shard_range(source)
             first, last = max(low, slot.start), min(high, slot.start + slot.numel)
             if first >= last:
                 continue
-            value = round_up((last - first) * traveller.itemsize, MESSAGE_ALIGN)
-            grad = round_up((last - first) * traveller.grad_itemsize, MESSAGE_ALIGN)
+            value = round_up((last - first) * transfer.itemsize, MESSAGE_ALIGN)
+            grad = round_up((last - first) * transfer.grad_itemsize, MESSAGE_ALIGN)
             pieces.append(Piece(index, first - slot.start, last - first, first - low, there, there + value, back))
             there += value + grad
             back += value

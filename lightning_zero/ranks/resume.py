@@ -20,7 +20,7 @@ NOTE = "job.txt"  # in the run folder: names the job that trained there last
 FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that this job has begun to write
 # Names a file that tells the job's script what the end of a run means. The script requeues the job, because a container
 # has no scontrol.
-VERDICT_VARIABLE = "LIGHTNING_ZERO_VERDICT"
+OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
 
 
@@ -119,9 +119,9 @@ def _whole(path: Path) -> bool:
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
 
 
-def give_verdict(word: str) -> bool:
+def write_outcome(word: str) -> bool:
     """Write ``word`` to the file that the job's script reads, and return whether there is one."""
-    path = os.environ.get(VERDICT_VARIABLE)
+    path = os.environ.get(OUTCOME_VARIABLE)
     if path:
         Path(path).write_text(f"{word}\n")
     return bool(path)

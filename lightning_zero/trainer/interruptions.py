@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
-from lightning_zero.ranks.resume import REQUEUE, VERDICT_VARIABLE, give_verdict
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REQUEUE, write_outcome
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
 MEET_S = 10.0  # how long a failed rank waits for the others to fail at the same place
@@ -94,7 +94,7 @@ class Interruptions:
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self.training:
             self._noted = max(self._noted, _REQUEUE)
-        elif self._requeue() and VERDICT_VARIABLE in os.environ:
+        elif self._requeue() and OUTCOME_VARIABLE in os.environ:
             raise SystemExit(1)  # the job's script requeues after this exit; srun ends the other ranks
 
     def _on_term(self, signum: int, frame: Any) -> None:
@@ -203,7 +203,7 @@ class Interruptions:
 
     def _requeue(self) -> bool:
         """Have SLURM, or the job's script, run the job again. Return whether it will."""
-        if give_verdict(REQUEUE) or not self._trainer.is_global_zero:
+        if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
         if "SLURM_ARRAY_JOB_ID" in os.environ:

@@ -80,9 +80,9 @@ module load cuda
 
 run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
-rm -f "$run_dir/verdict"
+rm -f "$run_dir/outcome"
 touch "$run_dir/started"
-export LIGHTNING_ZERO_VERDICT="$PWD/$run_dir/verdict"
+export LIGHTNING_ZERO_OUTCOME="$PWD/$run_dir/outcome"
 
 srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     {sys.executable} -m lightning_zero.train \\
@@ -91,13 +91,13 @@ srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     "data.path='my texts'"
 
 code=$?
-verdict=$(cat "$run_dir/verdict" 2>/dev/null)
+outcome=$(cat "$run_dir/outcome" 2>/dev/null)
 
 # The time is up, and the ranks have saved and left.
-if [ "$verdict" = requeue ]; then
+if [ "$outcome" = requeue ]; then
     scontrol requeue "$SLURM_JOB_ID"
 # A task was killed or failed: at most 3 times without a new checkpoint.
-elif [ $code -ne 0 ] && [ "$verdict" != refused ]; then
+elif [ $code -ne 0 ] && [ "$outcome" != refused ]; then
     new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)
     if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi
     echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"
@@ -130,10 +130,10 @@ def test_options_of_a_site() -> None:
 def test_settings_leave_lines_of_the_script_out() -> None:
     text = text_of(slurm(gpus_per_node=0, tasks_per_node=4), run_dir="/runs/first")
     assert "--ntasks-per-node=4" in text and "gpus" not in text
-    assert 'export LIGHTNING_ZERO_VERDICT="$run_dir/verdict"' in text  # a folder from the root needs no $PWD
+    assert 'export LIGHTNING_ZERO_OUTCOME="$run_dir/outcome"' in text  # a folder from the root needs no $PWD
     text = text_of(slurm(requeue=False))
     assert "#SBATCH --no-requeue" in text
-    assert not any(word in text for word in ("--signal", "scontrol", "VERDICT"))
+    assert not any(word in text for word in ("--signal", "scontrol", "OUTCOME"))
     assert "srun" in text.strip().splitlines()[-3]  # whose exit code is the job's
     text = text_of(slurm(retries=0))
     assert text.count("scontrol requeue") == 1 and "failures" not in text
@@ -154,10 +154,10 @@ def test_a_container_wraps_the_command() -> None:
     ("code", "does", "earlier", "comes_back"),
     [
         (0, "", 0, False),
-        (0, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
-        (143, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
-        (2, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),
-        (143, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),  # some ranks were slower, and were taken down
+        (0, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
+        (143, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
+        (2, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),
+        (143, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),  # some ranks were slower, and were taken down
         (1, "", 0, True),
         (137, "", 2, True),
         (137, "", 3, False),
@@ -175,7 +175,7 @@ def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
         file.write_text(f"#!/bin/sh\n{body}\n")
         file.chmod(0o755)
     (run_dir / "failures").write_text("before\n" * earlier)
-    (run_dir / "verdict").write_text("requeue\n")  # of the stretch before
+    (run_dir / "outcome").write_text("requeue\n")  # of the stretch before
     (run_dir / "step-1.ckpt").touch()
     os.utime(run_dir / "step-1.ckpt", (1, 1))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -186,11 +186,11 @@ def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
 
 
 def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
     monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
     with pytest.raises(SystemExit, match="2"):
         train.main()
-    assert (tmp_path / "verdict").read_text() == "refused\n"
+    assert (tmp_path / "outcome").read_text() == "refused\n"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -357,10 +357,10 @@ def test_ranks_that_do_not_come_are_no_refusal(monkeypatch: pytest.MonkeyPatch, 
     """The job goes back to the queue."""
     from lightning_zero.ranks.rendezvous import StartError
 
-    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
     with pytest.raises(SystemExit), train.refusals():
         raise StartError("rank 3 did not come")
-    assert not (tmp_path / "verdict").exists()
+    assert not (tmp_path / "outcome").exists()
     with pytest.raises(SystemExit), train.refusals():
         raise ConfigError("a mistake")
-    assert (tmp_path / "verdict").exists()
+    assert (tmp_path / "outcome").exists()

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import alone, save_folder
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.master_storage import FlatSlice
-from lightning_zero.engine.whole.values import Lone, Part, TensorParts, Value
+from lightning_zero.engine.whole.values import Part, TensorParts, Unsharded, Value
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
@@ -87,7 +87,7 @@ def test_what_is_cut_anyhow_is_read_in_any_range(
 
 def test_values_that_are_not_sharded_are_read_back(tmp_path: Path) -> None:
     state = {
-        "a": {"plain": torch.arange(3), "turned": torch.arange(6).view(2, 3).t(), "lone": Lone(torch.tensor(2.0))},
+        "a": {"plain": torch.arange(3), "turned": torch.arange(6).view(2, 3).t(), "lone": Unsharded(torch.tensor(2.0))},
         "b": {"groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["x", "y"]}], "none": None},
     }
     save_folder(state, {"epoch": 3}, tmp_path / "a.ckpt")

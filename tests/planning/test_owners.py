@@ -9,7 +9,7 @@ import pytest
 from lightning_zero.planning.layout import lay_out
 from lightning_zero.planning.owners import (
     MESSAGE_ALIGN,
-    Traveller,
+    Transfer,
     choose_owners,
     find_route,
     matrix_work,
@@ -67,26 +67,26 @@ def test_every_element_travels_once_and_both_ends_know_where_it_lies(ranks: int)
     numels = [[700, 33, 1, 4000], [5, 256], [31]]
     layouts = [lay_out(sizes, ranks) for sizes in numels]
     keys = [(b, s) for b, sizes in enumerate(numels) for s in range(len(sizes))]
-    window = [Traveller(b, s, (3 * b + s) % ranks, 4 if b else 8, (0, 2, 4)[s % 3]) for b, s in keys]
+    window = [Transfer(b, s, (3 * b + s) % ranks, 4 if b else 8, (0, 2, 4)[s % 3]) for b, s in keys]
     routes = [find_route(window, layouts, rank) for rank in range(ranks)]
     seen: dict[int, list[tuple[int, int]]] = {}
     for owner in range(ranks):
         for piece in routes[owner].kept:
-            assert window[piece.traveller].owner == owner
-            seen.setdefault(piece.traveller, []).append((piece.offset, piece.numel))
+            assert window[piece.transfer].owner == owner
+            seen.setdefault(piece.transfer, []).append((piece.offset, piece.numel))
         for sender in range(ranks):
             sent, got = routes[sender], routes[owner]
             assert sent.own_sizes[owner] == got.owned_sizes[sender]
             assert sent.own_back[owner] == got.owned_back[sender]
             base_there = sum(sent.own_sizes[:owner]), sum(got.owned_sizes[:sender])
             base_back = sum(sent.own_back[:owner]), sum(got.owned_back[:sender])
-            ours = [p for p in sent.own if window[p.traveller].owner == owner]
+            ours = [p for p in sent.own if window[p.transfer].owner == owner]
             low, high = base_there[1], base_there[1] + got.owned_sizes[sender]
             theirs = [p for p in got.owned if low <= p.value < high]
             assert len(ours) == len(theirs) and (sender != owner or not ours)
             for own, other in zip(ours, theirs, strict=True):
-                assert (own.traveller, own.offset, own.numel, own.start) == (
-                    other.traveller,
+                assert (own.transfer, own.offset, own.numel, own.start) == (
+                    other.transfer,
                     other.offset,
                     other.numel,
                     other.start,
@@ -95,13 +95,13 @@ def test_every_element_travels_once_and_both_ends_know_where_it_lies(ranks: int)
                 assert own.grad - base_there[0] == other.grad - base_there[1]
                 assert own.back - base_back[0] == other.back - base_back[1]
                 assert own.value % MESSAGE_ALIGN == own.grad % MESSAGE_ALIGN == own.back % MESSAGE_ALIGN == 0
-                seen.setdefault(own.traveller, []).append((own.offset, own.numel))
-    for index, traveller in enumerate(window):
+                seen.setdefault(own.transfer, []).append((own.offset, own.numel))
+    for index, transfer in enumerate(window):
         end = 0
         for offset, numel in sorted(seen[index]):
             assert offset == end
             end += numel
-        assert end == numels[traveller.bucket][traveller.slot]
+        assert end == numels[transfer.bucket][transfer.slot]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -110,7 +110,7 @@ def test_a_rank_holds_at_most_two_and_a_half_windows_beside_its_shards(ranks: in
     numels = [4096] * 6
     layouts = [lay_out(numels, ranks)]
     for owners in ([0] * 6, [0, 1] * 3, [1] * 3 + [0] * 3):
-        windows = [[Traveller(0, slot, owners[slot], 4, 4)] for slot in range(6)]
+        windows = [[Transfer(0, slot, owners[slot], 4, 4)] for slot in range(6)]
         whole = 4096 * 8
         for rank in range(ranks):
             routes = [find_route(window, layouts, rank) for window in windows]

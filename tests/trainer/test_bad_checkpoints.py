@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.sharded import read
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
-from lightning_zero.ranks.resume import VERDICT_VARIABLE
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer.saves.checkpoint_files import check_sums
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
@@ -435,11 +435,11 @@ class Stale(ZeroCheckpointIO):
 def test_read_that_the_system_fails_is_no_verdict(tmp_path: Path) -> None:
     """It is no mistake of the user's, and the script of a job starts it again; on no rank."""
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "a.ckpt")
-    os.environ[VERDICT_VARIABLE] = str(tmp_path / "verdict")
+    os.environ[OUTCOME_VARIABLE] = str(tmp_path / "outcome")
     with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: .*Stale file handle"), refusals():
         fit("zero3", tmp_path, plugins=[Stale()], ckpt_path=tmp_path / "a.ckpt")
     dist.barrier()
-    assert not (tmp_path / "verdict").exists()
+    assert not (tmp_path / "outcome").exists()
 
 
 # What is in a file that is no checkpoint.

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
-from lightning_zero.ranks.resume import VERDICT_VARIABLE
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
@@ -47,8 +47,8 @@ class Terminated(Signalled):
 def test_script_of_the_job_is_told_by_a_file_to_requeue(tmp_path: Path) -> None:
     """It requeues: in a container there may be no scontrol."""
     environment = slurm(tmp_path)
-    file = tmp_path / "verdict"
-    os.environ[VERDICT_VARIABLE] = str(file)
+    file = tmp_path / "outcome"
+    os.environ[OUTCOME_VARIABLE] = str(file)
     with pytest.raises(SystemExit) as stop:
         fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[environment])
     assert stop.value.code == 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
-from lightning_zero.ranks.resume import REFUSED, REQUEUE, VERDICT_VARIABLE
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REFUSED, REQUEUE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
@@ -116,19 +116,19 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
 
 def _verdict_lines(run_dir: str | None) -> list[str]:
     here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
-    verdict = f'export {VERDICT_VARIABLE}="{here}$run_dir/verdict"'
-    return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', verdict]
+    outcome = f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"'
+    return ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"', outcome]
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
     """Requeue the job at the time limit and after a failure: srun's exit code does not tell why a task ended."""
-    lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
-    lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
+    lines = ["code=$?", 'outcome=$(cat "$run_dir/outcome" 2>/dev/null)', ""]
+    lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']
     if cluster.retries:
         lines += [
             f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint.",
-            f'elif [ $code -ne 0 ] && [ "$verdict" != {REFUSED} ]; then',
+            f'elif [ $code -ne 0 ] && [ "$outcome" != {REFUSED} ]; then',
             '    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)',
             '    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi',
             '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"',

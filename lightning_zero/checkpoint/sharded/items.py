@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
 from lightning_zero.engine.whole.snapshot import Snapshot
-from lightning_zero.engine.whole.values import Lone, Part, TensorParts
+from lightning_zero.engine.whole.values import Part, TensorParts, Unsharded
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
@@ -109,8 +109,8 @@ def _items(keys: tuple[str, ...], paths: tuple[Path, ...], value: Any, rank: int
                 yield Item(keys, paths, value.dtype, shape, box, order, part)
         if not value.numel() and rank == 0:
             yield _whole(keys, paths, torch.empty(shape, dtype=value.dtype))
-    elif isinstance(value, Lone) or rank == 0:
-        value = value.value if isinstance(value, Lone) else value
+    elif isinstance(value, Unsharded) or rank == 0:
+        value = value.value if isinstance(value, Unsharded) else value
         if isinstance(value, Tensor):
             yield _whole(keys, paths, value.detach())
         else:

@@ -46,18 +46,18 @@ R = TypeVar("R")
 class Phase(Enum):
     BETWEEN = "between passes"
     FORWARD = "a pass is open"
-    TOLD = "in a backward whose end will be told"
-    NOTICED = "in a backward that was noticed by its first event"
+    BACKWARD = "in a backward whose end will be told"
+    IMPLICIT_BACKWARD = "in a backward that was noticed by its first event"
 
 
 LEGAL = {
     (Phase.BETWEEN, Phase.FORWARD),
-    (Phase.FORWARD, Phase.TOLD),
-    (Phase.FORWARD, Phase.NOTICED),
+    (Phase.FORWARD, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.IMPLICIT_BACKWARD),
     (Phase.FORWARD, Phase.BETWEEN),
-    (Phase.TOLD, Phase.BETWEEN),
-    (Phase.NOTICED, Phase.BETWEEN),
-    (Phase.NOTICED, Phase.FORWARD),  # after torch.autograd.grad, without gradients of parameters
+    (Phase.BACKWARD, Phase.BETWEEN),
+    (Phase.IMPLICIT_BACKWARD, Phase.BETWEEN),
+    (Phase.IMPLICIT_BACKWARD, Phase.FORWARD),  # after torch.autograd.grad, without gradients of parameters
 }
 
 
@@ -132,7 +132,7 @@ class Passes:
 
     @property
     def in_backward(self) -> bool:
-        return self.phase in (Phase.TOLD, Phase.NOTICED)
+        return self.phase in (Phase.BACKWARD, Phase.IMPLICIT_BACKWARD)
 
     def _enter(self, phase: Phase) -> None:
         if (self.phase, phase) not in LEGAL:
@@ -397,7 +397,7 @@ class Passes:
         self.hooks.come_last()
         if recording.recorder is not None:
             self.lane.backward_begins()
-        self._enter(Phase.TOLD if explicit else Phase.NOTICED)
+        self._enter(Phase.BACKWARD if explicit else Phase.IMPLICIT_BACKWARD)
         # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
         # Before ``remove``, which sets ``grad`` to None: ``forget_cleared`` would take that for a clear by the user.
@@ -411,9 +411,9 @@ class Passes:
 
     def backward_begins(self) -> None:
         """Begin a backward at its first event, if the engine was not told of it. All backward events call this."""
-        if self.phase is Phase.NOTICED and self._noticed() is None:
+        if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
-        if self.phase is not Phase.TOLD and self.phase is not Phase.NOTICED:
+        if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
             self._begin_backward(explicit=False)
             # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
             # strong reference would keep this object alive, and the pass in its backward.
@@ -439,7 +439,7 @@ class Passes:
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
-        if self.phase is Phase.NOTICED and self._noticed() is None:
+        if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.sharded_grads.forget_cleared()  # the user may have cleared gradients since the failure
             self.abort()
 
@@ -512,12 +512,12 @@ class Passes:
 
     def _graph_task_gone(self) -> None:
         """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
-        if self.phase is Phase.NOTICED:
+        if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 
     @outside_autograd
     def _graph_task_ended(self) -> None:
-        if self.phase is not Phase.NOTICED:
+        if self.phase is not Phase.IMPLICIT_BACKWARD:
             return
         if self.look is not None or any(grads.arrived for grads in self.reducer.grads.values()):
             self._end_backward()

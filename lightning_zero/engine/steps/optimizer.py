@@ -336,7 +336,7 @@ class ShardedOptimizer(Stepper):
             yield
             # Before the storages close: new state must move to its tier, and masters must be readable.
             for bucket in buckets:
-                self.runs.adopt(bucket)
+                self.runs.attach_state(bucket)
                 bucket.copy_master_to_params()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
@@ -356,7 +356,7 @@ class ShardedOptimizer(Stepper):
             with recording.profiled("step", bucket.label), in_worker, torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
                     step(shadow)
-                self.runs.adopt(bucket)
+                self.runs.attach_state(bucket)
 
         return StepJob(bucket, run)
 

@@ -64,7 +64,7 @@ class Runs:
     def step_count(self, run: FlatRun) -> int:
         return self._steps[run.bucket, run.run.fragments[0].index]
 
-    def adopt(self, bucket: Bucket) -> None:
+    def attach_state(self, bucket: Bucket) -> None:
         """Tell the bucket's open storage which state tensors rest beside the master."""
         if not bucket.storage.keeps_state:
             return
@@ -74,13 +74,13 @@ class Runs:
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
             if is_elementwise(name, value, run.tensor)
         ]
-        bucket.storage.adopt(self, states)
+        bucket.storage.attach_state(self, states)
 
     def drop(self, bucket: Bucket) -> None:
         """Drop the runs and state of a bucket that has left the optimizer."""
         self.forget(bucket)
         with opened(bucket.storage):
-            bucket.storage.adopt(self, [])
+            bucket.storage.attach_state(self, [])
 
     # -- cutting --------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Runs:
                 runs.append((group, FlatRun(bucket, run, tensor)))
             self._hand_over(present, runs)
             self._runs[bucket], self._cuts[bucket] = runs, cut
-            self.adopt(bucket)
+            self.attach_state(bucket)
 
     def _wanted(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None) -> list[tuple[int, Run]]:
         fragments = bucket.owned_fragments()
@@ -230,7 +230,7 @@ class Runs:
         with opened(bucket.storage, changed=True):
             for run in self.of(bucket):
                 self._fill_state(run, states, held.pop(run.tensor, {}))
-            self.adopt(bucket)
+            self.attach_state(bucket)
 
     def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))

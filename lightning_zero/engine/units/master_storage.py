@@ -80,7 +80,7 @@ class MasterStorage:
     `changes` becomes another object whenever the masters may have changed.
     """
 
-    keeps_state = False  # `adopt` does something
+    keeps_state = False  # `attach_state` does something
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
@@ -111,7 +111,7 @@ class MasterStorage:
     def wait_for_rest(self) -> None:
         """Wait until the tensors of a closed storage are at rest."""
 
-    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+    def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
         """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The storage must be open.
 
         Earlier states of `owner` are dropped. Several optimizers may step one master.
@@ -174,7 +174,7 @@ class HostStorage(ResidentStorage):
     def read_until(self, event: Event) -> None:
         self._reads = event
 
-    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+    def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
         """Move new states into slabs. The optimizer keeps the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
@@ -330,7 +330,7 @@ class FileStorage(MasterStorage):
         self._enter(Phase.RESTS)
 
     @_by_one_thread
-    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+    def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
         self._states[id(owner)] = list(states)
         wanted = [self.master, *(state for held in self._states.values() for state in held)]
         if [id(t) for t in wanted] != [id(t) for t in self._tensors]:

@@ -205,7 +205,7 @@ def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:
 def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
     """Return the state of ``optimizer`` by parameter name, with the parts that this rank holds. Collective.
 
-    Values of a whole parameter, such as a step count, are :class:`Lone` on the rank that holds its first element.
+    Values of a whole parameter, such as a step count, are :class:`Unsharded` on the rank that holds its first element.
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()

@@ -219,18 +219,18 @@ class TensorParts(Tensor):
         return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
 
 
-class Lone(NamedTuple):
+class Unsharded(NamedTuple):
     """A value that only this rank saves."""
 
     value: object
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy a state with ``tensor_of(leaf)`` for tensors and :class:`Lone` for other values and lists."""
+    """Copy a state with ``tensor_of(leaf)`` for tensors and :class:`Unsharded` for other values and lists."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):
         return {key: parts_for_folder(item, tensor_of) for key, item in entry.items()}
     if isinstance(entry, (list, tuple)) and leaves_in(entry):
         return [parts_for_folder(item, tensor_of) for item in entry]
-    return Lone(entry)
+    return Unsharded(entry)
