@@ -62,7 +62,9 @@ def choose(items: Sequence[pytest.Item], tier: str) -> list[pytest.Item]:
 
 
 def has_only_full_cases(file: pytest.Collector, function: object) -> bool:
-    """Whether the marks of a function and its file alone leave all of its cases to the full tier."""
+    """Return whether the marks of a function and its file alone leave all of its cases to the full tier."""
+    if not inspect.isfunction(function):  # a file may import a whole file of tests, with marks of its own
+        return False
     own = {mark.name for mark in getattr(function, "pytestmark", ()) if isinstance(mark, pytest.Mark)}
     of_file = {mark.name for mark in file.iter_markers()}
     return not (own | of_file) & {"gpu", "slurm"} and ("full" in own or ("full" in of_file and "sample" not in own))

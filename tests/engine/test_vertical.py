@@ -568,6 +568,14 @@ def test_a_tensor_that_leaves_a_unit_is_refused_behind_an_evaluation_too(compile
             module(torch.randn(ROWS, 8))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_runs_a_unit_whole_that_keeps_a_tensor(mode: Callable[[], Any]) -> None:
+    module, x = passes("keeps").eval(), torch.randn(ROWS, 8)
+    with released(module, offload="cpu"), mode():
+        module(x)
+        assert module.blocks[0].kept.shape == (ROWS, 8)
+
+
 def test_a_unit_may_keep_what_has_no_gradient() -> None:
     module = passes("looks")
     with released(module, offload="cpu"):

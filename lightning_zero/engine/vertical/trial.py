@@ -2,7 +2,7 @@
 
 A set of tensors may be divided if two consecutive parts give the results of both parts at once. The smallest such set
 is chosen, so a table that has no effect yet (all zeros) is not divided. A tensor that leaves the call other than by
-results (a hook or attribute keeps it) is refused: made without a graph, it would silently have no gradient.
+results (a hook or attribute keeps it) is refused: it would be the last chunk's, and without a gradient.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ class Trial:
         self._modes = Modes(self._device_type)
         self._alone = True  # the first part is being run; its error is not about the division
         self._around: Context = contextlib.nullcontext
-        self._watches = torch.is_grad_enabled()
 
     def division(self, first: Division | None) -> Division:
         """Find how to divide the call. ``first``: the division of a call of the same kind, which is tried first.
@@ -177,7 +176,7 @@ class Trial:
         inputs = self._inputs
         given = [tensor.clone() for tensor in inputs.rows(tensors, low, rows)]  # the call may change them
         with self._modes.again(), self._in_chunk(), self._around():
-            if self._watches and self._alone:
+            if self._alone:
                 return self._watched(given)
             return take_tensors(inputs.call(self._function, given), given)
 
@@ -185,9 +184,10 @@ class Trial:
         """Run the call with a graph, drop the graph, and refuse tensors that are still alive."""
         # Detached: other hooks would keep the tensors themselves alive.
         saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        with torch.enable_grad(), saves:
+        with torch.inference_mode(False), torch.enable_grad(), saves:  # also in an evaluation, which runs it whole then
             # Clones, because a leaf refuses in-place changes with a misleading message.
-            inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
+            copies = [t.detach().clone() for t in given]  # a graph refuses tensors of inference mode
+            inside = [t.requires_grad_().clone() if t.is_floating_point() else t for t in copies]
             with _Escapes() as made:
                 form, found = take_tensors(self._inputs.call(self._function, inside), inside)
         found = [tensor.detach() for tensor in found]
