@@ -79,7 +79,7 @@ def shard(
 
 
 def node_name() -> str:
-    """Name this node by its host and the number from torchrun, SLURM or the user."""
+    """Name this node by its host and its rank (by torchrun, SLURM or the user)."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 

@@ -96,7 +96,7 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit the contexts of ``stack`` as if they had raised ``error``: this removes an unfinished file."""
+    """Exit ``stack`` as if its body had raised ``error``, if any: an error removes an unfinished file."""
     if error is None:
         stack.close()
         return

@@ -345,7 +345,7 @@ class Communicator:
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Reduction:
-        """Issue the sum over the ranks that share shards and, on a stream, the messages that follow it.
+        """Issue the sum over the ranks that share shards and, on a stream, the messages after it.
 
         On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
         ``whole``, all ranks then get the sums of all slices in ``full``."""

@@ -25,7 +25,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Check the types of the settings of ``key`` (``zero.comm``), and convert other spellings. Raises ConfigError."""
+    """Convert each setting of ``key`` (``zero.comm``) to the type of its field. Raises ConfigError if it cannot."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():

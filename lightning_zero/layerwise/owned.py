@@ -248,7 +248,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what other ranks are sent of a state's value: a :class:`Leaf`, or a small tensor on the host."""
+    """Return what is sent of ``value``: a :class:`Leaf`; of one element or no tensor, a copy on the host."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()

@@ -167,7 +167,7 @@ def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) 
 
 
 def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:
-    """Write in Chrome's trace format, which https://ui.perfetto.dev opens. ``origin``: the moment that becomes 0."""
+    """Return ``ranks`` as a Chrome trace, which https://ui.perfetto.dev opens. ``origin`` becomes its time 0."""
     events = [event for lanes in ranks for event in _events(lanes, origin)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 

@@ -66,7 +66,7 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Prepare a fork in the body, so that forked processes can train. Raise ConfigError if they could not."""
+        """Let forks in the body train, on one thread if need be. Raise ConfigError if they could not."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)

@@ -1,4 +1,4 @@
-"""Precision of the Trainer and of Fabric: contexts and inputs. The engine handles the dtypes of parameters."""
+"""Sets autocast, default dtype and input dtype for the Trainer and Fabric. The engine casts parameters."""
 
 from __future__ import annotations
 

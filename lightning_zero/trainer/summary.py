@@ -77,7 +77,7 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """Return the bytes that this rank was planned to hold and holds, at the end of a run."""
+    """List the bytes of this rank at the end of a run, by role: planned and measured."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

@@ -34,6 +34,7 @@ def full() -> Any:
     return sharded(checkpoint="full")
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_converted_checkpoints_are_those_saved_in_that_form(tmp_path: Path) -> None:
     """The file is the one that would have been saved, and training goes on from each form to the bit."""

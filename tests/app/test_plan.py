@@ -333,6 +333,7 @@ def test_the_copy_does_not_add_to_the_peak_of_a_step() -> None:
 GPUS = ("machine=h100", "machine.host_memory=1TB", "zero/precision=bf16")
 
 
+@pytest.mark.full
 def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, planned: Any) -> None:
     document, without = planned(*GPUS), planned(*GPUS, PLAIN)
     found = document["activations"]

@@ -435,8 +435,9 @@ def failing(rank: int, error: Callable[[], Any], times: int) -> Any:
     return mock.patch.object(DirectTransport, "reduce", maybe)
 
 
+@pytest.mark.full
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_raises_in_the_middle_is_named(stage: int) -> None:
     def error() -> None:
         raise OSError("no buffer")

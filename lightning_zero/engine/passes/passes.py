@@ -296,7 +296,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Restart the numbering of passes after an optimizer step, unless a scope is open."""
+        """Number passes from 0 again after an optimizer step, unless in :meth:`scope`."""
         if self._scope is None:
             self._ordinal = 0
 

@@ -71,7 +71,7 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Count state tensors per parameter so far; where tensors are stepped whole, return this rank's whole state."""
+    """Return how many state tensors a parameter has by now; if tensors are stepped whole, a ``StateOfRank``."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(
