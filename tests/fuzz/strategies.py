@@ -190,10 +190,14 @@ def _comparable(program: p.Program) -> p.Program:
         settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
     if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
         settings = dataclasses.replace(settings, vertical_chunks=1)
-    if any(isinstance(action, p.Raise) and action.alone for action in program.everything()):
+    if _writes_before_a_backward(actions):  # a recomputation takes the new values, torch's own checkpoints too
+        settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
+    raises_alone = any(isinstance(action, p.Raise) and action.alone for action in program.everything())
+    if raises_alone:
         settings = dataclasses.replace(settings, transport="direct")
-    if program.ranks_differ:
+    if raises_alone or program.ranks_differ:
         program = dataclasses.replace(program, model=dataclasses.replace(program.model, body=_unwatched(model.body)))
+    if program.ranks_differ:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         # A unit that is refused in chunks would be so on the ranks that call it only.
@@ -201,17 +205,30 @@ def _comparable(program: p.Program) -> p.Program:
             settings, plain=False, precision=precision, recompute=recompute, vertical_chunks=1
         )
         actions = _for_ranks_that_differ(actions)
-        if "Clamped" in kinds:  # what one rank writes alone, sharding anew replaces by rank 0's values; DDP never does
-            actions = tuple(action for action in actions if not isinstance(action, p.Reshard))
     return dataclasses.replace(program, settings=settings, actions=actions)
 
 
 def _unwatched(nodes: tuple[p.Node, ...]) -> tuple[p.Node, ...]:
-    """Without hooks on gradients, which may be refused on some ranks only."""
+    """Without what may be refused on some ranks only: hooks on gradients, and writes (at the end of the backward)."""
     return tuple(
-        dataclasses.replace(node, n=0 if node.kind == "Watched" else node.n, children=_unwatched(node.children))
+        dataclasses.replace(
+            node,
+            kind="Line" if node.kind == "Clamped" else node.kind,
+            n=0 if node.kind == "Watched" else node.n,
+            children=_unwatched(node.children),
+        )
         for node in nodes
     )
+
+
+def _writes_before_a_backward(actions: tuple[p.Action, ...]) -> bool:
+    """Return whether parameters are written to between a forward and its backward."""
+    waits = False
+    for action in actions:
+        if isinstance(action, p.Write) and waits:
+            return True
+        waits = isinstance(action, p.Forward) or (waits and not isinstance(action, p.Backward))
+    return False
 
 
 def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
