@@ -115,7 +115,7 @@ def test_callbacks_monitor_what_one_key_says(name: str) -> None:
     [
         ("callbacks.early_stopping.mode=up", "callbacks.early_stopping"),
         ("callbacks.best.mode=up", "callbacks.best"),
-        ("+callbacks.early_stopping.patient=3", "callbacks.early_stopping.patient: .* early_stopping.patience"),
+        ("+callbacks.early_stopping.patient=3", "patient: .* Write callbacks.early_stopping.patience"),
     ],
 )
 def test_a_value_that_a_callback_refuses_is_named(override: str, key: str) -> None:
