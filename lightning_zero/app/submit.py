@@ -48,6 +48,23 @@ EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of a memory that is not described
 RUN_DIR_KEY = "hydra.run.dir="
 
+# Errors of sbatch, and the key to change.
+REFUSALS = {
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "account": "cluster.account",
+    "time": "cluster.time",
+    "feature": "cluster.constraint",
+    "reservation": "cluster.reservation",
+    "memory": "cluster.mem",
+    "gres": "cluster.gpus_per_node",
+    "tres": "cluster.gpus_per_node",
+    "cpu count": "cluster.cpus_per_task",
+    "processors": "cluster.nodes, cluster.gpus_per_node, cluster.tasks_per_node or cluster.cpus_per_task",
+    "node count": "cluster.nodes",
+    "node configuration": "cluster.nodes, cluster.gpus_per_node, cluster.cpus_per_task or cluster.mem",
+}
+
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +194,8 @@ def submit(text: str) -> str:
         ) from None
     if done.returncode:
         answer = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
-        raise ConfigError(f"sbatch refuses the job: {answer}. Change cluster.*.")
+        keys = [key for word, key in REFUSALS.items() if word in answer.lower()]
+        raise ConfigError(f"sbatch refuses the job: {answer}. Change {keys[0] if keys else 'cluster.*'}.")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]  # job;cluster
 
 

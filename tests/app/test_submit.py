@@ -287,11 +287,22 @@ def test_mistakes_end_before_sbatch(
     assert not (tmp_path / "script").exists()
 
 
-def test_what_sbatch_refuses_is_said(command: Any, fake_sbatch: Any) -> None:
-    fake_sbatch(error="sbatch: error: invalid partition specified: x")
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    ("answer", "key"),
+    [
+        ("invalid partition specified: x", "cluster.partition"),
+        ("Batch job submission failed: Invalid account or account/partition combination", "cluster."),
+        ("Batch job submission failed: Requested time limit is invalid", "cluster.time"),
+        ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
+        ("something else", "cluster.*"),
+    ],
+)
+def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answer: str, key: str) -> None:
+    fake_sbatch(error=f"sbatch: error: {answer}")
     code, _, err = command(*SMALL)
     assert code == 2
-    assert "error: sbatch refuses the job: invalid partition specified: x. Change cluster.*." in err
+    assert f"error: sbatch refuses the job: {answer}. Change {key}" in err
 
 
 def test_without_sbatch_submit_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
