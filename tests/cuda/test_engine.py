@@ -151,7 +151,7 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{COMM}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
     (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self.event)", 2, {}),
     (f"{COMM}.communicator:Communicator._run", "self.streams.wait(event)", 2, {"stage": 2}),
-    (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu", "order": SIDES}),
+    (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu"}),
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
     (
         f"{UNITS}.grad_store:Landing._land",
@@ -227,7 +227,7 @@ def trains_without(
 def test_without_this_wait_numbers_are_wrong(
     target: str, line: str, world: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    for attempt in range(8):  # which of two threads comes first is not the same each time
+    for attempt in range(20):  # which of two threads comes first is not the same each time
         (folder := tmp_path / str(attempt)).mkdir()
         try:
             run(world, trains_without, target, line, folder, **settings)
