@@ -1,4 +1,4 @@
-"""Presets: the names that ``Trainer(strategy=...)`` knows, each a composition of rows of the config groups."""
+"""Presets: names for ``Trainer(strategy=...)``, each of which stands for a stage, an offload row and a start method."""
 
 from __future__ import annotations
 

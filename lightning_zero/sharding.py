@@ -1,4 +1,4 @@
-"""Shard without Lightning.
+"""Shard a module without Lightning.
 
 ::
 
@@ -52,8 +52,8 @@ def shard(
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, else the CPU. On ``meta`` steps run without values, for their
             order, counts and bytes, over torch's fake process group (``make bench-scale``).
-        sources: first values by names of parameters and buffers, in memory or files. They override ``init_from``.
-        has_values: an engine has trained ``module`` before: ``init_from`` counts for tensors on meta only.
+        sources: initial values by names of parameters and buffers, in memory or files. They override ``init_from``.
+        has_values: whether an engine has trained ``module`` before. Then ``init_from`` fills only tensors on meta.
         long_work: shows progress; default: on rank 0.
         node: names this rank's node; default: :func:`node_name`.
 
@@ -79,13 +79,13 @@ def shard(
 
 
 def node_name() -> str:
-    """Name this node by its host and its rank (by torchrun, SLURM or the user)."""
+    """Return the name of this node: its host, and its number from torchrun, SLURM or the user."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Make the stepper of slices or of whole tensors, by the class of ``optimizer`` and the settings."""
+    """Make the object that steps ``optimizer``: on slices or on whole tensors, by its class and the settings."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

@@ -1,7 +1,7 @@
 """Train a small model at every stage and on every tier of this machine: ``python -m lightning_zero.env --check``.
 
-Each row trains a few steps from the same weights, in one process per GPU (or two on the CPU). Losses must equal those
-under DistributedDataParallel, and resting bytes those of the plan.
+Each row (stage, offload and precision) trains a few steps from the same weights, in one process per GPU (or two on the
+CPU). Its losses must equal those of DistributedDataParallel, and its resting bytes those of the memory plan.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Check rows whose names contain ``text``; exit with 1 at the first failure. ``folder``: where files go."""
+    """Train each row whose name contains ``text``; exit with code 1 at a failure. ``folder``: for offloaded files."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -101,7 +101,7 @@ def _model() -> GPT:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train a few steps and return the losses. The last step's gradients are not cleared."""
+    """Train ``STEPS`` steps and return their losses. The last step's gradients stay, so that they count at rest."""
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):
@@ -116,7 +116,7 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
-    """Train a row, compare its resting bytes with the plan, and return the losses. Collective."""
+    """Train a model with the settings ``row``, compare its resting bytes with the plan's, return losses. Collective."""
     offload: dict[str, Any] = {"name": row.offload}
     if Offload[row.offload].uses_files or row.offload == "auto":
         offload["nvme_path"] = files

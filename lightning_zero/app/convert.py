@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def convert(
     source: str, target: str, to: str = "", dtype: str | None = None, shard_size: str = "", prefix: str | None = None
 ) -> None:
-    """Write the checkpoint ``source`` in another form to the new path ``target``.
+    """Write the checkpoint ``source`` in the form ``to`` to the new path ``target``. For options see the module.
 
     Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
     OSError or RuntimeError, with file and cause, if reading or writing fails.
@@ -86,7 +86,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Replace tensors by StoredTensors, which read and cast when they are written. Tied tensors stay tied."""
+    """Replace each tensor by a StoredTensor, whose values are read and cast only when written. Tied ones stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:
@@ -100,7 +100,7 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace names of parameters by numbers as keys of an optimizer's state, as torch's optimizers do."""
+    """Return an optimizer's state with numbers as keys in place of parameter names, as torch's optimizers have it."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]

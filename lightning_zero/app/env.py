@@ -1,4 +1,4 @@
-"""Report what a bug report needs to know of this machine, as text or JSON; ``--check`` tests the machine.
+"""Print the facts about this machine that a bug report needs, as text or JSON; ``--check`` tests the machine.
 
 Environment variables are shown only if their prefix is harmless and their name does not sound like a secret.
 """
@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Collect all sections. A section that fails holds its error. ``disk``: a folder whose disk is measured."""
+    """Collect the facts of all sections. A failed section holds its error. ``disk``: folder of a disk to measure."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -60,7 +60,7 @@ def facts(disk: str | None = None) -> dict[str, Facts]:
 
 
 def _torch() -> Facts:
-    """Run torch's own report, without processor flags and package lists."""
+    """Return torch's own report (``collect_env``), without processor flags and package lists."""
     from torch.utils.collect_env import get_env_info
 
     found = get_env_info()._asdict()
@@ -179,7 +179,7 @@ def variables(environ: Mapping[str, str]) -> Facts:
 
 
 def _rate(move: Callable[[], Any]) -> str:
-    """Measure the rate of ``move``, which moves ``PROBE_NBYTES``: the best of three calls."""
+    """Time ``move``, which transfers ``PROBE_NBYTES``, and return the best rate of three calls."""
     move()
     seconds = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Instantiate objects from Hydra groups. A wrong key raises a ConfigError; errors of users' classes pass."""
+"""Instantiate objects from Hydra groups. A wrong key raises a ConfigError; errors of users' classes stay unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Name the arguments of a function or class (its bases' too, if it takes ``**kwargs``); ``None``: any."""
+    """Return the argument names of a function or class (with its bases', if it takes ``**kwargs``); ``None``: any."""
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:
         if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):
@@ -69,10 +69,10 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Instantiate ``node``: ``_target_``, maybe ``_partial_``, and arguments.
+    """Call the class ``_target_`` of ``node`` with the other keys; with ``_partial_``, return a function for that.
 
     Args:
-        key: of the node in the configuration, for messages.
+        key: path of ``node`` in the configuration, for messages.
         droppable: arguments that are dropped, with a note, if the target does not take them.
         extra: arguments that are passed if the target takes them.
         needs_extra: the arguments of ``extra`` that the target must take.
@@ -112,7 +112,7 @@ def build(
 
 
 def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
-    """Call ``make``. An error that a class of torch or Lightning raises becomes a ConfigError."""
+    """Call ``make`` to construct ``target``. If that is a class of torch or Lightning, refusals become ConfigErrors."""
     try:
         return make()
     except Exception as error:
@@ -141,7 +141,7 @@ def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
-    """Instantiate every entry that is not null."""
+    """Instantiate every entry of the group ``key`` that is not null."""
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")

@@ -1,4 +1,4 @@
-"""Run the main job inside a cluster's job."""
+"""Run the main job inside a cluster's job: fit the Trainer to the nodes, save before the job ends, and resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator from the cluster. Raises ConfigError if they contradict."""
+    """Set the Trainer's nodes, devices and accelerator by ``cluster.*``. Raises ConfigError if the user set others."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -73,7 +73,7 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
 
 
 def check_inside(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if a run for SLURM was not started by srun: it would train on the login node."""
+    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process: the login node would train."""
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Create Lightning's SLURM environment, which listens for the signal before the time limit."""
+    """Return Lightning's SLURM environment, which listens for the signal before the time limit; empty without SLURM."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     if cluster.name is not ClusterName.slurm:
@@ -94,7 +94,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Load exactly this checkpoint, or none. Lightning on SLURM would otherwise find one of an earlier job."""
+    """Make the Trainer load ``ckpt_path``, or nothing. On SLURM, Lightning would take an earlier job's checkpoint."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
@@ -103,11 +103,11 @@ def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
         del connector._parse_ckpt_path
 
 
-# -- what is kept, and found again ------------------------------------------------------------------------------------
+# -- saving and resuming ----------------------------------------------------------------------------------------------
 
 
 def saves_nothing(config: TrainConfig) -> str | None:
-    """Return the setting that disables checkpoints, if there is one."""
+    """Return the setting, as ``key=value``, that disables checkpoints; ``None`` if they are enabled."""
     if config.trainer.get("enable_checkpointing") is False:
         return "trainer.enable_checkpointing=false"
     fast = config.trainer.get("fast_dev_run")
@@ -125,7 +125,7 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:
-    """Save before leaving on SIGTERM, and every ``save_minutes``."""
+    """Make the strategy save a checkpoint on SIGTERM before it exits, and every ``save_minutes``."""
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
@@ -134,7 +134,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """Return the command that continues the run of command line ``arguments`` from the checkpoint ``path``."""
+    """Say how to continue a run from the checkpoint ``path``. ``arguments``: those of the run's command line."""
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
     if job_name() is not None or (place is not None and place.by != "plain"):
@@ -143,7 +143,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the newest checkpoint of this job if it was restarted, else ``ckpt_path``. All ranks get the same."""
+    """Return the checkpoint to resume from: a restarted job's newest, else ``ckpt_path``. It is equal on all ranks."""
     job = job_name()
     if job is None:
         return config.ckpt_path
@@ -159,7 +159,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
 
 
 def keep_metrics(trainer: Trainer) -> None:
-    """Rename the metrics from before a restart to ``metrics-1.csv`` and so on, because Lightning would delete them."""
+    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on: Lightning would delete it."""
     from lightning.pytorch.loggers import CSVLogger
 
     for logger in trainer.loggers:

@@ -43,7 +43,7 @@ def hydra_raises() -> Iterator[None]:
 
 
 def hydra_prints() -> None:
-    """Restore Hydra's printing of exceptions, without its own frames."""
+    """Let Hydra print exceptions again, without its own frames: undo :func:`hydra_raises`."""
     global _silenced
     if _silenced:
         os.environ.pop(FULL_ERROR, None)
@@ -51,7 +51,7 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Raise ConfigError for keys of typed parts that are not in the schema, or that are a misspelt group."""
+    """Raise ConfigError for a key below ``path`` that its dataclass does not have, or with a ``/`` (no such group)."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)
@@ -69,18 +69,18 @@ def check_keys(node: Any, path: str = "") -> None:
 
 
 class _Conf(NamedTuple):
-    """All valid overrides: the groups with their files, and the settings with dots (groups too)."""
+    """All valid overrides."""
 
-    groups: dict[str, list[str]]
-    settings: set[str]
+    groups: dict[str, list[str]]  # files of each group, such as zero/stage
+    settings: set[str]  # paths with dots of all settings and groups, such as zero.stage
 
     def inside(self, path: str) -> list[str]:
-        """Return the names one level below ``path``; the top level for ``""``."""
+        """Return the names of the settings one level below ``path``; ``""`` is the top level."""
         start = f"{path}." if path else ""
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 
     def named(self, last: str) -> str | None:
-        """Return the group whose last name is ``last``, else the only such setting."""
+        """Return the path that ends in the name ``last``: a group's, else a setting's if it is the only one."""
         same = [k for k in sorted(self.settings) if nearest(last, [k.rpartition(".")[2]], exact=True)]
         groups = [k for k in same if k.replace(".", "/") in self.groups]
         return groups[0] if groups else same[0] if len(same) == 1 else None
@@ -112,14 +112,14 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
 
 
 def explain_flag(arguments: list[str], config_name: str) -> str:
-    """Suggest an override for ``--max_steps 5``. Empty if no setting is similar."""
+    """Suggest an override in place of a flag such as ``--max_steps 5``. Empty if no setting is similar."""
     conf = _known(config_name)
     said = (meant(a.lstrip("-"), conf) for a in arguments if a.startswith("--"))
     return next((f"a setting is written key=value, without dashes. {s}" for s in said if s.startswith("Did")), "")
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """Find the argument that ``text`` is about, else the key (from a file)."""
+    """Return the argument that the error ``text`` is about, else the key that it names (set in a file)."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]
@@ -131,7 +131,7 @@ def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
 
 
 def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
-    """Suggest what an override may have meant, or list the alternatives. ``options``: valid values, if known."""
+    """Suggest the valid override nearest to ``given``, or list the valid ones. ``options``: valid values, if known."""
     key, equals, value = given.lstrip("+~").partition("=")
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:

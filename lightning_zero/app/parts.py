@@ -1,4 +1,4 @@
-"""Build the parts of a run from their groups: precision, optimizer, model, loggers and data."""
+"""Build the parts of a run from their Hydra groups: precision, optimizer, model, loggers and data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def agreed_precision(config: TrainConfig) -> str | None:
-    """Return Lightning's precision for ``zero/precision``. Raises ConfigError if ``trainer.precision`` differs."""
+    """Return the Trainer's precision for ``zero/precision``. Raises ConfigError if ``trainer.precision`` differs."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
     expected = trainer_precision(name)
@@ -40,10 +40,10 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Create the function that makes an optimizer from param groups.
+    """Return a function that makes an optimizer from param groups.
 
-    It is tried on one parameter, or on a matrix if the optimizer takes nothing else (Muon). Raises ConfigError if the
-    optimizer refuses its settings or does not work under ``zero.optimizer``.
+    The function is tried on a vector, then on a matrix if the optimizer refuses vectors (Muon). Raises ConfigError if
+    the optimizer refuses its settings or does not work under ``zero.optimizer``.
     """
     import torch
 
@@ -74,7 +74,8 @@ def build_optimizer(config: TrainConfig) -> Any:
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
     """Build the LightningModule of the group ``model``, with the optimizer if it takes one.
 
-    Defaults for our own model that a user's class does not take are dropped; arguments from the command line are not.
+    The group's defaults are arguments of our ``LitGPT``. A user's class gets only those that it takes. Arguments from
+    the command line (``explicit``) are never dropped.
     """
     from lightning_zero.models.gpt import LitGPT
 
@@ -98,7 +99,7 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def build_loggers(config: TrainConfig) -> list[Any]:
-    """Build the loggers. Raises ConfigError if a package is missing or wandb has no account."""
+    """Build the loggers. Raises ConfigError if a package is missing or nobody is logged in to wandb."""
     loggers = build_all("logger", config.logger)
     for name, logger in zip((n for n, node in config.logger.items() if node is not None), loggers, strict=True):
         if type(logger).__name__ == "WandbLogger" and not logger._offline and is_first():
@@ -107,7 +108,7 @@ def build_loggers(config: TrainConfig) -> list[Any]:
 
 
 def _log_in(key: str) -> None:
-    """Log in to wandb now, because it would prompt while other ranks wait."""
+    """Log in to wandb before the run starts; later, wandb would prompt for an account while other ranks wait."""
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") != "online":
@@ -122,16 +123,16 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Return the arguments that belong to our class and are dropped for another class."""
+    """Return the arguments of ``node`` that may be dropped: those of our class, if ``node`` names another class."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
-    """Check our own data against the ranks of the run.
+    """Check that the ranks of the run can share the data.
 
-    Raises ConfigError if there is less than a batch per rank, or if ``zero.sequence_parallel`` does not divide the
-    ranks or the sequence length.
+    Raises ConfigError if ``zero.sequence_parallel`` does not divide the number of ranks, or, of our own data, the
+    sequence length; and if our own data has less than a batch per rank.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

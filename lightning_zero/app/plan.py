@@ -1,7 +1,7 @@
 """Plan the memory of a run: ``python -m lightning_zero.plan [group=file] [key=value] [machine.gpus=8 ...]``.
 
-Builds the model on the meta device and runs one batch without memory. Shows for every stage and row of ``zero/offload``
-the bytes, whether they fit, what would make them fit, and the time of a step. ``picture=plan`` draws it.
+Builds the model on meta and runs a batch without allocating tensors. Shows for every stage and row of ``zero/offload``
+the bytes, whether they fit, what would make them fit, and the time of a step. ``picture=plan`` draws the bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
-    """Describe the machine from ``asked``, and from this machine where ``asked`` is silent."""
+    """Describe the machine to plan for. Values that ``asked`` does not give come from ``config`` or this machine."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
@@ -63,11 +63,11 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hybrid_shard)
 
 
-# -- for tools --------------------------------------------------------------------------------------------------------
+# -- the JSON document ------------------------------------------------------------------------------------------------
 
 
 def numbers(held: Bytes) -> dict[str, dict[str, int]]:
-    """Convert bytes to plain numbers by tier and role, for JSON."""
+    """Return the bytes ``held``, without zeros, as ``{tier: {role: bytes}}`` for JSON."""
     found: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier}
     for (role, tier), nbytes in sorted(held.items(), key=lambda item: item[0][0].value):
         if nbytes:
@@ -120,7 +120,7 @@ def document(
     choice: Choice | str,
     rates: Rates,
 ) -> dict[str, Any]:
-    """Build the JSON document of the plan. Sizes are bytes."""
+    """Build the document that ``json=true`` prints. Sizes are in bytes."""
     first, model = best(rows), described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
@@ -219,7 +219,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Return the settings for a row. Budgets given for ``auto`` apply to ``auto`` alone."""
+    """Return the offload settings for planning the row ``offload``: the user's if he chose that row, else defaults."""
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 

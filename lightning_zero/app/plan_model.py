@@ -1,4 +1,4 @@
-"""Describe the model of a plan: units and buckets of a module on the meta device, and the activations of one batch."""
+"""Describe a model for the memory plan: the units and buckets of its module on the meta device, and its activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lightning_zero.trainer.memory.planned_states import UnknownStateError, plan
 
 
 def precision_row(config: TrainConfig) -> Precision:
-    """Return the row of ``zero/precision`` that a run would use."""
+    """Return the row of ``zero/precision`` that a run would use, by ``zero/precision`` or ``trainer.precision``."""
     asked = agreed_precision(config)
     asked = PRECISION_ALIASES.get(asked or "", asked)
     return next((row for row in Precision if row.value == asked), Precision.fp32)
@@ -51,13 +51,13 @@ def describe(
     activations: bool = False,
     both_ways: bool = True,
 ) -> Described:
-    """Describe the model of a configuration, built without memory. Exceptions of the model's own code pass.
+    """Build the configured model on the meta device and describe it. Exceptions of the model's own code pass.
 
     Args:
         explicit: keys given on the command line.
-        states: state tensors per parameter; ``None``: counted by a trial step.
-        activations: measure activations.
-        both_ways: with and without activation checkpointing.
+        states: number of optimizer state tensors per parameter; ``None``: count them by a trial step.
+        activations: measure the activations of one batch.
+        both_ways: measure them with and without activation checkpointing.
     """
     precision, zero = precision_row(config), for_layout(config.zero)
 
@@ -77,7 +77,7 @@ def describe(
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
-    """Build the module on the meta device, in the dtype of a run."""
+    """Call ``build`` with the meta device and the default dtype that a run under ``precision`` would have."""
     dtype = torch.get_default_dtype()
     # Keep what a model prints out of the JSON document.
     with contextlib.redirect_stdout(sys.stderr):
@@ -111,7 +111,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """Return the state of every tensor if the optimizer steps whole tensors; else the number of state tensors."""
+    """Count optimizer state: each tensor's, if the optimizer steps whole tensors; else state tensors per parameter."""
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
@@ -122,7 +122,7 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 
 def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
-    """Count the state tensors of a parameter's shape by a trial step, and say whether they are those of slices."""
+    """Step one parameter as a trial. Return how many state tensors have its shape, and whether slices are stepped."""
     sharding = config.zero.optimizer.sharding
     if not config.optimizer:
         return ADAM_STATES, sharding is not Sharding.tensors
@@ -142,7 +142,7 @@ def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
 def with_activations(
     found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
-    """Measure activations with the given activation checkpointing and, with ``both_ways``, the opposite."""
+    """Add a batch's measured activations to ``found``. ``both_ways``: with and without activation checkpointing."""
     zero, precision = for_layout(config.zero), precision_row(config)
     try:
         batch = take_batch()
@@ -165,7 +165,7 @@ def with_activations(
 
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
-    """Return a batch: a made-up one for our own data, which is not read; else the first of the user's data."""
+    """Return a batch to measure: zeros on meta in place of our own data, or the first batch of the user's data."""
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

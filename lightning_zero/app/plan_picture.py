@@ -46,7 +46,7 @@ def check_picture(path: str) -> None:
 def draw(
     path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
 ) -> list[str]:
-    """Write the picture (both formats if ``path`` has no suffix) over existing files, and return the files."""
+    """Write the picture to ``path`` (without a suffix: as PNG and SVG) over existing files. Return the paths."""
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
@@ -72,7 +72,7 @@ def draw(
 
 
 def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
-    """List the first tier, and every other tier that a row uses."""
+    """Return what each panel shows: GPU memory (host memory on a CPU), and each further tier that some row uses."""
 
     def panel(name: str, capacity: int, ranks: int, *tiers: Tier) -> Panel:
         def share(row: Row) -> dict[Role, int]:  # at the moment of the largest sum over the tiers
@@ -101,7 +101,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
         left = [a + b for a, b in zip(left, widths, strict=True)]
     box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # the number may lie on a bar or line
     for place, total in enumerate(totals):
-        beyond = total > end * 0.87  # no room for the number behind the bar
+        beyond = total > end * 0.87  # no space for the number right of the bar
         x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")
         if total:
             ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=ink, bbox=box, zorder=3)
@@ -116,7 +116,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
 
 
 def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
-    """Write the names of the rows on the left; on the right, whether a row fits, is set, or is what ``auto`` takes."""
+    """Label each bar: on the left the row; on the right whether it fits, is the user's, or is what ``auto`` takes."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])

@@ -1,4 +1,4 @@
-"""Print the memory plan: tables of bytes and seconds, shortages, and what would make rows fit."""
+"""Print the memory plan: each stage and offload row with its bytes and seconds, what it lacks, and what would help."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ TIME_COLUMNS = ("gathers", "reductions", "step", "bound by")
 
 @dataclass(frozen=True)
 class Described:
-    """A model with facts for the output."""
+    """A model to plan, with the facts that only the printed text needs."""
 
     model: Model
-    precision: str  # the row
+    precision: str  # row of zero/precision
     other: Activations | None = None  # activations with checkpointing switched the other way; None: not measured
-    why_not: str = ""  # why activations are not known
+    why_not: str = ""  # why activations could not be measured
 
 
 def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
@@ -50,7 +50,7 @@ def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
 
 
 def short_bytes(nbytes: float) -> str:
-    """``1536`` -> ``1.5K``: powers of 1024."""
+    """Format bytes in powers of 1024: ``1536`` -> ``1.5K``."""
     number, _, unit = human_bytes(nbytes).partition(" ")
     return number + unit.removesuffix("iB").removesuffix("B")
 
@@ -62,7 +62,7 @@ def _cell(row: Row, roles: tuple[Role, ...]) -> str:
         if nbytes:
             parts.append((nbytes, short_bytes(nbytes) + TIER_MARKS[tier]))
     most = max((nbytes for nbytes, _ in parts), default=0)
-    return " ".join(text for nbytes, text in parts if nbytes * 100 > most) or "-"  # without tiny parts
+    return " ".join(text for nbytes, text in parts if nbytes * 100 > most) or "-"  # none below 1 %
 
 
 def machine_line(machine: Machine) -> str:
@@ -97,7 +97,7 @@ def _times(row: Row) -> list[str]:
 
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
-    """Build tables of bytes and seconds. If ``width`` is too small, split the first: what fits, what rests where."""
+    """Build the tables of bytes and seconds. If ``width`` columns are too few, peaks and resting bytes get one each."""
     rest = (lambda row: [_cell(row, roles) for roles in ROLE_COLUMNS.values()], tuple(ROLE_COLUMNS))
     peaks, times = (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
     wide = _table(rows, config, None, [rest, peaks])
@@ -112,7 +112,7 @@ def _table(
     lines: box.Box | None,
     parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
 ) -> Table:
-    """Build one table. ``lines``: the frame; ``None``: rich's own, which is wider. ``parts``: groups of columns."""
+    """Build a table framed by ``lines`` (None: rich's default). ``parts``: (function row -> cells, column names)."""
     style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
     table = Table(pad_edge=False, **style)
     for name in ("", "stage", "offload"):
@@ -137,7 +137,7 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
-    """Say for each row that does not fit what would make it fit."""
+    """Say for each row that does not fit what it lacks and what would make it fit; then, which row to try first."""
     return [
         f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
         for row, advice in zip(rows, advices, strict=True)
@@ -171,7 +171,7 @@ def _first_to_try(rows: list[Row]) -> str:
 
 
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
-    """Explain the columns."""
+    """Write the sentences that explain the columns of the tables."""
     several = model.limits.micro_batches > 1
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
     return [
@@ -184,7 +184,7 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
-    """Say what happens to the module after a run."""
+    """Say whether a run ends with a copy of the whole module in host memory, and how many bytes the copy takes."""
     setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
     if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."
@@ -197,7 +197,7 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
 
 
 def activations_line(model: Model, described: Described) -> str:
-    """Say which activations were measured."""
+    """Say how many bytes of activations the peaks include, or why they include none."""
     if model.activations is None:
         return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
     found = model.activations.of(model.samples or model.activations.sizes[0])
@@ -232,7 +232,7 @@ RATE_NAMES = {
 
 
 def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
-    """Say which rates were used for the seconds."""
+    """Say which machine rates the expected seconds assume. ``given``: names of the rates that the user has set."""
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
     if not given:
@@ -245,7 +245,7 @@ def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
 
 
 def _decimal(value: float) -> str:
-    """``2.5e12`` -> ``2.5 T``."""
+    """Format a number in powers of 1000: ``2.5e12`` -> ``2.5 T``."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if value < 1000 or unit == "P":
             return f"{value:.3g} {unit}"
@@ -254,7 +254,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Say what zero/stage=auto zero/offload=auto would choose."""
+    """Say which row ``zero/stage=auto zero/offload=auto`` would choose, and the largest micro-batch that fits it."""
     if isinstance(choice, str):
         return f"auto takes nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
@@ -270,7 +270,7 @@ def show(
     choice: Choice | str,
     rates: str,
 ) -> None:
-    """Print all tables. ``choice``: what ``auto`` chose, or why it could not. ``rates``: a sentence about them."""
+    """Print all tables and sentences. ``choice``: what ``auto`` takes, or why no row fits. ``rates``: a sentence."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
     console = Console(width=width, highlight=False)
     model = described.model

@@ -73,17 +73,16 @@ def _rate(key: str, value: Any) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class MachineConfig:
-    """The machine of a memory plan. ``None``: as this machine.
+    """The machine that a memory plan is for. ``None``: take the value from this machine.
 
     Attributes:
-        gpus: per host.
-        gpu_memory: of one GPU, such as ``80GB``, ``80GiB`` or a number of bytes.
-        host_memory: of one host.
-        nvme: of one host's disk.
-        nodes: hosts.
-        rates: bytes a second of one rank, such as ``50GB``, by the names of
-            :class:`~lightning_zero.planning.speed.Rates`; and ``compute``, FLOPs a second that a model reaches. Missing
-            rates are assumed.
+        gpus: number of GPUs per host.
+        gpu_memory: bytes of one GPU, such as ``80GB``, ``80GiB`` or a number.
+        host_memory: bytes of one host's memory.
+        nvme: bytes of one host's disk.
+        nodes: number of hosts.
+        rates: what one rank reaches per second, by the names of :class:`~lightning_zero.planning.speed.Rates`: bytes
+            such as ``50GB``, and FLOPs for ``compute``. Missing rates are assumed.
     """
 
     gpus: int | None = None
@@ -112,7 +111,7 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Name the run folder: the same on all processes, which may each compute the name, and after a restart."""
+    """Return the run folder's name: the job's, which is equal on all processes and after a restart; else the time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
@@ -124,8 +123,8 @@ def trainer_precision(row: Any) -> str | None:
 def register_schema() -> None:
     """Register the schema and the resolvers with Hydra. May be called again.
 
-    Other apps add ``zero: schema`` to their defaults list to type the group ``zero``, and pass ``precision:
-    ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
+    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``, and pass
+    ``precision: ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")

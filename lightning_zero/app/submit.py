@@ -45,10 +45,10 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 
 EXTRA_KEYS = ("machine", "dry_run")
-PLENTY = 2**60  # bytes of a memory that is not described
+PLENTY = 2**60  # bytes that stand for a memory of unknown size
 RUN_DIR_KEY = "hydra.run.dir="
 
-# Errors of sbatch, and the key to change.
+# Words in errors of sbatch, and the key to change.
 REFUSALS = {
     "partition": "cluster.partition",
     "qos": "cluster.qos",
@@ -69,14 +69,14 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Run the main job's checks on a machine that may lack the cluster's devices. Raises ConfigError."""
+    """Run the main job's checks before submitting; this machine may lack the cluster's devices. Raises ConfigError."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     train.check_checkpoint(config.ckpt_path)
     agreed_precision(config)
     check_saves(config, explicit)
     # Check callbacks and Trainer arguments on the devices of this machine, without fp16 (no CPU supports it) and
-    # without the nodes' folder for files.
+    # without the folder for offloaded files, which may exist on the nodes only.
     offload = config.zero.offload
     if offload.nvme_path is not None:
         offload = replace(offload, nvme_path=os.curdir)
@@ -90,7 +90,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence messages about this machine's devices: they do not apply to the job, and stdout may be the script."""
+    """Silence messages about this machine's devices: they do not apply to the job, and stdout is for the script."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -102,9 +102,9 @@ def _silent() -> Iterator[None]:
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
-    """Describe a node of the cluster for the memory plan. Memory that is not described counts as plenty.
+    """Describe the cluster's nodes for the memory plan. A memory whose size is not given counts as unlimited.
 
-    Raises ConfigError if the described machine has less than ``cluster`` requests.
+    Raises ConfigError if ``asked`` (``machine.*``) has fewer GPUs or nodes than ``cluster`` requests.
     """
     for key, of_cluster in (("gpus", cluster.gpus_per_node), ("nodes", cluster.nodes)):
         there = getattr(asked, key)
@@ -121,7 +121,7 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: Hybri
 
 
 def slurm_memory(mem: str | None) -> int | None:
-    """Convert ``cluster.mem`` to bytes; ``None``: all memory of a node, or a word that only SLURM knows."""
+    """Convert ``cluster.mem`` to bytes. ``None``: not set, 0 (all of a node's memory), or a form only SLURM reads."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", (mem or "").upper())
     if match is None or not int(match[1]):
         return None
@@ -129,7 +129,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Compare the memory plan with the machine and describe it in a line. Raises ConfigError if it does not fit."""
+    """Plan the run's memory and return a line about it. Raises ConfigError if the run does not fit the machine."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model
@@ -171,7 +171,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Return the arguments of the run, without those for submitting only."""
+    """Return the job's arguments of ``lightning_zero.train``: this command's, without the keys of ``submit`` itself."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
     found = [o for o in overrides.task if not ours.match(o)]

@@ -1,7 +1,7 @@
 """Run sweeps: each job as its own command or SLURM job, and a table of the results at the end.
 
-Hydra's basic launcher runs jobs inside one process, where ranks that Lightning starts would run the whole sweep again.
-With own processes, jobs may have any number of ranks, and a failing job does not stop others.
+Hydra's basic launcher runs all jobs in one process, and ranks that Lightning starts there would run the whole sweep
+again. If each job has its own process, it may have any number of ranks, and its failure does not stop the other jobs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ failed: list[int] = []  # numbers of the failed jobs
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise ConfigError if optuna is not installed (Hydra's message would mislead), or for submitit's launcher."""
+    """Raise ConfigError if ``arguments`` choose submitit's launcher, or optuna's sweeper and it is not installed."""
     asked = {a.lstrip("+") for a in arguments}
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
@@ -51,20 +51,20 @@ def check_packages(arguments: Sequence[str]) -> None:
 
 
 def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> list[str]:
-    """Return the arguments of one job without its folder and without options of the sweep itself."""
+    """Return the command-line arguments of one job of a sweep, without the sweep's own options and the run folder."""
     kept = [o for o in hydra_overrides if not re.match(OF_THE_SWEEP, o.lstrip("+~"))]
     return [*overrides, *kept, "hydra.mode=RUN"]
 
 
 def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Start a job on this machine."""
+    """Start a job of a sweep as a process on this machine. ``folder``: its run folder."""
     command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
     environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(command, env=environ, text=True)
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Submit a job. The returned process ends with it, with its exit code. Raises ConfigError without sbatch."""
+    """Submit a job by sbatch, which waits for it and exits with its exit code. Raises ConfigError without sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
@@ -90,8 +90,9 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
     """Run jobs one after the other on this machine, or as many at once as SLURM allows.
 
     Args:
-        config: of the sweep.
+        config: the sweep's configuration.
         loader: Hydra's config loader.
+        jobs: the overrides of each job.
         first: number of the first job.
     """
     started: list[tuple[subprocess.Popen[str], Path, JobReturn]] = []
@@ -123,7 +124,7 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read the results file of a run, or return nothing if the run did not finish."""
+    """Read the results file in a run folder. Empty if the run did not finish."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
     except (FileNotFoundError, ValueError):
@@ -154,9 +155,9 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def print_table(folder: Path, runs: Sequence[Path], metric: str | None, direction: str) -> None:
-    """Print the table, and write it as ``sweep.csv`` and as a picture of ``metric``.
+    """Print the results in the folders ``runs`` as a table; write them to ``sweep.csv`` and draw ``sweep.png``.
 
-    ``metric``: sort key; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``.
+    ``metric``: the metric to sort by and draw; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``.
     """
     from rich.console import Console
     from rich.table import Table

@@ -49,7 +49,7 @@ def perform(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the metrics of a validation after the last step, which runs now if it has not yet. Collective."""
+    """Return the final weights' validation metrics. Validate now unless the fit did after its last step. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     if last.found is not None and last.found[0] == trainer.global_step:
         return last.found[1]
@@ -69,7 +69,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Write ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
+    """Write each rank's ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -126,7 +126,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
 
 
 class LogSettings(Callback):
-    """Pass the settings of a run to its loggers, which get those of model and data from Lightning."""
+    """Pass all settings of a run to its loggers. Lightning itself passes only those of model and data."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = plain(settings)
@@ -151,7 +151,7 @@ def plain(value: Any) -> Any:
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
     """Yield a dictionary, which the body fills with metrics of the task; then print and write them on rank 0.
 
-    This also writes a fit that is interrupted, or fails after its first step. An error in writing ends no run.
+    Results are also written if a fit is interrupted or fails after its first step. An error in writing ends no run.
     """
     metrics: dict[str, float] = {}
     begun, status = time.time(), "finished"
@@ -175,7 +175,7 @@ def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Ite
 def _report(
     config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
 ) -> None:
-    """Print the last lines of a run, and write its results; of a fit also a picture and a page."""
+    """Print the last lines of a run and write its results to the run folder. A fit also gets a picture and a page."""
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:
@@ -209,7 +209,7 @@ def _report(
 
 
 def _checkpoints(trainer: Trainer, folder: Path, begun: float) -> tuple[str | None, str | None]:
-    """Return the last checkpoint of a fit, and the best one if a metric was watched."""
+    """Return the paths of a fit's last checkpoint, and of the best one if a callback monitored a metric."""
     saves = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     newest = newest_checkpoint([folder, *(c.dirpath for c in saves if c.dirpath)], since_ns=int(1e9 * begun))
     last = [c.last_model_path for c in saves if newest is None or os.path.realpath(c.last_model_path) == str(newest)]
@@ -222,7 +222,7 @@ def _first(paths: list[str]) -> str | None:
 
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
-    """Return the command that tests the checkpoint of a finished run, or goes on with another one."""
+    """Suggest the user's next command: test the checkpoint of a finished run, or continue an unfinished run from it."""
     given = [a for a in sys.argv[1:] if not a.startswith("hydra.")]
     if not finished:
         return command_to_go_on(given, checkpoint)

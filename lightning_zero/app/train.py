@@ -1,7 +1,7 @@
 """The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
 
-Everything is checked and built before Lightning starts other processes: a mistake ends in one process with a sentence
-and exit code 2. Errors in training keep their traceback.
+Everything is checked and built before Lightning starts other processes, so that one process reports a mistake, in a
+sentence and with exit code 2. Errors in training keep their traceback.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
-    """Resolve ``trainer.devices=auto`` to a launcher's processes on this node, or two on CPUs."""
+    """Return ``trainer.devices``; for ``auto`` the launcher's processes on this node, else 2 if there is no GPU."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")
@@ -150,7 +150,7 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(config: TrainConfig, trainer: Trainer) -> None:
-    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or if the whole module will not fit."""
+    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or too little memory for ``gather_after_fit``."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
     from lightning_zero.app.plan_model import describe
@@ -180,7 +180,7 @@ def check_checkpoint(path: str | None) -> None:
 
 
 def check_task(config: TrainConfig) -> None:
-    """Raise ConfigError if untrained values would be evaluated, or the task does not give a sweep's metric."""
+    """Raise ConfigError if a task would evaluate untrained weights, or ``predict`` is to give a sweep's metric."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
@@ -256,7 +256,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Describe the run to the strategy, which needs it for ``zero/stage=auto`` and for the table at the end."""
+    """Give the strategy the optimizer's states and the activations, for ``auto`` and the memory table at the end."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy
@@ -309,14 +309,17 @@ def train_config(cfg: DictConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Exit with a sentence and code 2 if the body, a call of Hydra, raises for a mistake in the configuration."""
+    """Turn the body's errors about the configuration into a printed sentence and exit code 2.
+
+    Errors of disks and other ranks also become a sentence, with exit code 1.
+    """
     global _entered
     _entered = True
     hydra_prints()
     try:
         yield
     except ConfigError as error:
-        _refuse(str(error), final=type(error) is ConfigError)  # missing ranks may come the next time
+        _refuse(str(error), final=type(error) is ConfigError)  # else ranks are missing; a requeued job may have them
     except MissingMandatoryValue as error:  # "???" in a user's file
         _refuse(f"{error.full_key}: expected a value, got none. Give {error.full_key}=...")
     except OmegaConfBaseException as error:

@@ -1,11 +1,11 @@
-"""torch's one-file checkpoints, whose bytes several processes write and check.
+"""Write torch's one-file checkpoints from several processes, with checksums, and list their records.
 
 ::
 
     last.ckpt    data.pkl | data/0 | data/1 | ... | version | table of records
 
-``torch.save`` writes the file with holes for tensors. Then ranks write their ranges, and rank 0 writes each record's
-checksum into the table, where any zip tool finds it.
+``torch.save`` writes the file with a hole for the values of each storage. Then ranks write their ranges into the holes,
+and rank 0 writes each record's checksum into the table, where any zip tool finds it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint without its values. ``holes`` has the hole of each storage, by ``_cdata``."""
+    """A checkpoint file that still lacks its tensors' values. ``holes``: a storage's ``_cdata`` -> its record."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
         """Write ``checkpoint`` to the empty file ``fd``. Fake tensors are written as plain tensors of their sizes."""
@@ -106,8 +106,8 @@ class Skeleton:
         """Write the checksums after all values are in the file. Raises RuntimeError for missing or repeated values.
 
         Args:
-            done: pieces that any rank has written.
-            may_have_gaps: whether unwritten bytes of a record are zeros.
+            done: the pieces that all ranks have written.
+            may_have_gaps: whether a record, by its name, may have unwritten bytes; they are zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -125,7 +125,7 @@ class Skeleton:
             archive.comment = b""  # makes zipfile rewrite the table
 
     def _describe(self, name: str, crc: int) -> None:
-        """Put a checksum behind its record, for readers that do not use the table."""
+        """Write a record's checksum after its bytes too, for readers that do not use the table."""
         hole = self._records[name]
         if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
@@ -144,7 +144,7 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on, chunk by chunk through the host."""
+    """Write ``values`` [n], cast to ``dtype``, into ``hole`` from its byte ``start`` on, in chunks through the host."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -164,7 +164,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from pieces in any order. Raises RuntimeError for overlaps and other gaps."""
+    """Compute a record's checksum from its pieces in any order. Raises RuntimeError for overlaps and for other gaps."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position
@@ -183,7 +183,7 @@ def combine(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(4096)
 def _shift(length: int) -> int:
-    """``x ** (8 * length)``."""
+    """Return the polynomial ``x ** (8 * length)``."""
     result = 1 << 31
     for k in range(length.bit_length()):
         if length >> k & 1:
@@ -193,7 +193,7 @@ def _shift(length: int) -> int:
 
 @functools.cache
 def _power(k: int) -> int:
-    """``x ** (8 * 2 ** k)``."""
+    """Return the polynomial ``x ** (8 * 2 ** k)``."""
     return _times(_power(k - 1), _power(k - 1)) if k else 1 << 23
 
 
@@ -210,8 +210,8 @@ def _times(a: int, b: int) -> int:
 
 
 def records_of(file: BinaryIO) -> list[Record]:
-    """Return the records of a torch.save file where zip tools and torch agree. Raises zipfile.BadZipFile if it is not
-    such a file, was cut off, or has a damaged table; OSError from the system."""
+    """Return the records of a file of torch.save, which zip tools and torch must read alike. Raises zipfile.BadZipFile
+    if it is no such file, was cut off, or has a damaged table; OSError from the system."""
     try:
         return _records_of(file)
     except zipfile.BadZipFile:

@@ -2,18 +2,19 @@
 
 ::
 
-    last.ckpt                               the old one, complete all the time
-    .last.ckpt.node0.4711-1.part            the new one, written beside it       (1) write, fsync
-    last.ckpt                               the new one                          (2) rename, (3) fsync of the folder
+    last.ckpt                               the old file, complete all the time
+    .last.ckpt.node0.4711-1.part            the new file, written beside it      (1) write, fsync
+    last.ckpt                               the new file                         (2) rename, (3) fsync of the folder
 
-The new one is written in the target's folder, because a rename is atomic only within a file system.
+The new file is written in the target's folder, because a rename is atomic only within a file system.
 
 A killed process leaves its ``.part``, and the next write into that folder removes it. The writer locks its ``.part``,
-and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's ``.part``
-must also be unchanged for :data:`REST_S`; without locks, any ``.part``.
+and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's ``.part`` is
+removed only if it has not changed for :data:`REST_S`; on a file system without locks, so is any ``.part``.
 
-A folder that is not empty cannot be replaced by a rename, so old and new exchange names (Linux). On other file systems
-the old one becomes ``.old`` for a moment; if the new one never appears, the next write gives the old one its name back.
+A folder that is not empty cannot be replaced by a rename, so the old and the new folder exchange names (Linux). On file
+systems that cannot do so, the old folder is named ``.old`` for a moment. If the process dies then, the next write gives
+the old folder its name back.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iter
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
-    """Do as :func:`written_aside`, but leave errors unchanged. Without ``keep``, remove the part at the end."""
+    """Do as :func:`written_aside`, but leave errors unchanged. Without ``keep``, remove the new file at the end."""
     target = Path(path)
     missing = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit ``stack`` as if its body had raised ``error``, if any: an error removes an unfinished file."""
+    """Exit ``stack`` as if its body had raised ``error``, if any. After an error its unfinished file is removed."""
     if error is None:
         stack.close()
         return
@@ -156,8 +157,8 @@ def _open_part(target: Path, folder: bool) -> Part:
 
 
 def part_name(name: str) -> str:
-    """Return a name for a part. Lightning looks for ``hpc_ckpt_`` and ``last`` anywhere in a name to find checkpoints,
-    so the name begins with a dot and has no ``_``."""
+    """Return a new temporary name for writing ``name``. Lightning takes names with ``hpc_ckpt_`` or ``last`` in them
+    for checkpoints, so this one begins with a dot and has no ``_``."""
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
@@ -194,7 +195,7 @@ def _exchange(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove what dead processes have left in ``folder``, which was changed just now. Return the names."""
+    """Remove ``.part`` and ``.old`` of dead processes; return their names. ``folder`` must have changed just now."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -207,7 +208,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """Remove what a dead process has left. If it is an ``.old`` and ``name`` is free, give the name back instead."""
+    """If the writer of ``path`` is dead, remove it and return True, or give an ``.old`` its ``name`` back."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -219,7 +220,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
             if error.errno not in _NO_LOCKS:
                 return False
             here = False
-        now = path.parent.stat().st_mtime  # by the file system's clock, as all times of files
+        now = path.parent.stat().st_mtime  # the folder has just changed: its time is the file system's clock
         touched = max(p.stat().st_mtime for p in [path, *path.rglob("*")])
         if not here and now - touched <= REST_S:
             return False
@@ -233,7 +234,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
-    """Remove a file or folder. If killed in between, the rest has a temporary name and is removed as a leftover."""
+    """Rename a file or folder to a temporary name, then remove it: a killed process leaves no half checkpoint."""
     gone = Path(path).with_name(part_name(Path(path).name))
     os.rename(path, gone)
     sync_folder(gone.parent)
@@ -252,7 +253,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or a folder with all its contents, durable."""
+    """Wait until a file, or a folder with all its contents, is on the disk (fsync)."""
     if not path.is_dir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -264,7 +265,7 @@ def _sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, if the file system can."""
+    """Wait until the names in a folder are on the disk (fsync), if the file system can."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -284,15 +285,15 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
-    """Start to write a range to the disk without waiting (Linux). Otherwise the disk would idle until the last byte has
-    come. The final ``fsync`` waits and reports errors."""
+    """Start to write a range of the file to the disk, and do not wait (Linux). Without this the disk would idle until
+    all bytes are in the page cache. The final ``fsync`` waits and reports errors."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Find the system's error under that of ``torch.save``. ``outer``: the exception that was already active."""
+    """Return the OSError that caused ``error`` (of ``torch.save``), else ``error``. ``outer``: was active before."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

@@ -16,13 +16,13 @@ from torch import device as Device
 
 from lightning_zero.device import accelerator_of
 
-_PYTHON = struct.Struct("<625I?d")  # 625 ints: the Mersenne Twister; whether a normal is kept; it
+_PYTHON = struct.Struct("<625I?d")  # 625 ints: the Mersenne Twister; whether it holds a spare normal value; that value
 _NUMPY = struct.Struct("<624Ii?d")
 _MERSENNE = "MT19937"
 
 
 class Generators(NamedTuple):
-    """The states of one process. Cheap to take, because a run takes them before each batch."""
+    """The states of one process's generators. Cheap to take, because a run takes them before each batch."""
 
     torch: Tensor
     python: Any
@@ -58,7 +58,7 @@ class Generators(NamedTuple):
             accelerator_of(device).set_rng_state(self.cuda)
 
     def packed(self) -> dict[str, Tensor]:
-        """Return bytes by name; of equal sizes on all ranks that train on the same type of device."""
+        """Return the states as byte tensors by name. Sizes are equal on all ranks with the same type of device."""
         version, words, normal = self.python
         assert version == 3, version
         rows = {"torch": self.torch, "python": _bytes(_PYTHON.pack(*words, normal is not None, normal or 0.0))}
@@ -87,8 +87,8 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
-    """Return the states with which ``rank`` continues. ``table`` holds ``[saved ranks, bytes]`` by name. If the number
-    of ranks has changed, seed from the saved states, with different seeds per rank if these differed."""
+    """Return the states with which ``rank`` continues. ``table`` holds tensors ``[saved ranks, bytes]`` by name. If the
+    number of ranks has changed, make seeds from the saved states: different on each rank if the saved ones differed."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

@@ -1,4 +1,4 @@
-"""Compare checkpoints with their checksums: one per record of a file and per box of a folder."""
+"""Compare the bytes of checkpoints with their checksums: one per record of a file and per box of a folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
 
 
 def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
-    """Yield comparisons, each of which must run before the next is asked for."""
+    """Yield for each record or box a function that compares it. Call it before taking the next, or its file closes."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):

@@ -1,4 +1,4 @@
-"""Small host-side messages by which ranks agree, also before a communicator exists."""
+"""Sends small host-side messages by which ranks agree, also before a communicator exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ApartError(RuntimeError):
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
-    """Make the :class:`Waits` of this rank for the ranks of ``group``. Collective.
+    """Make this rank's :class:`Waits`, which bounds its waits for the other ranks of ``group``. Collective.
 
     ``device``: where this rank trains. All ranks train on the same type of device."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
@@ -41,15 +41,15 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
-    ``what`` is the purpose in words. If it differs between ranks, all raise an ApartError. All raise a TypeError if
-    :func:`dumps` refuses the object of one rank."""
+    ``what``: the purpose in words; if it differs between ranks, all raise an ApartError. ``patient``: wait longer while
+    any rank works. All raise a TypeError if :func:`dumps` refuses the object of one rank."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Do as :func:`gather_objects`, on a given host-side group. Collective."""
+    """Do as :func:`gather_objects`, but send over ``group`` itself, which has a host-side backend. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -85,13 +85,13 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` arrive, while any of them is working. Ignores devices. Collective."""
+    """Wait until all ranks of ``group`` call this, however long one works. Does not wait for devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Return the message with ``value`` and all ranks' message sizes. All raise if one cannot send. Collective."""
+    """Encode ``value`` as a message. Returns it and each rank's message size. All raise if one cannot. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -105,7 +105,7 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send an object of rank ``src`` to all ranks. Blocks as long as any rank is working. Collective.
+    """Send an object of rank ``src`` to all ranks. Blocks, and waits as long as any rank works. Collective.
 
     All ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
@@ -119,8 +119,8 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather ``row``, ``[bytes] uint8`` on the host and equally long on all ranks, on rank 0: ``[ranks, bytes]``; None
-    elsewhere. Blocks. Collective."""
+    """Gather a ``row`` of each rank on rank 0, as ``[ranks, bytes] uint8``; other ranks get None. Rows are on the host,
+    and equally long on all ranks. Blocks. Collective."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
@@ -131,7 +131,7 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather an object per rank on rank 0, in rank order; None elsewhere. Blocks while ranks work. Collective."""
+    """Gather one object of each rank on rank 0, in rank order; other ranks get None. Blocks. Collective."""
     own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own
@@ -150,7 +150,7 @@ def together(
     *,
     patient: bool = False,
 ) -> T:
-    """Run ``act`` on all ranks. If it fails on one rank, all ranks raise and none waits. Collective.
+    """Run ``act`` on all ranks. If it fails on one rank, all ranks raise, and none waits for ever. Collective.
 
     A rank raises the error of its own ``act``. Else it raises the first failed rank's ConfigError, or a
     FailedElsewhereError.

@@ -1,4 +1,4 @@
-"""Collectives on whole buckets, their order and their counts.
+"""Runs collectives on whole buckets, in one order on all ranks, and counts them.
 
 The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (both, so that all stages
 add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends them as messages.
@@ -43,22 +43,22 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """Says what passes send of one bucket."""
+    """Describes what passes send of one bucket. A dtype is None if no such message is sent."""
 
     numel: int
     gathered: torch.dtype | None  # of the gathered parameters
     reduced: torch.dtype | None  # of the summed gradients
-    exchanged: torch.dtype | None  # of gradients that travel by an all-to-all where the transport can
+    exchanged: torch.dtype | None  # of gradients that are sent by an all-to-all where the transport can
     sharded: bool  # each rank gets only its slice of the sum
 
 
 class Communicator:
-    """Collectives of one engine over one group.
+    """Runs the collectives of one engine over one group.
 
     Attributes:
-        shard_rank, shard_size: place among the ranks that share shards: all ranks, or those of this node.
-        node_rank, node_size: place among the node's ranks that share what units keep until the backward; size 0: none.
-        replica: index of the copy of the shards that this rank is a part of.
+        shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
+        node_rank, node_size: the same in the node's group, for which units keep slices until the backward; 0: no group.
+        replica: index of the copy of all shards to which this rank's shard belongs.
         queues: messages are queued on streams of the device, so that the host waits for none.
     """
 
@@ -80,7 +80,7 @@ class Communicator:
 
         Args:
             topology: default: one node, shards divided among all ranks.
-            waits: of this rank, if they exist already.
+            waits: of this rank, if they exist already; None: make them.
             long_work: shows the progress of long work between ranks.
         """
         self.device = device
@@ -110,7 +110,7 @@ class Communicator:
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
-        """Send once what passes will send of each unit, and drop the results. Collective.
+        """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective.
 
         NCCL connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a
         pass the other ranks might be waiting for another message of this rank."""
@@ -143,7 +143,7 @@ class Communicator:
 
     @property
     def exchanges(self) -> bool:
-        """Return whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
+        """Return whether a reduction can be an all-to-all, whose parts may have a narrower dtype than their sum."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     # -- logical operations -------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Communicator:
         return self._reduce(full, label, factor, total_dtype, whole=True)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Put ``shard`` at this rank's place in ``full``, or in a copy of its dtype, and return the whole."""
+        """Copy ``shard`` to this rank's place in ``full``, or in a new buffer of its dtype, and return the buffer."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
@@ -195,9 +195,9 @@ class Communicator:
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards and receive theirs. Collective.
+        """Send parts of ``data`` [bytes] to the ranks that share shards, and receive parts of theirs. Collective.
 
-        ``sizes`` and ``out_sizes`` are bytes to and from each rank, in rank order. Ordered with reductions."""
+        ``sizes``, ``out_sizes``: bytes to and from each rank. All ranks must issue it in one order with reductions."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -211,7 +211,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set ``waits.place`` for the body. After an exception it stays, to tell other ranks where this one stopped."""
+        """Set ``waits.place``, what this rank is doing, for the body. After an exception it stays, for its message."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -288,7 +288,7 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Do as :meth:`all_gather_objects`, but other ranks may be at any other call. Collective."""
+        """Do as :meth:`all_gather_objects`. If other ranks make another such call, all raise ApartError. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -300,7 +300,7 @@ class Communicator:
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
-        """See :func:`together`. Collective."""
+        """Run ``act`` on all ranks, and raise on all if it fails on one: see :func:`together`. Collective."""
         return together(self._parent, self.waits, what, act, undo, patient=patient)
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ class Communicator:
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Reduction:
-        """Issue the sum over the ranks that share shards and, on a stream, the messages after it.
+        """Issue the sum over the ranks that share shards and, on a stream, the messages that follow the sum.
 
         On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
         ``whole``, all ranks then get the sums of all slices in ``full``."""

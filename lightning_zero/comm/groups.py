@@ -1,4 +1,4 @@
-"""Process groups of communicators. Groups are reused, because torch never frees them."""
+"""Makes the process groups of communicators, and reuses them, because torch never frees a group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
-# Of messages on a device: long, because other ranks may queue messages while one works alone; finite, because nothing
-# else ends a device that hangs.
+# Timeout of messages on a device: long, because other ranks may queue messages while one works alone; finite, because
+# nothing else ends a device that hangs.
 DEVICE_TIMEOUT_S = 3600.0
 
 OPERATIONS = (
@@ -36,12 +36,12 @@ OPERATIONS = (
 
 
 def even_alone() -> bool:
-    """Return whether a group of one rank sends its messages all the same. Benchmarks and tests set the variable."""
+    """Return whether even a group of one rank sends messages. Benchmarks and tests set the variable for this."""
     return os.environ.get("LIGHTNING_ZERO_EVEN_ALONE") == "1"
 
 
 class GroupKind(NamedTuple):
-    """The properties that groups must share to be reused."""
+    """Describes a set of groups. A communicator reuses only groups whose properties equal the ones it needs."""
 
     topology: Topology
     backend: str
@@ -52,21 +52,21 @@ class GroupKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator. Groups of one rank are None, unless ``even_alone``."""
+    """Holds the process groups of one communicator. Groups of one rank are None, unless ``even_alone``."""
 
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
     replicate: Any  # ranks with the same shards on other nodes
-    node_gather: Any  # ranks of this node, for what units keep until the backward
+    node_gather: Any  # ranks of this node, which share the slices that units keep until the backward
     control: Any  # host-side, all ranks
     issued: Counter[str] = field(default_factory=Counter)  # operations of this rank, each of :data:`OPERATIONS`
     user: Callable[[], object | None] = lambda: None  # gives the communicator, or None when it is gone
 
     @property
     def all_issued(self) -> list[int]:
-        """Counts of each of :data:`OPERATIONS`. Each kind uses one group in one order, so where all counts agree
-        between ranks, every message has its counterparts. Equal sums would not be enough."""
+        """Return how many operations this rank has issued, for each of :data:`OPERATIONS`. Each kind uses one group in
+        one order. So if all ranks return the same, every message has its counterparts. Equal sums are not enough."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -121,8 +121,8 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _made_when_used() -> Iterator[None]:
-    """Let NCCL make the communicators of a new group at first use. If the default group is bound to a device, NCCL
-    would make them at once by a split that needs all ranks of the default group."""
+    """Let NCCL connect a new group's ranks at its first message. If the default group is bound to a device, NCCL would
+    connect them at once, by a split that needs all ranks of the default group."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -138,8 +138,8 @@ class _Parent(NamedTuple):
 
 
 class GroupPool:
-    """Process groups for reuse, because torch never frees them. Communicators end at moments that differ between ranks,
-    so ranks agree on which groups are free. Groups with differing operations (after an exception) are not reused."""
+    """Keeps process groups for reuse, because torch never frees them. Ranks drop their communicators at different
+    moments, so they agree on which groups are free. Groups with unequal operations (after an exception) stay unused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []
@@ -164,7 +164,7 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """Return the first set of groups that is free on all ranks with equal operation counts, or None. Collective."""
+        """Return the first set of groups that all ranks have free with equal operation counts, or None. Collective."""
         if not made:  # empty on all ranks or on none, because sets are made collectively
             return None
         # -1: in use. Communicators are garbage-collected at different moments, so no rank may decide alone.

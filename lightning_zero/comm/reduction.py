@@ -1,4 +1,4 @@
-"""Handles of operations in flight. A :class:`Pending` is one operation, a :class:`Reduction` up to three in a row."""
+"""Handles of operations in flight: a :class:`Pending` is one operation, a :class:`Reduction` up to three in a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Pending:
-    """A logical operation in flight. Call ``wait`` to use its result on the current stream."""
+    """Handle of one operation in flight. Call ``wait`` to use its result on the current stream."""
 
     _comm: Communicator
     label: str
@@ -29,7 +29,7 @@ class Pending:
     _finish: Callable[[], Tensor] | None  # called once, after the works and the event; returns the result
     _: KW_ONLY
     kind: str = "gather"  # for recordings: ``gather``, ``reduce``, or ``transfer`` where nothing is sent
-    event: Any = None  # the end of what is queued on a stream
+    event: Any = None  # the end of what the operation has queued on a stream
     keep: Tensor | None = None  # memory that another stream reads until the event
     _result: Tensor | None = None
 
@@ -75,9 +75,9 @@ class Pending:
 
 
 class Reduction:
-    """A reduction in flight. ``land`` ends its first phase, the sum of this rank's slice over the ranks that share
-    shards. It then issues the next operation, a sum over replicas or the gather of an all-reduce. So all ranks must
-    land reductions in one order. ``finish`` ends the second phase."""
+    """Handle of a reduction in flight. ``land`` waits for the first phase, the sum of this rank's slice over the ranks
+    that share shards, and issues the next one, a sum over replicas or the gather of an all-reduce. So all ranks must
+    land reductions in one order. ``finish`` waits for all phases."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
         """Start with ``first``. Each of ``later`` gets the previous result and issues the next operation."""
@@ -89,11 +89,11 @@ class Reduction:
         self.nbytes = 0
 
     def done(self) -> bool:
-        """Return whether ``land`` would wait for nothing."""
+        """Return whether ``land`` would return without a wait."""
         return self._now.done()
 
     def land(self) -> bool:
-        """Wait for the current operation and issue the next one. Return whether there was no next one. Collective."""
+        """Wait for the current operation and issue the next one. Return True if there is no next one. Collective."""
         value = self._now.wait()
         if self._later:
             self._now, self._has_landed = self._later.pop(0)(value), True
@@ -108,7 +108,7 @@ class Reduction:
         return self._result
 
     def abandon(self, deadline: float) -> None:
-        """See :meth:`Pending.abandon`."""
+        """Wait for the current operation until ``deadline``, after an exception, and drop it and all later ones."""
         # Ranks that raised before finding the first phase complete never issue the second, so do not wait for it.
         self._now.abandon(time.monotonic() if self._has_landed else deadline)
 
@@ -132,7 +132,7 @@ class SpareBuffers:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer [numel] that nobody uses. Device buffers are freed, because streams may use them."""
+        """Keep a ``buffer`` [numel] that nobody uses. Device buffers are freed, because streams may use them."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
             self._kept.sort(key=attrgetter("nbytes"))

@@ -1,4 +1,4 @@
-"""Messages among the ranks that share a sequence: ``n`` adjacent ranks (``zero.sequence_parallel=n``).
+"""Sends messages among the ranks that share a sequence: ``n`` adjacent ranks (``zero.sequence_parallel=n``).
 
 ::
 
@@ -30,8 +30,8 @@ TOKENS = "a sum over the tokens of a sequence"
 
 
 class SequenceGroup:
-    """The ranks that share a sequence with this rank. ``rank, size``: its place among them, and their number.
-    ``counts``: messages by kind. ``waits``: the engine's, once it exists."""
+    """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index among them.
+    ``size``: their number. ``counts``: messages by kind. ``waits``: bounds waits; the engine's, once it exists."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
         """Make the groups. Collective."""
@@ -66,8 +66,8 @@ class SequenceGroup:
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
 
-        If kinds differ, all raise a ConfigError. On a device, where the host does not wait, the sums are NaN
-        instead."""
+        ``kind``: a number for the kind of mean that is computed. If kinds differ, all raise a ConfigError. On a device,
+        where the host does not wait, the sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -103,7 +103,7 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
-    """Return the group of this rank, a former one if all its ranks have issued equally many messages. Collective.
+    """Return this rank's group: an earlier one if its ranks have issued equally many messages, else new. Collective.
 
     After an exception counts may differ. Then a new message of one rank would be matched with an old one of another."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
@@ -119,7 +119,8 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Simulated ranks, for whole sequences (``OnPaper(1)``) and tensors without values. ``sent``: bytes sent."""
+    """Stands for a group without sending: of one rank (``OnPaper(1)``), or for tensors without values. ``sent``: bytes
+    that a rank would send."""
 
     rank = 0
 

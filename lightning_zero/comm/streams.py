@@ -1,4 +1,4 @@
-"""Streams of one engine, one for each kind of transfer. On the host all methods do nothing.
+"""Runs the transfers of one engine on streams, one for each kind of transfer. On the host all methods do nothing.
 
 ::
 
@@ -9,11 +9,11 @@
     push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
-The owner keeps memory that another stream reads until compute has waited for ``e1``. So no ``record_stream`` is needed.
+Memory that another stream reads is kept until compute has waited for ``e1``. So no ``record_stream`` is needed.
 
-Gathered parameters lie in the gather stream's pool, which nothing else uses. ``r`` is the last use of memory given back
-to that pool. A gather waits for the last ``r`` and the last change of the values it sends, but not for what compute has
-queued since. So it can start while compute is still busy.
+Gathered parameters lie in the gather stream's memory pool, which nothing else uses. When their memory goes back to the
+pool, ``r`` marks compute's last use of it. A gather waits for the last ``r`` and for the last change of the values that
+it sends, but not for what compute has queued since. So it can start while compute is still busy.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Allocate from the pool of ``kind``'s stream inside the ``with``. Fill it inside :meth:`on_free_memory`."""
+        """Allocate the body's memory from the pool of ``kind``'s stream. Fill it inside :meth:`on_free_memory`."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, after all uses of given-back memory and the last change of values to
-        send."""
+        """Run the body on the stream of ``kind``, after the last uses of memory that went back to its pool, and after
+        the last change of the values that gathers send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None
@@ -89,11 +89,11 @@ class Streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
     def change(self) -> None:
-        """Note that the current stream changes values that gathers send. Later gathers wait for the change."""
+        """Note that the current stream changes values that gathers send. Later gathers wait for this change."""
         self._settled = None
 
     def settled(self) -> Any:
-        """Return an event after the last change of what gathers send; None without streams."""
+        """Return an event after the last change of the values that gathers send; None without streams."""
         if self._settled is None:
             # Record now, at the first gather that needs it: one event for all changes of a step.
             self._settled = self.accelerator.record()
@@ -102,8 +102,8 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory`` of the current or reduce stream's pool until ``event``, because another stream reads it.
-        Beyond :data:`HELD` blocks these two streams, not the host, wait for the oldest."""
+        """Keep ``memory``, of the current or the reduce stream's pool, until ``event``: another stream reads it. Beyond
+        :data:`HELD` blocks these two streams, not the host, wait for the oldest event."""
         # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
@@ -113,7 +113,7 @@ class Streams:
                 pass
 
     def let_go(self) -> None:
-        """Drop all kept memory, because the host has waited for the device."""
+        """Free all memory of :meth:`hold`, because the host has waited for the device."""
         self._held.clear()
 
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""How logical operations become messages."""
+"""Sends logical operations (gather, reduce, exchange) as messages of a backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """How logical operations become messages. All methods are asynchronous, collective and need contiguous tensors.
+    """Sends logical operations as messages. All methods are asynchronous, collective and need contiguous tensors.
     ``exchanges``: it can reduce by :func:`exchange`. ``waits_on_host``: the host waits even for messages of a
     device."""
 
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
-        """Fill several tensors as :meth:`gather` does. ``finish`` returns only the first one. Collective."""
+        """Fill several tensors as :meth:`gather` does. ``finish`` of the result returns the first one. Collective."""
         sent = [self.gather(full, among) for full in fulls]
 
         def finish() -> Tensor:
@@ -219,8 +219,8 @@ class HostTransport(Transport):
 
 def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
     """Choose the transport for ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with few ranks, else
-    ``plain``, which up to :data:`EXCHANGE_MAX_RANKS` ranks reduces by an all-to-all where terms are narrower than their
-    sum."""
+    ``plain``. With ``auto`` and up to :data:`EXCHANGE_MAX_RANKS` ranks, ``plain`` reduces by an all-to-all if gradients
+    have a narrower dtype than their sum."""
     host_side, auto = backend == "gloo", name is TransportName.auto
     transport: Transport
     if name is TransportName.direct or (auto and host_side and world_size <= DIRECT_MAX_RANKS):

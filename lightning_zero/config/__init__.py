@@ -2,8 +2,8 @@
 
 ::
 
-    groups      the dataclasses of zero/*: schema and reference
-    settings    ZeroConfig: all groups, the arguments of ZeroStrategy
+    groups      the dataclasses of the groups zero/*, with what each setting means
+    settings    ZeroConfig: all groups together, the arguments of ZeroStrategy
     names       enums of allowed values, and ConfigError
     values      types of settings, and sizes such as 80GB
     rows        makes settings from keywords, row names and other settings

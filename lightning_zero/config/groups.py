@@ -1,4 +1,4 @@
-"""The groups of settings, the schema of ``zero/*``. Each checks its values before any process starts."""
+"""The dataclasses of the setting groups ``zero/*``. Each checks its own values, before any process starts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class StageConfig:
 
     Attributes:
         name: ``zero0`` replicates everything (like DDP); ``zero1`` shards optimizer state and master weights; ``zero2``
-            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest row that fits; under
-            ``zero/offload=auto`` it chooses that row too.
+            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest stage that fits into
+            memory; with ``zero/offload=auto`` it chooses the row of ``zero/offload`` too.
     """
 
     name: Stage = Stage.zero3
@@ -40,7 +40,7 @@ class StageConfig:
 
 
 def check_rounding(stochastic: bool, precision: Precision) -> None:
-    """Raise ConfigError unless weights rest in bf16, which alone are rounded at a step."""
+    """Raise ConfigError for stochastic rounding without bf16 weights: others are not rounded in a step."""
     if stochastic and precision is not Precision.bf16_true:
         raise ConfigError(
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
@@ -50,7 +50,7 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
 
 
 def check_state_dtype(state: StateDtype, precision: Precision) -> None:
-    """Raise ConfigError for bf16 state beside two-byte masters: it would not be narrower."""
+    """Raise ConfigError for bf16 optimizer state beside two-byte masters: it would save no memory."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) or int8 with zero/precision="
@@ -60,7 +60,7 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
 
 
 def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtype: DType | None) -> None:
-    """Raise ConfigError for bf16 messages unless gradients are made in bf16 and summed in fp32."""
+    """Raise ConfigError for sending gradients in bf16 unless autograd makes them in bf16 and ranks sum them in fp32."""
     if wire is not GradCommDtype.bf16:
         return
     mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
@@ -87,12 +87,12 @@ class PrecisionConfig:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
             in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
             ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``.
-        reduce_dtype: dtype of gradients in messages. ``None``: fp32; with one dtype everywhere, that one.
+        reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the one dtype that is used everywhere.
         grad_dtype: dtype of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
-        fp32_modules: class names (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So do
-            inputs of parametrizations.
-        stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 at random, right on
-            average; rounding to nearest would lose changes below 1/512 of a weight.
+        fp32_modules: module classes (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So
+            do parameters from which parametrizations compute weights.
+        stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
+            so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
     """
 
     name: Precision | None = None
@@ -138,8 +138,8 @@ class OffloadConfig:
             A preset string takes it from ``LIGHTNING_ZERO_NVME_PATH``.
         device_budget: bytes of optimizer state, master weights and gradients on a rank's device under ``auto``.
             ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes of host memory at rest of one rank. ``None``: bounded by the available memory.
-        nvme_budget: bytes of files of one rank. ``None``: the disk's free bytes.
+        host_budget: bytes that one rank may keep at rest in host memory. ``None``: bounded by the available memory.
+        nvme_budget: bytes of files that one rank may write. ``None``: the disk's free bytes.
     """
 
     name: Offload = Offload.none
@@ -188,7 +188,7 @@ class UnitConfig:
     Attributes:
         classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else
             repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
-            is divided into modules of at most an eighth of the model. The model's own class: it is one unit.
+            is divided into modules of at most an eighth of the model. The model's own class makes it one unit.
         max_bytes: larger units that ``classes`` does not name are divided into their children if possible.
         whole_batch: class names; units of these classes, or containing one, run on the whole batch under
             ``zero.vertical_chunks``.
@@ -208,14 +208,14 @@ class CommConfig:
     """Group ``zero/comm``: how messages are sent.
 
     Attributes:
-        transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and reduces
-            by an all-to-all and a local sum, which is several times faster on gloo with few ranks; ``auto`` chooses.
+        transport: ``plain`` uses all-gather and reduce-scatter of NCCL or gloo; ``direct`` gathers by broadcasts and
+            reduces by an all-to-all and a local sum, several times faster on gloo with few ranks; ``auto`` chooses.
         hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
-            gathers stay within nodes but ranks hold more; ``node_backward`` shards over all ranks, but each node keeps
-            units for the backward's gathers. ``auto`` takes ``node`` on several nodes of equal size if at most half of
-            the memory is used, else ``flat``.
-        grad_comm_dtype: dtype of messages with bf16 gradients that are summed in fp32. ``auto``: bf16 wherever that
-            gives the same sums as ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be
+            gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
+            keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
+            nodes of equal size if at most half of the memory is used, else ``flat``.
+        grad_comm_dtype: dtype in which bf16 gradients are sent if they are summed in fp32. ``auto``: bf16 wherever the
+            sums are the same as with ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be
             needed. See ``docs/communication.md``.
     """
 
@@ -241,8 +241,8 @@ class CheckpointConfig:
         name: ``full``: one ordinary file, written by all ranks. ``sharded``: a folder in the format of PyTorch's
             distributed checkpoints, one file per rank; all ranks must see it.
         exclude_frozen: leave out frozen parameters (adapters); a resumed run keeps its own.
-        verify: compare with checksums before loading. ``None``: when a restarted job resumes.
-        background: train on while a folder is written. Values that change meanwhile are copied to host memory first.
+        verify: compare a checkpoint with its checksums before it is loaded. ``None``: only if a restarted job resumes.
+        background: train on while a folder is written. Values that training changes are copied to host memory first.
     """
 
     name: CheckpointFormat = CheckpointFormat.full

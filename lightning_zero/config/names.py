@@ -21,7 +21,7 @@ class Stage(Enum):
 
 
 class Precision(Enum):
-    """The values are those of ``Trainer(precision=)``."""
+    """Rows of ``zero/precision``. Their values are the names that ``Trainer(precision=)`` uses."""
 
     fp32 = "32-true"
     bf16 = "bf16-mixed"
@@ -44,12 +44,12 @@ class Offload(Enum):
 
     @property
     def uses_files(self) -> bool:
-        """Whether something always rests in files; under ``auto`` it may."""
+        """Return whether parameters or optimizer state always rest in files. Under ``auto`` they may."""
         return "nvme" in self.name
 
     @property
     def moves_params(self) -> bool:
-        """Whether parameters rest off the device, which takes stage 3."""
+        """Return whether parameters rest off the device, which is possible at stage 3 only."""
         return self in (Offload.cpu, Offload.optimizer_cpu_param_nvme, Offload.nvme)
 
 
@@ -119,7 +119,7 @@ ROWS: dict[str, type[Enum]] = {
 }
 
 
-# Other names for our values.
+# What users of other tools may write -> our name.
 OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
 OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary"}

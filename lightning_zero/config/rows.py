@@ -1,4 +1,4 @@
-"""Make settings from keywords and row names, and replace rows."""
+"""Make a ZeroConfig from keywords and row names, and replace its stage or offload row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zero.config.values import kinds_of
 
 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
-    """Make a :class:`ZeroConfig` from the keywords of :class:`~lightning_zero.ZeroStrategy`.
+    """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
     ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
     ``comm`` and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
@@ -31,13 +31,13 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
             )
         known[key] = _convert(key, value)
     made = ZeroConfig(**known)
-    if base == ZeroConfig():  # a restaged run goes on with all its settings
+    if base == ZeroConfig():  # restage keeps all other settings, even if they have no effect at the new stage
         check_prefetch(made)
     return made
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """Return the folder from the environment for a row of ``zero/offload`` that uses files."""
+    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a row of ``zero/offload`` that uses files, else ``None``."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
@@ -47,7 +47,7 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError if the stage is ``auto`` or sequences are shared, for which only ZeroStrategy sees enough."""
+    """Raise ConfigError, for ``shard`` and Fabric, if the stage is ``auto`` or ``sequence_parallel`` is above 1."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -63,7 +63,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Replace stage ``auto`` by any stage, because the buckets are the same at every stage."""
+    """Return ``config`` with a stage in place of ``auto``, to lay out buckets, which are equal at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -82,7 +82,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the rows that ``auto`` may choose, with their settings. Rows with files need a given folder."""
+    """List the rows that ``auto`` may choose, with their settings; rows that use files, only if a folder is given."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
@@ -100,9 +100,9 @@ def with_rows(
     """Replace the row of ``zero/stage``, of ``zero/offload``, or both.
 
     Args:
-        stage: a row's name or a stage's number; ``None``: keep.
-        offload: a row's name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep.
-        settings: for an ``offload`` name, where its other settings come from; default: ``config``.
+        stage: a row's name or a stage's number; ``None``: keep the stage.
+        offload: a row's name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep the row.
+        settings: if ``offload`` is a name, the other settings of the new row; default: those of ``config``.
 
     Raises ConfigError for an unknown row, rows that exclude each other, or a setting without effect.
     """

@@ -39,23 +39,23 @@ class ZeroConfig:
     Attributes:
         prefetch_bytes: bytes of parameters that may be gathered ahead of compute. One unit of any size is always
             gathered ahead, unless this is 0.
-        keep_gathered_bytes: bytes of units, the last first, that stay gathered between forward and backward, which
-            saves their second gather. The last unit always stays.
-        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has one to itself. Bounds the buffers of
-            reductions.
+        keep_gathered_bytes: bytes of units that may stay gathered between forward and backward, which saves their
+            second gather. The last units are kept first; the very last always stays.
+        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has its own bucket. This bounds the
+            buffers of reductions.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
             the backward; ``offload``: these inputs also wait in host memory.
-        vertical_chunks: parts of the batch that go through each unit one after the other before the next unit (vertical
-            accumulation): as many backwards, but one gather. Needs ``activation_checkpointing``.
-        dynamic_graph: ranks may take different paths through the model, and agree on every gather by a small message.
+        vertical_chunks: number of parts of the batch; all parts go through a unit, one after the other, before the next
+            unit (vertical accumulation), so that one gather serves all. Needs ``activation_checkpointing``.
+        dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small message.
         init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
             device. A loaded checkpoint takes precedence.
-        stall_timeout_s: seconds that a rank waits for others before it raises with unit, ranks and places.
+        stall_timeout_s: seconds that a rank waits for others before it raises an error that says where each rank is.
         gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
-            room.
-        timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and a page.
-        sequence_parallel: adjacent ranks that share each sequence by positions (Ulysses) and get the same batch. Shards
-            are divided over all ranks as always.
+            enough memory.
+        timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and an HTML page.
+        sequence_parallel: number of adjacent ranks that get the same batch and divide each sequence by positions
+            (Ulysses). Shards are divided over all ranks as always.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -188,7 +188,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
 
 
 def check_rows(stage: Stage, offload: Offload) -> None:
-    """Raise ConfigError if the stage excludes the row of ``zero/offload``."""
+    """Raise ConfigError if the row of ``zero/offload`` is not possible at the stage."""
     if offload is not Offload.none and stage is Stage.zero0:
         raise ConfigError(
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "

@@ -22,8 +22,8 @@ class DatasetText(LanguageData):
 
     Args:
         path: a folder written by ``save_to_disk``; else a text file, folder or glob.
-        split: of a folder with several splits; ``null``: ``train``.
-        column: that holds the text; each file is a document in the column ``text``.
+        split: the split to use, if the folder has several; ``null``: ``train``.
+        column: the column that holds the text. Text files have a column ``text``, in which each file is a document.
         tokenizer: a folder with a Hugging Face tokenizer. ``null``: each byte is a token.
         block_size, batch_size, val_fraction, split_seed, num_workers: see :class:`~lightning_zero.data.text.TextData`.
 
@@ -60,7 +60,7 @@ class DatasetText(LanguageData):
             raise ConfigError(f"data.column: expected a column of text, got {dtype} in {column!r}. Change data.column.")
 
     def _pieces(self) -> Any:
-        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. The library caches them."""
+        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. The package caches them."""
         from datasets.fingerprint import Hasher
 
         rows = self.dataset.select_columns([self.column])

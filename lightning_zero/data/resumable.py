@@ -1,7 +1,7 @@
-"""Load batches of all data modules. In training a loader continues in the middle of an epoch, also with another number
+"""Load batches for all data modules. A training loader can continue in the middle of an epoch, also with another number
 of ranks or batch size.
 
-Seed and epoch alone give one permutation for all ranks, which take turns in it::
+Seed and epoch alone determine one order of items for all ranks. The ranks take its items in turns::
 
     order    | 7 3 | 9 1 | 4 8 | 0 2 | 6 5 |      batches of one item, two ranks
                           ^ 4 items are done: two ranks continue with 4 8, four ranks with 4 8 0 2
@@ -28,7 +28,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
     Attributes:
         start: items of this epoch that all ranks together have trained on.
-        left: items of this rank in the first pass; ``None``: of a whole epoch.
+        left: items of this rank in the first pass; ``None``: as many as in a whole epoch.
     """
 
     def __init__(self, data: Dataset[Any], *, num_replicas: int, rank: int, seed: int) -> None:
@@ -50,7 +50,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A loader that saves its position, as trained items of the epoch over all ranks, in Lightning's checkpoints."""
+    """A loader whose position Lightning's checkpoints save: the items of the epoch that all ranks have trained on."""
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer
@@ -94,7 +94,7 @@ class ResumableLoader(DataLoader[Tensor]):
         self._recount(steps)
 
     def _recount(self, steps: int) -> None:
-        """Correct Lightning's count of batches in this epoch, because the batch size may have changed."""
+        """Set Lightning's count of batches done in this epoch to ``steps``, because the batch size may have changed."""
         assert self._trainer is not None
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         current, shift = progress.current, steps - _processed(progress)
@@ -103,13 +103,13 @@ class ResumableLoader(DataLoader[Tensor]):
 
 
 def _processed(progress: Any) -> int:
-    """Return the processed count, which Lightning's types lack."""
+    """Return the number of processed batches or epochs, an attribute that Lightning's types lack."""
     count: int = progress.current.processed
     return count
 
 
 class LanguageData(LightningDataModule):
-    """Loaders of ``train_data`` and ``val_data``, which subclasses make. Tests and predictions read ``val_data``."""
+    """Makes loaders of ``train_data`` and ``val_data``, which subclasses set. Test and predict use ``val_data``."""
 
     train_data: Any
     val_data: Any

@@ -1,4 +1,4 @@
-"""Make up learnable tokens: ``data=synthetic``. Reads and writes no files."""
+"""Generate random tokens that a model can learn: ``data=synthetic``. Reads and writes no files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRANCHES = 4  # tokens that may follow a token
 class Walks(Dataset[Tensor]):
     """Random walks ``[block_size + 1] int64`` on a graph where each token has :data:`BRANCHES` followers.
 
-    The best loss is log2(4) = 2 bits per token. An item depends on the seed and its number alone.
+    The best loss is log2(4) = 2 bits per token. An item depends only on the seed and the item's number.
     """
 
     def __init__(self, n_items: int, first: int, block_size: int, vocab_size: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class Walks(Dataset[Tensor]):
 
 
 class SyntheticData(LanguageData):
-    """Made-up tokens in batches like those of :class:`lightning_zero.data.text.TextData`.
+    """Random walks of tokens, in batches like those of :class:`lightning_zero.data.text.TextData`.
 
     Args:
         vocab_size: number of tokens.

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Divide chunks into training and validation by whole segments. Deterministic."""
+    """Assign whole segments of chunks to training or validation. The same ``seed`` gives the same split."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))
@@ -43,7 +43,7 @@ def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
 
 
 class Chunks(Dataset[Tensor]):
-    """Items ``[block_size + 1] int64`` of ``tokens [n] uint8``."""
+    """A dataset of items ``[block_size + 1] int64``, cut from ``tokens [n] uint8`` at the given ``chunks``."""
 
     def __init__(self, tokens: Tensor, chunks: np.ndarray, block_size: int) -> None:
         self.tokens, self.chunks, self.block_size = tokens, chunks, block_size
@@ -64,7 +64,7 @@ class TextData(LanguageData):
         block_size: context length; a batch is ``[batch_size, block_size + 1]``.
         batch_size: items per process.
         val_fraction: share of the text for validation.
-        split_seed: chooses that share.
+        split_seed: seed that chooses the text for validation.
         num_workers: loader processes per training process.
 
     Raises ConfigError before any process starts if a file is missing, the text too short, or a value out of range.
@@ -147,7 +147,7 @@ class TextData(LanguageData):
 
 
 def check_enough(found: int, needed: int, block_size: int, where: str) -> None:
-    """Raise ConfigError if ``found`` pieces of text are fewer than the ``needed`` ones."""
+    """Raise ConfigError if the text has ``found`` pieces, fewer than the ``needed`` number."""
     if found < needed:
         raise ConfigError(
             f"data.path: expected text for at least one batch of training on each process ({needed} pieces of "

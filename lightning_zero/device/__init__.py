@@ -1,11 +1,11 @@
-"""The only seam to an accelerator: streams, events, pinned memory and the device of a thread.
+"""The only interface to an accelerator: streams, events, pinned memory and the device of a thread.
 
 ::
 
     accelerator   the interface; its base class is the host, where everything happens at once
     cuda          a GPU, and which GPUs a host has
-    host_threads  how many threads kernels on the host take in a thread of ours
-    recording     what compute waits for, what moves, and when
+    host_threads  how many threads torch's kernels on the host use
+    recording     what compute waits for, how many bytes move, and when
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the accelerator of ``device``."""
+    """Return the :class:`Accelerator` that drives ``device``. Without an accelerator it is the host."""
     return _KINDS.get(device.type, Accelerator)(device)

@@ -1,5 +1,5 @@
-"""The interface to a device. The base class is the host: it has no streams and does everything at once. Callers only
-pass streams and events back; on the host both are None."""
+"""The interface to a device. The base class is the host: it has no streams and does everything at once. Callers get
+streams and events only to pass them back; on the host both are None."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Event = object  # what a device makes of it; None on the host
+Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """The host. ``has_streams`` is true for devices that queue work on streams and have memory of their own."""
+    """Drives the host. ``has_streams`` is true for devices that queue work on streams and have their own memory."""
 
     has_streams: bool = False
 
@@ -29,7 +29,7 @@ class Accelerator:
     # -- streams and events ----------------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        """Make a stream beside the compute stream."""
+        """Make a stream for work beside the compute stream."""
         return None
 
     def current_stream(self) -> Any:
@@ -55,7 +55,7 @@ class Accelerator:
         """Make the host wait for ``event``."""
 
     def synchronize(self) -> None:
-        """Make the host wait for everything."""
+        """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
         """Return the time for :meth:`seconds`: an event after all queued work, or the host's clock."""
@@ -86,7 +86,7 @@ class Accelerator:
         return 0
 
     def reset_peak(self) -> None:
-        """Restart the count of the peak."""
+        """Restart the count of :meth:`peak_nbytes`."""
 
     def release_cached(self) -> None:
         """Return cached, unused memory to the device."""

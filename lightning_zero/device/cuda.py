@@ -1,4 +1,4 @@
-"""Drive a GPU, and list the GPUs of this host. The only file that calls ``torch.cuda``."""
+"""Drives a GPU, and lists the GPUs of this host. The only file that calls ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Cuda(Accelerator):
         self._runtime("cudaHostUnregister", memory.data_ptr())  # the memory is freed in any case
 
     def _runtime(self, function: str, *arguments: int) -> int:
-        """Call a function of CUDA's runtime. Return its error and clear CUDA's last error."""
+        """Call a function of CUDA's runtime. Return its error code, and clear CUDA's last error."""
         with torch.cuda.device(self.device):
             code = int(getattr(torch.cuda.cudart(), function)(*arguments))
             if code != 0:
@@ -104,7 +104,7 @@ def gpu_count() -> int:
 
 
 def is_in_use() -> bool:
-    """Return whether this process has started to use CUDA; a fork of it then cannot use CUDA."""
+    """Return whether this process has started to use CUDA. Forks of such a process cannot use CUDA."""
     return torch.cuda.is_initialized()
 
 
@@ -119,7 +119,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Give a CUDA ``device`` without a number the current one. Threads are bound to a number."""
+    """Return ``device``, with the current GPU's number if it has none. Threads are bound to a number."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,5 +1,5 @@
-"""Set how many threads torch's kernels use on one thread. ``torch.set_num_threads`` also notes the number for all later
-threads, and a thread that never asked for its number takes the noted one at its first kernel."""
+"""Sets how many threads torch's kernels use for calls of one thread. ``torch.set_num_threads`` also sets the number for
+later threads: a thread that has never asked for its number takes the last set one at its first kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SETS = threading.Lock()
 
 
 def set_own_threads(count: int) -> None:
-    """Make kernels use ``count`` threads when this thread calls them. Later threads keep their number."""
+    """Make kernels that this thread calls use ``count`` threads. This does not change the number for later threads."""
     if torch.get_num_threads() != count:  # this call asks for the number first
         with setting_threads():
             torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""Record what compute waits for, how many bytes move, and when each lane is busy, in seconds of one process.
+"""Records what compute waits for, how many bytes move, and when each lane is busy, in seconds of one process.
 
 ::
 
@@ -6,8 +6,8 @@
     gather  :  [unit 1 ]        [unit 2 ]               spans
     disk    :     [unit 2 ]
 
-The host has a clock. On streams a moment is a recorded event, read when it is over, so nobody waits for it. Without a
-listener each function costs only a call.
+On the host a moment is read from the clock. On streams it is a recorded event, which is read when it is over, so nobody
+waits for it. Without a listener each function costs only a call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_zero.device.accelerator import Accelerator
 
 COMPUTE = "compute"
 LANES = (COMPUTE, "gather", "reduce", "h2d", "d2h", "disk", "step")
-STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute waits for
+STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute waits for, by kind
 MOVES = ("gather", "reduce", "sequence", "h2d", "d2h", "disk_read", "disk_write")
 MANY = 512  # waits to keep before those that are over are added up
 
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Open(AbstractContextManager[object]):
-    """A span that has begun. ``end`` may be called on another thread."""
+    """A span that has begun and is recorded when ``end`` is called, on any thread."""
 
     def __init__(self, recorder: Recorder, lane: str, what: str, *, on_host: bool) -> None:
         self._recorder, self._lane, self._what, self._on_host = recorder, lane, what, on_host
@@ -57,7 +57,7 @@ class Open(AbstractContextManager[object]):
 
 
 class Recorder:
-    """The recordings of this process, shared by all listeners."""
+    """Holds the recordings of this process, which all listeners share."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -104,7 +104,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
-        """Return :attr:`stood`, with waits of streams that have ended. Does not wait for others."""
+        """Return seconds that compute has waited, by kind. Waits of streams that are not over yet are not in them."""
         with self._lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
@@ -112,7 +112,7 @@ class Recorder:
             return dict(self.stood)
 
     def moved_so_far(self) -> Counter[str]:
-        """Return a copy of :attr:`moved`, because other threads continue to count."""
+        """Return a copy of the bytes moved, by kind. A copy, because other threads continue to count."""
         with self._lock:
             return Counter(self.moved)
 
@@ -140,7 +140,7 @@ _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
-    """Record from now on, until each call has been ended by :func:`let_go`."""
+    """Start to record. Recording ends after as many calls of :func:`let_go` as of this function."""
     global recorder, _listeners
     if recorder is None:
         recorder = Recorder(accelerator)
@@ -172,7 +172,7 @@ def keeper() -> Recorder | None:
 
 
 def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Record the body as a wait of compute: of the host if ``on_host`` or without a device, else of the stream."""
+    """Record the body as a wait of compute: of the host if ``on_host`` or without streams, else of a stream."""
     # Threads of this package wait beside compute. A thread of the user or of autograd computes.
     if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY
@@ -185,7 +185,7 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span; None if nobody keeps spans. ``on_host``: use the host's clock even if there is a device."""
+    """Begin a span; None if no spans are kept. ``on_host``: use the host's clock even if there is a device."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 

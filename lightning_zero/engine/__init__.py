@@ -2,13 +2,13 @@
 
 ::
 
-    engine       what callers may ask of an engine
-    build        checks and hooks of a new one
-    units        what is sharded, in which buffers, and where it rests
+    engine       the class Engine: the calls that other packages make
+    build        checks before an engine is made, and hooks on its modules
+    units        the sharded parameters: their flat buffers, and the tiers that hold these
     passes       forward and backward: gathers, gradients, reductions
-    vertical     units in chunks of the batch, all chunks before the next unit
+    vertical     runs a unit on all chunks of the batch before the next unit
     steps        optimizers and offloaded steps
-    whole        state dicts, gather, restage
+    whole        state dicts, gather() and restage()
     torch_modes  sets torch's modes for engine work
 """
 
@@ -56,11 +56,11 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Show full master values in parameters inside the ``with``, and keep what is written to them. Collective.
+    """Show full masters in the parameters of ``target`` inside the ``with``; write changes to the shards. Collective.
 
-    Masters are fp32, or of the one dtype under ``*_true`` and ``fp64``. All ranks write the same values, or
-    ``from_rank`` names the rank whose values count. With ``grads``, ``param.grad`` holds the full reduced gradient, and
-    changes to it are kept too.
+    Masters are fp32; under ``*_true`` and ``fp64`` they have that one dtype. All ranks must write the same values,
+    unless ``from_rank`` names the rank whose values all ranks get. With ``grads``, ``param.grad`` holds the full
+    reduced gradient, and changes to it go into the shards too.
     """
     engine, params = _resolve(target)
     with show_gathered(engine, params, from_rank=from_rank, grads=grads):
@@ -68,7 +68,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
 
 
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the reduced gradients, 0-d, between backward and step. Collective."""
+    """Return the norm [0-d] of the reduced gradients of ``target``. Call it between backward and step. Collective."""
     engine, params = _resolve(target)
     return engine.passes.sharded_grads.total_norm(map(engine.units.place_of, params), norm_type)
 
@@ -76,7 +76,7 @@ def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip sharded gradients as ``torch.nn.utils.clip_grad_norm_`` does. Return the norm before it. Collective."""
+    """Clip the gradients of ``target`` as torch's ``clip_grad_norm_`` does. Return their earlier norm. Collective."""
     engine, params = _resolve(target)
     places = [engine.units.place_of(param) for param in params]
     return engine.passes.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -1,4 +1,4 @@
-"""Build parts of an engine: checks, and hooks and wrappers of modules."""
+"""Check a module before it is sharded, then register the engine's hooks on it and replace its units' forwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
-    """Check settings and module, and describe the units. Sends no message, as one rank alone may raise."""
+    """Check settings and module, and return the units' descriptions. Sends no message, as one rank alone may raise."""
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -55,14 +55,14 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """Replacements of units' forwards: ``vertical`` runs them in chunks, ``compiled`` by torch.compile."""
+    """The replaced forwards of units: ``vertical`` runs units on chunks of the batch, ``compiled`` by torch.compile."""
 
     vertical: Vertical
     compiled: CompiledModules
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Wrap forwards of units that recompute, run in chunks or are compiled, if the settings ask for it."""
+    """Replace units' forwards where the settings ask for recomputation, chunks of the batch or torch.compile."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
@@ -88,7 +88,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
-    """Register the hooks on modules."""
+    """Register the hooks that gather and drop units, keep output dtypes, and refuse calls that see placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

@@ -5,15 +5,15 @@
     engine.comm         the messages between ranks, and the progress of long work
     engine.units        the shards: units, their buckets, and the place of each parameter in them
     engine.tiers        the host memory and the files of offloaded shards
-    engine.passes       forwards and backwards, and the waits for what they left under way; its parts:
+    engine.passes       forwards and backwards, and waits for their unfinished messages and steps; its parts:
                         hooks          call the engine when modules are called and gradients arrive
-                        order          gathers, in one order on all ranks
+                        order          issues gathers, in the same order on all ranks
                         reducer        reduces gradients into shards
                         sharded_grads  ``param.grad`` as users see it, norms and clipping
                         writes         users' writes to parameters
-                        fence          refuses what would see placeholders
+                        fence          refuses calls that would see placeholders
                         after_step     offloaded steps, and the gathers that follow steps
-    engine.optimizers   the steppers of the users' optimizers
+    engine.optimizers   step the shards by the users' optimizers
     engine.forwards     replacements of units' forwards: chunks of the batch, torch.compile
 
 ``whole/`` has functions that take an engine: :func:`gather`, optimizers' state dicts, whole parameters between runs.
@@ -68,7 +68,7 @@ LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _instances() -> set[int]:
-    """Return the numbers of the file tiers that engines of this process use."""
+    """Return the instance numbers of this process's file tiers. A new file tier takes another number."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
@@ -82,12 +82,12 @@ def engines() -> list[Engine]:
 
 
 class Engine:
-    """ZeRO for one module over one process group.
+    """Shards one module over one process group by ZeRO, and gathers its parameters for each use.
 
     Attributes:
-        config: the settings, with the rows of the last :meth:`restage`.
-        optimizers: what steps the shards, in the order of :meth:`add_optimizer`.
-        host_copy: the module whole on the host, which ``whole/whole_params.py`` shows between runs.
+        config: the settings, with the stage and offload of the last :meth:`restage`.
+        optimizers: the steppers of the shards, in the order of :meth:`add_optimizer`.
+        host_copy: the copy of all parameters on the host that ``whole/whole_params.py`` shows between runs, or None.
     """
 
     # A whole module holds its engine; a copy or pickle of the module must be a plain module.
@@ -117,7 +117,7 @@ class Engine:
         self._group = group
         self._closing: weakref.finalize[..., object] | None = None
         self.tiers = Tiers()
-        self.host_copy: whole_params.HostCopy | None = None  # the whole module between runs
+        self.host_copy: whole_params.HostCopy | None = None
         first = group is None or dist.get_rank(group) == 0
         if long_work is None:
             long_work = LongWork(first)
@@ -166,7 +166,7 @@ class Engine:
         precision: Precision,
         long_work: LongWork,
     ) -> Share:
-        """Check the settings, then make the units. Return this rank's share of its machine. Collective."""
+        """Check the settings and make the units. Return this rank's share of its host's cores. Collective."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
@@ -207,7 +207,7 @@ class Engine:
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
-        """Use ``tiers``, and close them with the engine. From now on the caller closes the previous ones."""
+        """Use ``tiers``, which are closed with the engine. The caller has to close the previous tiers."""
         if self._closing is not None:
             self._closing.detach()
         self._tiers = tiers
@@ -226,14 +226,14 @@ class Engine:
 
     @outside_autograd
     def release(self) -> None:
-        """Undo the sharding: full plain parameters on the engine's device, no hooks, no groups. Collective.
+        """Undo the sharding: leave full parameters on the device, without hooks; close files and groups. Collective.
 
         Raises RuntimeError if ranks have written different values to parameters since the last backward.
         """
         whole_params.shard_again(self, keep=False)
         passes = self.passes
         passes.timeline.close()
-        # Writes before an exception may differ between ranks.
+        # After an exception the users' writes may differ between ranks, so they are not compared.
         confirms = not passes.aborted
         passes.abort()
         passes.recover("engine.release(), which all ranks must call")
@@ -267,11 +267,11 @@ class Engine:
 
         Args:
             stage: a row's name or the stage's number; None: unchanged.
-            offload: a row's name, or all settings of the group. A name keeps the other settings of the group.
-            follow: called for each bucket before it moves.
+            offload: a row's name, or all settings of ``zero.offload``. With a name, its other settings stay.
+            follow: called for each bucket before it moves, to move values of the bucket that other objects hold.
 
-        Raises ConfigError on all ranks, before any change, if rows do not fit or ranks differ, or inside a step.
-        If moving values fails, every later use of the engine raises.
+        Raises ConfigError on all ranks, before any change, if the rows cannot be used or differ between ranks, or if a
+        step is open. If the move of values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with whole_params.set_aside(self):
@@ -285,12 +285,12 @@ class Engine:
         """Return ``module.state_dict()`` with full values on the host; by default empty except on rank 0. Collective.
 
         The module's own ``state_dict`` makes the dict, overrides included. Tied parameters share one tensor.
-        ``trainable_only`` leaves out frozen parameters. With ``fakes`` tensors have no values (``whole/values.py``).
+        With ``trainable_only`` the dict lacks frozen parameters. With ``fakes`` tensors have a shape and a dtype only.
         """
         return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
-        """Load a full ``state``, the same on all ranks, into the shards. Collective."""
+        """Load ``state`` into the shards. It is a full state dict, the same on all ranks. Collective."""
         with whole_params.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
@@ -298,17 +298,21 @@ class Engine:
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
-        """Enter a step, in which modules and root parameters can be used. Collective.
+        """Open a pass in which modules can be called and parameters of the root unit can be read. Collective.
 
-        With ``evaluation`` the pass ends with the scope, otherwise with the next backward.
+        The pass ends with the next backward, or with ``evaluation`` at the end of the ``with``. Passes with the same
+        ``key`` share one recorded order of gathers.
         """
         if not evaluation:
-            whole_params.shard_again(self)  # a backward follows the scope
+            whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
         with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):
             yield
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
-        """Step shards by ``optimizer``. Raise a ConfigError if it cannot, or has other parameters. Collective."""
+        """Make ``optimizer`` step the shards, and return its stepper. Collective.
+
+        Raises ConfigError if it cannot, if it has parameters of other modules, or if no memory is left for its state.
+        """
         make = partial(self._make_stepper, self, self._around_step, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)

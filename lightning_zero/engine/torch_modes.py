@@ -1,4 +1,4 @@
-"""Set torch's modes for engine work, whatever the caller's modes are."""
+"""Decorators and contexts that set torch's modes (grad, inference, autocast) for the engine, whatever the caller's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate engine work: no autograd history, no inference tensors, and absent parameters do not call the engine."""
+    """Make ``method`` run without autograd history and inference mode. Sharded parameters in it call no engine."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -36,19 +36,19 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate functions that users may call in compiled code: ``torch.compile`` does not trace them."""
+    """Decorate ``method``, which users may call in compiled code, so that ``torch.compile`` does not trace it."""
     disabled: Callable[P, R] = torch.compiler.disable(method)
     return disabled
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes, such as ``with torch.device(...)``, innermost last."""
+    """Return the active function modes of torch, such as ``with torch.device(...)``, the innermost last."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Enter the ``modes`` of an earlier call; autograd runs a backward without the modes of its caller."""
+    """Enter those of ``modes`` that are not active: autograd runs a backward without the modes of its caller."""
     with contextlib.ExitStack() as around:
         there = function_modes()
         for mode in modes:
@@ -58,7 +58,7 @@ def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Do as :func:`outside_autograd`, at nearly no cost if modes are right already. Not for parameters."""
+    """Decorate as :func:`outside_autograd`, but set no mode if all are right. ``method`` must not touch parameters."""
     guarded = outside_autograd(method)
 
     @functools.wraps(method)

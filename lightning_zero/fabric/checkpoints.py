@@ -1,6 +1,6 @@
 """Implement fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder in DCP's format.
 
-The file equals Fabric's under DDP. All ranks write it if it holds one sharded module; with several, rank 0 does.
+The file equals Fabric's under DDP. All ranks write it if it holds one sharded module; with several, rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Checkpoints(CheckpointFiles):
     # -- states ---------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """Return full tensors on all ranks. Collective."""
+        """Return the module's state dict with full tensors, on all ranks. Collective."""
         if not isinstance(module, ZeroModule):
             return module.state_dict()
         return module.engine.state_dict(only_rank_0=False, trainable_only=self.config.checkpoint.exclude_frozen)
 
     def load_module_state_dict(self, module: Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full tensors, the same on all ranks. Collective."""
+        """Load full tensors, which are the same on all ranks, into the module's shards. Collective."""
         if not isinstance(module, ZeroModule):
             module.load_state_dict(state_dict, strict=strict)
             return
@@ -72,8 +72,8 @@ class Checkpoints(CheckpointFiles):
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: by key of ``state``, a function of name and value that says whether an entry is saved. In a folder
-                values have only shapes and dtypes.
+            filter: maps keys of ``state`` to functions of an entry's name and value that say whether to save the entry.
+                If a folder is saved, values have only shapes and dtypes.
         """
         path = self.broadcast(path)
         filter = filter or {}
@@ -101,7 +101,7 @@ class Checkpoints(CheckpointFiles):
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
-        """Return the save by which all ranks write the file, or None if rank 0 writes all values."""
+        """Return a RangeSave if all ranks can write the file; None if rank 0 must write all values."""
         owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
         owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
         io = self.checkpoint_io
@@ -127,8 +127,8 @@ class Checkpoints(CheckpointFiles):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, saved at any stage by any number of ranks, into ``state``. Return other entries.
-        Collective.
+        """Load a file or a folder, saved at any stage by any number of ranks, into ``state``. Return the entries that
+        ``state`` does not have. Collective.
 
         Args:
             state: a mapping as it was saved; or a module or an optimizer, for a file that holds only that.

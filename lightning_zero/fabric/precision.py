@@ -19,13 +19,13 @@ from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
 
 
 class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`, with the arguments of :class:`PrecisionRow`."""
+    """Precision plugin of :class:`~lightning_zero.ZeroFabricStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     front: ClassVar = "Fabric"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._overflowed: dict[int, bool] = {}  # by id of each optimizer unscaled since its last step
+        self._overflowed: dict[int, bool] = {}  # whether gradients overflowed, by id of the optimizer; until it steps
 
     def convert_input(self, data: Any) -> Any:
         """Convert floating-point inputs, also under autocast, as Fabric does."""
@@ -38,7 +38,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward; all gradients are reduced when it returns. Collective."""
+        """Run the backward, and reduce all gradients before it returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
@@ -50,7 +50,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Check once per step whether the gradients are finite. They rest without the loss scale. Collective."""
+        """Find out, once per step, whether gradients overflowed; then show them without the loss scale. Collective."""
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
@@ -59,7 +59,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step unless gradients overflowed on any rank; then all ranks skip the step. Collective."""
+        """Step the optimizer. With loss scaling, all ranks skip a step if gradients overflow on one. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:  # as torch.amp.GradScaler

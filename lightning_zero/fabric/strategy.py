@@ -43,7 +43,7 @@ class ForkLauncher(Forking, FabricForkingLauncher):
 class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
 
-    ``precision`` is Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
+    ``precision``: Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
     """
 
     _launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
@@ -99,7 +99,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the first engine: by its waits ranks in a step learn of one that saves alone, and the reverse."""
+        """Return the first engine. Its waits let ranks in a step notice a rank that saves alone, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -123,13 +123,13 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build modules on the host (on meta with ``empty_init``): the whole model may not fit on the device."""
+        """Create the body's modules on the host, or on meta with ``empty_init``: the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: Module) -> None:
-        """Move a module without parameters, such as a metric. Sharding moves others, which may not fit whole."""
+        """Move a module without parameters, such as a metric. Other modules may not fit whole: sharding moves them."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
@@ -159,8 +159,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step its module's shards. Raise ConfigError on all ranks if it has no single module.
-        Collective."""
+        """Make ``optimizer`` step its module's shards. Raise ConfigError on all ranks unless all its parameters belong
+        to one sharded module. Collective."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
@@ -179,8 +179,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward: that of the module the user named, else those in a pass. Other
-        engines notice a backward themselves."""
+        """Return the engines to prepare for a backward: the engine of ``module`` if the user gave it; else the only
+        engine, or those that are in a pass. Other engines notice the backward themselves."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -203,7 +203,9 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip, and return the norm. Raise RuntimeError on all ranks if it must be finite and is not. Collective."""
+        """Clip gradients, and return their norm. Collective.
+
+        Raises RuntimeError on all ranks if the norm is not finite and ``error_if_nonfinite``."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
@@ -219,7 +221,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         )
 
     def teardown(self) -> None:
-        """End the run; shards stay."""
+        """End the run. Modules stay sharded."""
         for engine in self._engines:
             engine.passes.rest()
         super().teardown()
@@ -227,7 +229,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
 class _Accumulation:
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
+        """Accumulate gradients unreduced at stages 0 and 1, in the context. Stages 2 and 3 still reduce."""
         if not enabled:
             return contextlib.nullcontext()
         engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)
@@ -240,7 +242,7 @@ class _Accumulation:
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
-    """Raise ConfigError for a setting that only the Trainer's strategy can follow."""
+    """Raise ConfigError for a setting that only the Trainer's strategy supports."""
     check_decided(config)
     if config.checkpoint.background:
         raise ConfigError(

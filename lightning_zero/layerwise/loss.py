@@ -34,16 +34,16 @@ def chunked_loss(
 ) -> Tensor:
     """Return ``loss(head(hidden), targets)``, with the logits of one chunk in memory at a time.
 
-    The backward computes the logits of each chunk again. Gradients are those of the whole batch; under an engine those
-    of the head's parameters are summed in fp32.
+    The backward computes the logits of each chunk again. Gradients equal those of the whole batch; under an engine,
+    gradients of the head's parameters are summed over the chunks in fp32.
 
     Args:
         head: a module that maps ``[tokens, width]`` to logits ``[tokens, ...]``.
         loss: maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``. Default: cross entropy in
             fp32. A module, or a function without parameters other than those of ``head``.
         hidden: ``[..., width]``, with targets ``[...]``.
-        chunks: default: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one.
-        ignore_index: targets whose losses become 0.
+        chunks: number of chunks. Default: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one.
+        ignore_index: tokens with this target have loss 0 and are not counted.
         reduction: ``mean`` over the counted tokens of the whole batch (NaN if there are none), ``sum``, or ``none``.
 
     Raises ConfigError for a ``head`` that is no module, sizes that do not fit, a ``loss`` that does not return one
@@ -78,7 +78,7 @@ def chunked_loss(
 
 
 def chunks_of(head: nn.Module) -> int:
-    """Return ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without one."""
+    """Return the number of chunks: ``zero.vertical_chunks`` of the engine that shards ``head``, or 1 without one."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     engine = _engine_of(head)
@@ -87,7 +87,7 @@ def chunks_of(head: nn.Module) -> int:
 
 @contextlib.contextmanager
 def assuming(chunks: int) -> Iterator[None]:
-    """Run heads in ``chunks`` without an engine, for callers that only ask sizes."""
+    """Let :func:`chunks_of` return ``chunks`` inside the ``with``, to measure activations without an engine."""
     token = _ASSUMED.set(chunks)
     try:
         yield
@@ -123,7 +123,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
     if engine is not None:
         in_chunk, in_backward = engine.forwards.vertical.in_chunk, engine.passes.adding_up
         if count > 1:  # also with few tokens: another rank may have more, and gathers are collective
-            own = {id(param) for param in head.parameters()}  # their units stay from the next use until the pass ends
+            own = {id(param) for param in head.parameters()}  # their units, once gathered, stay until the pass ends
             for unit in engine.units[1:]:
                 if unit.reshards and any(id(info.param) in own for info in unit.infos):
                     unit.is_held = True

@@ -1,8 +1,8 @@
-"""Keep the tensors that an optimizer steps whole on this rank, and their state.
+"""Hold the tensors that an optimizer steps whole on this rank, and their state.
 
-A *full parameter* replaces a parameter in the optimizer's param groups during a step: a plain Parameter of the same
-shape and strides, with values during a step only. It is the key of the optimizer's state, which lies on the owner's
-rank (on all ranks if masters are replicated), on the tier of the bucket's masters.
+During a step a *full parameter* replaces a parameter in the optimizer's param groups. It is a plain Parameter of the
+same shape and strides, and has values during a step only. It is the key of the parameter's optimizer state. The owner
+(every rank, if masters are replicated) holds this state, on the tier of the bucket's masters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 @dataclass(eq=False, slots=True)
 class WholeTensor:
-    """A parameter that is stepped whole."""
+    """A parameter that is stepped whole, by the rank that owns it."""
 
     bucket: Bucket
     info: ParamInfo
@@ -57,23 +57,24 @@ class WholeTensor:
 
 
 Key = tuple[Bucket, int]  # bucket and slot
-FlatStates = dict[int, tuple[Tensor, Tensor]]  # by the id of a state's tensor: it, and its flat view in a storage
+FlatStates = dict[int, tuple[Tensor, Tensor]]  # id of a state tensor -> (the tensor, its flat view in a storage)
 
 
 class Owned:
-    """The whole tensors of one optimizer, including those of other ranks, and their state."""
+    """All tensors that one optimizer steps whole, on any rank, and the state of those that this rank steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors: dict[Key, WholeTensor] = {}
-        self._flat_states: dict[Bucket, dict[WholeTensor, FlatStates]] = {}  # of state that rests off the device
+        self._flat_states: dict[Bucket, dict[WholeTensor, FlatStates]] = {}  # only of state that is off the device
         self._stepped: set[Key] = set()
-        self._at_rest: dict[WholeTensor, dict[str, Tensor]] = {}  # resting state, while a copy is on the device
+        self._at_rest: dict[WholeTensor, dict[str, Tensor]] = {}  # state off the device, while a step uses a copy of it
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def take(self, wanted: Sequence[WholeTensor]) -> None:
-        """Follow the param groups: drop the state of tensors that have left, and keep the objects of the others."""
+        """Take ``wanted`` as the tensors, after param groups have changed: known ones keep their objects and state, and
+        the state of all others is dropped."""
         found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key in [key for key in self.tensors if key not in found]:
             self.drop(key)
@@ -117,7 +118,7 @@ class Owned:
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give a full parameter its values [shape] and gradient, and copy its state to their device."""
+        """Give the full parameter its values [shape] and gradient for a step, and copy its state to their device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -136,8 +137,8 @@ class Owned:
         return found
 
     def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move state to the tier of the bucket's masters, whose storage is open. ``only``: the state of these
-        tensors."""
+        """Move the bucket's optimizer state to the tier of its masters, whose storage must be open. ``only``: move
+        only the state of these tensors."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
@@ -165,13 +166,13 @@ class Owned:
                 leaf.data = flat_state.as_strided(leaf.shape, leaf.stride(), flat_state.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
-        """Yield the state tensors that this rank holds of a bucket."""
+        """Yield a bucket's state tensors on this rank: the parameter, the path in its state, and the state tensor."""
         for tensor in self.here(bucket):
             for name, leaf in leaves_of(self.state(tensor)):
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the state that this rank saves, by slot, with a :class:`Leaf` in place of each tensor."""
+        """Return the state that this rank saves, by slot in the bucket, with a :class:`Leaf` for each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -218,7 +219,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose storage is gone, and make new full parameters, as its new plan asks."""
+        """Drop the state of a bucket whose storage is gone. Make or remove full parameters, as its new plan needs."""
         self._flat_states.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -237,7 +238,7 @@ def _nothing(tensor: WholeTensor) -> Tensor:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """View all elements [numel] in memory order; copy if they have gaps or overlap."""
+    """Return a view of all elements [numel] in memory order; a copy if the elements have gaps or overlap."""
     if strides_of(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -248,7 +249,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what is sent of ``value``: a :class:`Leaf`; of one element or no tensor, a copy on the host."""
+    """Return what messages hold for a state: a :class:`Leaf` for a tensor, a host copy for one element or no tensor."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -261,7 +262,7 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
-    """Copy ``leaf`` to the host, into its former memory if shape, strides and dtype still match."""
+    """Return ``leaf`` on the host: copied into its former memory, ``before[name]``, if the layout is the same."""
     if _is_alone(leaf):
         return leaf
     at_rest = before.get(name)

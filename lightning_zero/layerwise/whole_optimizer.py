@@ -1,8 +1,8 @@
 """Step whole tensors with the user's optimizer, each on the rank that owns it.
 
 This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. A step
-sends masters and gradients of a window of adjacent units to the owners, calls the class's own ``step`` on tensors of
-the parameters' shapes, and sends new masters back. Replicated tensors are stepped in place::
+goes through windows of adjacent units: it sends a window's masters and gradients to the owners, calls the class's own
+``step`` on tensors of the parameters' shapes, and sends new masters back. Replicated tensors are stepped in place::
 
     main     | arrive 0 | step 0 ............ | arrive 1 | land 0 | step 1 ............ | arrive 2 ...
     messages | send 0   | send 1 ..           | send back 0 ..    | send 2 ..           | send back 1 ..
@@ -101,12 +101,12 @@ class WholeOptimizer(Stepper):
         self.owned.fill(bucket, states, lambda tensor, name: None)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
-        """Return the dtype in which the class makes the state ``name`` of ``tensor``, if the trial has shown it."""
+        """Return the dtype in which the class makes the state ``name``, or None if the trial has not shown it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
 
     def _try(self) -> None:
-        """Try the class with its present param groups. Raise a ConfigError if it cannot step tensors apart."""
+        """Try the optimizer with its present param groups. Raise a ConfigError if it cannot step sharded masters."""
         place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
             self.optimizer,
@@ -134,7 +134,7 @@ class WholeOptimizer(Stepper):
         self._arranged = []
 
     def _check_probed(self) -> None:
-        """Raise a ConfigError if the class couples tensors, or could not be tried."""
+        """Raise a ConfigError if the step of a tensor depends on other tensors, or if the trial has failed."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
@@ -218,7 +218,7 @@ class WholeOptimizer(Stepper):
     # -- owners and windows -----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """Follow changes of the param groups: give new and newly trainable parameters an owner. Others keep theirs."""
+        """If param groups have changed, give new and newly trainable parameters an owner rank, and make new windows."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
@@ -264,7 +264,7 @@ class WholeOptimizer(Stepper):
     def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
-        # If no tensor has a gradient, the class still sees all of them without one: it may count the step.
+        # If no tensor has a gradient, ``step`` still gets all tensors: the class may count its steps.
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
@@ -321,7 +321,7 @@ class WholeOptimizer(Stepper):
         self._agree(parts.outcome, error)
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """Raise an error of one rank on all ranks; else apply the outcome of the step on all ranks. Collective."""
+        """If a step failed on any rank, raise an error on all; else apply its outcome on all ranks. Collective."""
         outcomes = [outcome]
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
@@ -345,9 +345,9 @@ class WholeOptimizer(Stepper):
 
 
 class Window:
-    """Tensors that are stepped together. All ranks call the methods in the order in which they are defined.
+    """Tensors that are sent and stepped at one time. All ranks call the methods in the order of their definitions.
 
-    ``tensors`` includes those of other owners. ``used`` holds the ids of parameters with a gradient.
+    ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class Window:
         )
 
     def arrive(self) -> None:
-        """Wait for the message, and give this rank's full parameters their values and gradients."""
+        """Wait for the message of :meth:`send`, and give this rank's full parameters their values and gradients."""
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
             for tensor in self._travel:
@@ -440,7 +440,7 @@ class Window:
     # -- and back to the shards -------------------------------------------------------------------------------------
 
     def send_back(self) -> None:
-        """Start sending new values of this rank's tensors to their shards. Collective."""
+        """Start sending the stepped values of this rank's tensors back to the ranks of their shards. Collective."""
         self._flat = {}  # frees the gradients; full parameters hold the values
         for tensor in self.here:
             tensor.key.grad = None
@@ -464,7 +464,8 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Write new masters and state to storages. Return errors, not raise them: other ranks wait for this rank."""
+        """Wait for stepped values; write masters and state to storages. Return an error of this instead of raising it,
+        because other ranks wait for this rank."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
@@ -492,7 +493,7 @@ class Window:
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """View ``numel`` elements at byte ``start`` of a message."""
+    """Return a view of ``numel`` elements at byte ``start`` of the message ``data``."""
     return data[start : start + numel * dtype.itemsize].view(dtype)
 
 

@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """``x [batch, length, d_model]``; ``rotation [1, 2, length, head_width / 2]``."""
+        """Map ``x [batch, length, d_model]`` to the same shape. ``rotation [1, 2, length, head_width / 2]`` or None."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def rotations(positions: Tensor, head_width: int) -> Tensor:
-    """Return cosines, sines ``[2, length, head_width / 2]`` of rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
+    """Return rotary cosines and sines ``[2, length, head_width / 2]`` (Su et al. 2021, arXiv 2104.09864)."""
     even = torch.arange(0, head_width, 2, device=positions.device)
     angles = torch.outer(positions, ROTARY_BASE ** (-even / head_width))
     return torch.stack([angles.cos(), angles.sin()])
@@ -122,7 +122,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or with ``targets [batch, length]`` the loss of each token in nats, from logits in chunks."""
+        """Return logits; with ``targets [batch, length]``, the loss of each token in nats, computed in chunks."""
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:

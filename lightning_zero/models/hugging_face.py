@@ -20,7 +20,7 @@ class LitCausalLM(LanguageModel):
 
     Args:
         path: a folder as ``save_pretrained`` writes it. Nothing is downloaded.
-        config: settings that replace those of ``path``, or without ``path`` all settings, with ``model_type``.
+        config: settings that replace those in ``path``. Without ``path``: all settings, including ``model_type``.
         optimizer, warmup_steps, min_lr_ratio: see :class:`LanguageModel`.
 
     Raises ConfigError if the folder, the kind of model or a setting is unknown.
@@ -82,7 +82,7 @@ class LitCausalLM(LanguageModel):
 
 
 def read_config(path: str | None, settings: dict[str, Any]) -> Any:
-    """Read the configuration of a model. Raises ConfigError as :class:`LitCausalLM`."""
+    """Return the transformers configuration for ``path`` and ``settings``. Raises ConfigError as LitCausalLM does."""
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:

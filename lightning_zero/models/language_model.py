@@ -21,7 +21,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class LanguageModel(LightningModule):
-    """Next-token training of a ``forward`` that maps tokens to logits.
+    """Trains subclasses, whose ``forward`` maps tokens to logits, to predict the next token.
 
     Tokens are ``[batch, length] int64``, logits ``[batch, length, vocab_size]``, and a batch of data is ``[batch,
     length + 1]``. Bits per byte are bits per token divided by the data's ``bytes_per_token`` (default 1), so that
@@ -31,7 +31,7 @@ class LanguageModel(LightningModule):
         optimizer: makes the optimizer from the param groups of :func:`decay_groups`, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``. Default: AdamW at 3e-3.
         warmup_steps: steps of warmup, before a cosine decay.
-        min_lr_ratio: share of the learning rate at the end of training.
+        min_lr_ratio: learning rate at the end of training, as a share of the highest one.
 
     Attributes:
         vocab_size: number of tokens.
@@ -51,14 +51,14 @@ class LanguageModel(LightningModule):
         self._train_loss: Tensor | None = None  # of the last batch
 
     def _losses(self, batch: Tensor) -> Tensor:
-        """Loss of each token in nats, ``[batch, length]``."""
+        """Return the loss of each token in nats, ``[batch, length]``."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none").view(
             batch.shape[0], -1
         )
 
     def split_sequence(self, batch: Tensor, part: SequencePart) -> Tensor:
-        """Take a part's tokens and the target of its last token, under ``zero.sequence_parallel``."""
+        """Return this rank's part of the tokens, and the target of the last one, under ``zero.sequence_parallel``."""
         return part.of(batch, overlap=1)
 
     def _bits_per_byte(self, nats: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """Return the factor of the learning rate by step. It stays constant after warmup if training has no end."""
+    """Return a function from step to a factor of the learning rate. It stays 1 after warmup if training has no end."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -1,15 +1,15 @@
-"""Knowledge of optimizers, without ranks, units and buckets.
+"""What the engine must know about optimizers. Nothing in this package knows ranks, units or buckets.
 
 ::
 
     known        torch's optimizers: which are element-wise, what state they keep
     refused      refuses optimizers before they are tried
     trial        steps small tensors with a copy of an optimizer
-    probe        tries whether it steps each tensor by itself
-    slices       tries whether it steps each element by itself
+    probe        tries whether an optimizer steps each tensor by itself
+    slices       tries whether an optimizer steps each element by itself
     windowed     makes one step by several calls of the class's step
     state_trees  tensors inside a parameter's state
-    chunks       steps where a slice and its gradient differ in dtype
+    chunks       steps a flat slice in pieces, in a wider dtype than the slice's or its gradient's
     low_bits     state in bf16 or in 8 bits
-    loss_scale   fp16
+    loss_scale   the dynamic loss scale for fp16
 """

@@ -1,12 +1,13 @@
-"""Step a run in pieces, where its dtype differs from its gradient's or the arithmetic's.
+"""Step a run (a flat slice of masters) in pieces, if the step must compute in a wider dtype than masters or gradients.
 
-Gradients below the master's dtype, and stochastically rounded bf16 masters, need wider copies. Copies of pieces stay in
-the cache and take little memory. torch's element-wise optimizers give equal numbers for pieces of a multiple of 256.
+It must if gradients have fewer bits than masters, or if bf16 masters are rounded stochastically. Wide copies of a piece
+stay in the cache and take little memory. Pieces are multiples of 256 elements, for which torch's element-wise
+optimizers give the same numbers as for the whole run.
 
-Stochastic rounding: bf16 has 8 bits of mantissa, and rounding to nearest loses a change below 1/512 of a weight.
-Rounding up with the probability of the part that is cut off is right on average (Gupta et al. 2015, arXiv:1502.02551;
-for bf16 Zamirai et al. 2020, arXiv:2010.06192). A hash of element and step gives the random numbers: they are the same
-at every stage, tier and number of ranks.
+Stochastic rounding: bf16 has 8 bits of mantissa, so rounding to nearest loses a change below 1/512 of a weight. Instead
+a value is rounded up with a probability equal to the fraction that is cut off, which is right on average (Gupta et al.
+2015, arXiv:1502.02551; for bf16 Zamirai et al. 2020, arXiv:2010.06192). The random numbers are a hash of element and
+step, so they are the same at every stage, tier and number of ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer
 
 
 def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
-    """Round fp32 ``values`` [n] to bf16, up with the probability of the fraction that is cut off.
+    """Round fp32 ``values`` [n] to bf16: up with a probability equal to the fraction that is cut off, else down.
 
-    The noise is a function of ``salt`` and ``first``, the index of the first value.
+    Random numbers depend only on ``salt`` and each value's index; ``first`` is the index of the first value.
     """
     noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
     noise ^= salt - (1 << 32) if salt >= 1 << 31 else salt  # as int32
@@ -53,7 +54,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype of the arithmetic of a step in pieces. ``rounds``: stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: masters are rounded stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 
@@ -70,15 +71,15 @@ def step_in_chunks(
     """Step ``run`` [n] with ``grad`` [n] in pieces, in the dtype of :func:`dtype_of_step`.
 
     Args:
-        optimizer: one of torch's element-wise ones, with ``run``'s state in ``state``.
-        group: its one param group; its ``params`` are replaced.
-        factor: 0-d, multiplies ``grad`` without changing it.
-        rounding: index of the run's first element and a salt, to round parameters and state stochastically.
+        optimizer: one of torch's element-wise optimizers. Its ``state[run]`` is the run's state.
+        group: the optimizer's only param group. The step replaces its ``params``.
+        factor: 0-d; multiplies copies of the gradients, not ``grad`` itself.
+        rounding: (index of the run's first element, salt), to round parameters and state stochastically.
     """
     state = optimizer.state[run]
     step = type(optimizer).step
     wide = dtype_of_step(run, grad, rounds=rounding is not None)
-    # Each piece starts from the state before the step: each would raise a shared step count once more.
+    # Each piece starts from the state before the step. Otherwise each piece would raise a shared step count.
     before = dict(state)
     after: dict[str, Any] = {}
     scaled: Tensor | None = None

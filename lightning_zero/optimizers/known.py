@@ -1,4 +1,4 @@
-"""Know which of torch's steps and states are element-wise, which state a step expects, and when fused kernels work."""
+"""Tell which of torch's optimizers and states are element-wise, make the state that a step expects, choose kernels."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch'
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Return torch's element-wise optimizer that ``optimizer`` is or derives from, if any."""
+    """Return the one of torch's element-wise classes of which ``optimizer`` is an instance, or None."""
     return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
 
 
 def without_hooks(step: Any) -> Any:
-    """Return the step inside of the wrapper that torch puts around ``step`` of every class in use."""
+    """Return a class's plain ``step``, without the wrapper by which torch runs hooks before and after it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether the step is that of one of torch's element-wise optimizers, not overridden."""
+    """Return whether the optimizer's ``step`` is that of one of torch's element-wise classes, not overridden."""
     base = base_of(optimizer)
     return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
 
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
-    """Return whether a state has one element per element of the run; a step count, say, has not."""
+    """Return whether the state ``value`` has one element for each element of ``tensor``, unlike a step count."""
     if not isinstance(value, Tensor) or name in PER_TENSOR:
         return False
     packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW  # 8-bit state
@@ -55,10 +55,10 @@ def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Make the state that a step expects.
+    """Make the state of ``tensors`` that torch's step expects and does not make itself.
 
-    torch's Adagrad makes state in its constructor only (2.11). Its fused SGD cannot mix runs with and without momentum,
-    so new runs get zeros.
+    Adagrad makes state only in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum
+    buffer, so tensors without one get zeros.
     """
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         for tensor in tensors:
@@ -76,7 +76,7 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Copy ``optimizer`` with the same state and copied hyperparameters, without params and hooks."""
+    """Copy ``optimizer``. The copy shares its state, has copies of its hyperparameters, and no parameters or hooks."""
     shadow: Optimizer = object.__new__(base_of(optimizer) or type(optimizer))
     shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not callable(v)})
     shadow.param_groups = [
@@ -90,14 +90,14 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
-    """Count the element-wise states that a step of ``optimizer`` makes for its small parameter ``probe``."""
+    """Step ``optimizer`` on its small parameter ``probe``, and count the element-wise states that this makes."""
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Count element-wise states per parameter by stepping a small one; 0 for unknown classes."""
+    """Count a parameter's element-wise states, by stepping a small one with a copy. Return 0 for unknown classes."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]
@@ -114,7 +114,7 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether to use torch's fused kernel, the only fast one on a CPU, if the user has not chosen one."""
+    """Return whether torch's fused kernel, the only fast one on a CPU, fits ``params``, and users chose no kernel."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

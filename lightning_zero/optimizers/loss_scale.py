@@ -1,7 +1,7 @@
 """Scale the loss dynamically for fp16, with the arithmetic of ``torch.amp.GradScaler``.
 
-Gradients are divided by the scale in fp32 as they leave autograd, so they travel and rest unscaled. All ranks skip a
-step if any rank has a gradient that is not finite.
+Gradients are divided by the scale in fp32 as they leave autograd, so messages and gradient buffers are unscaled. All
+ranks skip a step if any rank has a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 
 class LossScaler(GradScaler):
-    """The scale and its history. The engine scales losses, and says whether gradients overflowed."""
+    """Holds the loss scale and adapts it. The engine multiplies losses by it and reports overflows of gradients."""
 
     def __init__(self, init_scale: float = 2.0**16, **settings: Any) -> None:
         """``settings`` are those of ``torch.amp.GradScaler``."""
@@ -21,7 +21,7 @@ class LossScaler(GradScaler):
 
     @classmethod
     def like(cls, scaler: GradScaler) -> LossScaler:
-        """Copy the settings of a ``torch.amp.GradScaler``."""
+        """Make a LossScaler with the settings of a ``torch.amp.GradScaler``; of a disabled one, with the defaults."""
         if not scaler.is_enabled():
             return cls()
         return cls(

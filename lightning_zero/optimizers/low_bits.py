@@ -5,16 +5,16 @@
     bf16 | 16 bits for each value                                                  | [n] bfloat16
     int8 | a code of 8 bits for each value, and an exponent for a block of 256     | [n / 256, 257] uint8
 
-**Codes.** A code is an 8-bit float, as in the maps of 8-bit optimizers (Dettmers et al. 2021, arXiv:2110.02861), with 3
-bits of fraction. Signed values have 4 bits of exponent: 15 powers of two, with 1/8 of the least as the least value.
-Values >= 0 (second moments) have 5: 31 powers of two, whose square roots have about the range of the first moment. A
-positive value is never stored as 0, because a step divides by it ("zero-point problem": Li et al. 2023,
+**Codes.** A code is an 8-bit float with 3 bits of fraction, as in other 8-bit optimizers (Dettmers et al. 2021,
+arXiv:2110.02861). Signed values have 4 bits of exponent: 15 powers of two; the least value is 1/8 of the least power.
+Values >= 0 (second moments) have 5 bits of exponent: 31 powers of two, whose square roots have about the range of the
+first moment. A positive value is never stored as 0, because a step divides by it ("zero-point problem": Li et al. 2023,
 arXiv:2309.01507). A block's scale is a power of two, so every code is exactly a bf16 number. Checkpoints hold these
-numbers, which encode to the same codes again (:meth:`Format.store`).
+bf16 numbers; loading encodes them to the same codes (:meth:`Format.store`).
 
-**Steps.** A piece of the state is widened to fp32 into :class:`PieceMemory`, torch's own optimizer steps it, and it is
-rounded back. Pieces are whole blocks, so results do not depend on how pieces, runs or shards are cut. Each thread steps
-its own pieces with one-threaded kernels, because a step's fifty short kernels would wait for their slowest threads.
+**Steps.** Piece by piece, a step decodes the state to fp32 in :class:`PieceMemory`, lets torch's optimizer step it, and
+rounds it back. Pieces are whole blocks, so results do not depend on how pieces, runs or shards are cut. Each thread
+steps pieces with one-threaded kernels: with all threads, a step's fifty short kernels would wait for the slowest ones.
 
 **Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth, less than half a unit in the last place
 of bf16, and rounding to nearest would lose it. So a step rounds up with the probability of the fraction that is cut
@@ -64,7 +64,7 @@ class Stretch(NamedTuple):
 
 
 class Scratch:
-    """Buffers for one conversion at a time, of up to ``numel`` elements."""
+    """Two buffers of ``numel`` elements, for one conversion between codes and fp32 at a time."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.one, self.two = (torch.empty(numel, dtype=torch.int32, device=device) for _ in range(2))
@@ -88,19 +88,19 @@ class Format:
         return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
 
     def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """View the elements ``[low, high)`` of ``whole``. Both are multiples of the block."""
+        """Return a view of the stored elements ``[low, high)`` of ``whole``. In int8 both are multiples of a block."""
         if not self.is_packed:
             return whole[low:high]
         assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
         return whole[low // BLOCK : high // BLOCK]
 
     def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """View ``numel`` elements of ``whole`` from ``start`` on, extended to the end of the last block."""
+        """Return a view of ``numel`` stored elements from ``start`` on, extended to the end of the last block."""
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
 
     def widen(self, part: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Decode ``part`` into ``out`` [n] fp32, and return it."""
+        """Decode the stored elements ``part`` into ``out`` [n] fp32, and return ``out``."""
         if not self.is_packed:
             return out.copy_(part)
         # Put the code into the top bits of a float >= 1/2, see :meth:`_encode`. From 1 on (codes with an exponent) the
@@ -129,10 +129,10 @@ class Format:
         noise: Sequence[Stretch] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Round ``values`` [n] fp32 into ``part``, and overwrite ``values``.
+        """Encode fp32 ``values`` [n] into ``part``. ``values`` serves as scratch memory and is overwritten.
 
-        ``noise`` is added before bits are cut off, so that a carry rounds up; values without noise are truncated.
-        None: round to nearest.
+        ``noise``: random bits, added before the low bits are cut off, so that a carry rounds up. Values without noise
+        are truncated. None: round to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
@@ -183,7 +183,7 @@ class Format:
         part[:, BLOCK:].copy_(exponent.bitwise_and_(0xFF))
 
     def values(self, part: Tensor) -> Tensor:
-        """Decode ``part`` exactly: [n] bf16."""
+        """Decode ``part`` to [n] bf16, which holds every code exactly."""
         if not self.is_packed:
             return part
         found = torch.empty(len(part) * BLOCK, dtype=torch.bfloat16, device=part.device)
@@ -194,7 +194,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Round ``values`` [n], of any length and dtype, to nearest into ``part``. Return whether any value changed."""
+        """Round ``values`` [n], of any length and dtype, to nearest codes in ``part``. Return whether any changed."""
         numel = len(part) * BLOCK if self.is_packed else len(values)
         wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
         wide[: len(values)].copy_(values)
@@ -204,13 +204,13 @@ class Format:
 
 
 def _above(signed: bool) -> int:
-    """Return how many powers of two lie between the linear codes and the block's exponent."""
+    """Return how many powers of two lie between the linear (subnormal) codes and the block's exponent."""
     return (1 << (7 - FRACTION if signed else 8 - FRACTION)) - 2
 
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two 0-d fp32 numbers: the first, 1.0, has code 0 in its top bits, the second the largest code."""
+    """Return the 0-d fp32 numbers whose top bits hold code 0 (1.0), and the largest code."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest
@@ -218,7 +218,7 @@ def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _powers(signed: bool, device: torch.device) -> Tensor:
-    """Return the power below which codes are linear, by the byte of a block's exponent: [256] fp32."""
+    """Return [256] fp32, indexed by the byte of a block's exponent: the power of two below which codes are linear."""
     exponent = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.int32)
     power = ((exponent - _above(signed) + 127) << 23).view(torch.float32)
     return power.masked_fill(exponent == _NOT_FINITE, torch.nan).to(device)
@@ -228,13 +228,13 @@ _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash wi
 _TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
 
 Places = Sequence[tuple[Fragment, str]]
-"""Fragments of a run in order, in elements from the run's start, each with its parameter's name."""
+"""The parts of parameters in a run, in order, each with its parameter's name. ``start`` counts from the run's start."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
     """Return the random bits of the elements ``[low, high)`` of a run in its ``step``-th step; padding gets none.
 
-    ``number`` counts the optimizer's states.
+    ``number``: the state's index among the optimizer's states.
     """
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
@@ -277,8 +277,8 @@ def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memor
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
     def run(memory: M) -> None:
-        # Ask first: otherwise the thread's first kernel takes the number that any thread has set last, which is not 1
-        # by then, and each of these threads starts a team of its own.
+        # Ask for the number first. Otherwise the thread's first kernel takes the number that any thread has set last:
+        # it is not 1 by then, and each of these threads would start more threads.
         torch.get_num_threads()
         torch.set_num_threads(1)
         ready.release()
@@ -322,7 +322,7 @@ _MAKES = threading.Lock()
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
-    """Return the format of each state by name; empty if torch's own format is kept."""
+    """Return the format of each state by the state's name; empty if state stays as torch makes it."""
     base = base_of(optimizer)
     if state is StateDtype.fp32 or base is None:
         return {}
@@ -330,7 +330,7 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 
 
 class _Memory:
-    """Buffers for one piece at a time, of up to ``numel`` elements. The plan counts their fixed size."""
+    """Buffers of ``numel`` elements, in which one thread steps a piece at a time. The memory plan counts their size."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -344,7 +344,7 @@ class _Memory:
 
 
 class PieceMemory:
-    """Memory of the threads that step pieces. Runs and optimizers reuse it: new memory would fault in page by page."""
+    """Buffers of the threads that step pieces, for all runs and optimizers: new memory would fault in page by page."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
@@ -363,10 +363,10 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """A step of ``run`` [n] with ``grad`` [n], whose ``state`` rests in ``formats``. ``step`` counts from 1.
+    """A step of ``run`` [n] with ``grad`` [n], whose ``state`` is stored in ``formats``. ``step``: its number, from 1.
 
-    The 0-d ``factor`` multiplies ``grad`` without changing it. ``rounding``, the index of the run's first element and a
-    salt, rounds bf16 parameters stochastically.
+    ``factor``: 0-d; multiplies copies of the gradients, not ``grad`` itself. ``rounding``: (index of the run's first
+    element, salt), to round bf16 parameters stochastically.
     """
 
     run: Tensor

@@ -1,7 +1,8 @@
-"""Try an optimizer before training: may ranks step its tensors apart, and what state does it keep?
+"""Try an optimizer before training: does it step each tensor by itself, and what state does it keep?
 
-Copies of the optimizer step the same tensors in one call and in several, and must agree to the bit: small tensors for a
-dozen steps, then tensors of the model's shapes for a few, because a class may treat some sizes differently.
+One copy of the optimizer steps tensors in one call, another steps equal tensors in several calls, and the results must
+agree to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times, because a class
+may treat some sizes differently.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from lightning_zero.optimizers.trial import Trial, trying
 
 
 class Probed(NamedTuple):
-    """The results of a trial."""
+    """What the trial of an optimizer has shown."""
 
-    couples: bool = False  # a step of a tensor depends on the other tensors in the same call
+    couples: bool = False  # the step of a tensor depends on the other tensors in the same call
     steps_all: bool = True  # a step may change tensors without a gradient, or their state
     hides_empty: bool = False  # a step fails if a param group has no tensors
-    # Of a parameter, by param group, number of dimensions and dtype.
+    # The states of a parameter, by its param group, number of dimensions and master dtype.
     states: Mapping[tuple[int, int, torch.dtype], Sequence[StateShape]] = {}
-    failed: Exception | None = None  # the error of the trial
+    failed: Exception | None = None  # the error that a trial step raised
     untried: Collection[tuple[int, ...]] = ()  # shapes of parameters that were too large to try
 
 
@@ -38,10 +39,10 @@ def probe(
     *,
     true_shapes: bool = True,
 ) -> Probed:
-    """Step copies of ``optimizer``. Sends no message, and leaves the optimizer and random numbers as they are.
+    """Try ``optimizer`` by stepping copies of it. Sends no message; the optimizer and random states stay as they are.
 
-    ``dtype_of`` returns the dtype of a parameter's master. Raises ConfigError if the step sends messages or calls a
-    closure itself.
+    ``dtype_of`` returns the dtype of a parameter's master. ``true_shapes``: try the model's shapes too. Raises
+    ConfigError if the optimizer's step sends messages or calls its closure itself.
     """
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")

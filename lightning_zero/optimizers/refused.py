@@ -1,6 +1,6 @@
-"""Refuse optimizers by class and settings alone, before they are tried.
+"""Refuse optimizers whose class or settings cannot work, before any trial step.
 
-The main job checks before any process starts (``app/parts.py``); ranks check again optimizers that a module makes.
+The main job checks before any process starts (``app/parts.py``). Ranks check the optimizers that the module makes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if the class stores state in few bits for some sizes of tensors: runs have other sizes."""
+    """Refuse torchao's and bitsandbytes' low-bit classes: they choose bits by a tensor's size, which slices change."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
@@ -71,7 +71,7 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
 
 
 def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> None:
-    """Raise a ConfigError if the optimizer's state cannot rest in fewer bits."""
+    """Raise a ConfigError if the optimizer's state cannot be stored in bf16 or int8 (the dtype ``state``)."""
     kind = type(optimizer)
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     if whole or base is None or not is_known(optimizer):
@@ -103,7 +103,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def _refuse_own_step(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if a step was set on the object, because the engine calls the step of its class."""
+    """Raise a ConfigError if users replaced ``step`` on the object, because the engine calls ``step`` of its class."""
     given: Any = optimizer.__dict__.get("step")
     while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's wrapper that counts steps
         given = given.__wrapped__

@@ -1,7 +1,7 @@
-"""Try before training whether an optimizer that users declare element-wise steps slices as it steps tensors.
+"""Try before training an optimizer that users declare element-wise (``zero.optimizer.sharding=slices``).
 
-Small tensors, then some of the model's shapes, are cut as for two ranks. Results are compared with a tolerance:
-vectorised kernels round the last elements of a tensor differently.
+Tensors are stepped whole, and in slices as on two ranks: small tensors, then some of the model's shapes. Results must
+agree within a tolerance, because vectorised kernels round the last elements of a tensor differently.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
-    """Raise a ConfigError if a class that is declared element-wise is not, or its step calls a closure itself.
+    """Raise a ConfigError if ``optimizer`` does not step each element by itself, or its step calls its closure.
 
-    Nothing can be told if the step fails, draws random numbers, or has state from the constructor.
+    Accepts what cannot be tried: a step that fails or draws random numbers, and state from the constructor.
     """
     if optimizer.state or device.type == "meta":
         return
@@ -67,7 +67,7 @@ def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
 
 
 def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the change of each tensor in each step, and the numbers in param groups. ``rank``: its slices only."""
+    """Run a trial. Return each tensor's change in each step, and numbers in param groups. ``rank``: only its slices."""
     groups = trial.optimizer.param_groups
     if rank is not None:
         for group in groups:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 # An optimizer's state of a parameter, or a whole state dict. torch types neither further.
 State = dict[str, Any]
-Saved = Mapping[str, Any]  # one that is only read
+Saved = Mapping[str, Any]  # a state that is only read
 
 
 class StateShape(NamedTuple):
     """The shape of a state as a function of its parameter's shape."""
 
     name: str  # path in the state, such as ``exp_avg`` or ``Q/0``
-    sides: tuple[int, ...]  # for each dimension the parameter's dimension of equal length, or a negative length
+    sides: tuple[int, ...]  # of each dimension: index of the parameter's dimension of equal length, or minus the length
     dtype: torch.dtype
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -89,12 +89,12 @@ class Leaf:
 
 def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
     """Copy a state, and replace each :class:`Leaf` by ``value_of(leaf)``."""
-    # Deep, because a plain optimizer would raise a shared step count once for each parameter.
+    # Copy deep: an optimizer would raise a step count that parameters share once for each parameter.
     return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """List the leaves in the order of the entry, which is the same on all ranks."""
+    """List the :class:`Leaf` objects in a state, in its order, which is the same on all ranks."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found

@@ -22,15 +22,15 @@ from lightning_zero.optimizers.known import without_hooks
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
 from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
 
-# Sides of small tensors. They differ, so that a state's sides tell which sides of the parameter they are, and are large
-# enough that a matrix product and a batched one round differently.
+# Sides of small tensors. All differ, so that each side of a state shows which side of the parameter it equals. They are
+# large enough that a matrix product and a batched one round differently.
 SIDES = (11, 19, 3, 5, 2)
 # Gradient scales by step: some classes only look at the first gradient, some act at limits (a largest norm) or from the
 # tenth step on.
 SCALES = (1.0, 1.0, 1e3, 1e-2, 1.0, 1.0, 1.0, 10.0, 1.0, 1.0, 1.0, 1.0)
-FEWEST, MOST_SMALL = 4, 400  # steps at least; steps of small tensors in a trial
+FEWEST, MOST_SMALL = 4, 400  # least steps of a trial; most steps summed over its small tensors
 MOST_TRUE = 1 << 27  # elements of tensors of true shapes; two copies with Adam's state take 4 GB
-MOST_DEEP = 4  # nesting of objects in attributes of an optimizer that is compared
+MOST_DEEP = 4  # objects in an optimizer's attributes are compared down to this depth
 
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Isolate trial steps of the class ``name``: restore random numbers of Python, NumPy and torch, refuse messages."""
+    """Isolate trial steps of the class ``name``: refuse messages; restore random states of Python, NumPy and torch."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -69,7 +69,7 @@ def trying(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Refuses collectives of torch.distributed: in training each rank steps other tensors, and would send others."""
+    """Refuses collectives of torch.distributed: in training ranks step different tensors; messages would not match."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A tensor that is tried in place of the parameters ``alike``."""
+    """A tensor that a trial steps instead of the parameters ``alike``."""
 
     group: int
     place: int  # index in its param group
@@ -95,7 +95,7 @@ class _Small(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What parameters must share to be tried by the same tensors."""
+    """A kind of parameters: a trial steps the same tensors for all parameters that agree in these fields."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried
@@ -104,14 +104,14 @@ class _Kind(NamedTuple):
 
 
 class Trial:
-    """A copy of an optimizer that steps other tensors.
+    """A copy of an optimizer, which steps random tensors instead of the model's parameters.
 
-    ``untried`` lists shapes that were left out.
+    ``untried``: shapes of parameters that are too large to try.
 
     Args:
         cut: returns the lengths of the flat slices into which a parameter's tensor is cut; None: do not cut.
-        most_true: try up to so many elements of the parameters' own shapes, two of a shape and group if there are two.
-            Small tensors stand for the largest ones, which are left out. 0: only small tensors.
+        most_true: try tensors of the parameters' own shapes, of at most so many elements in all; two of a shape if a
+            param group has two. Small tensors replace shapes that are too large. 0: only small tensors.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the tensors into calls, some with empty groups, as windows have; true shapes go one by one."""
+        """Divide tensors into calls of ``step``, some with empty param groups; for true shapes, one tensor a call."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -233,7 +233,7 @@ class Trial:
         return not same(before, self._of_tensors())
 
     def refuse_own_closure(self) -> None:
-        """Raise a ConfigError unless a step calls its closure at most once, before all else."""
+        """Raise a ConfigError if a step calls its closure twice, or after it has changed a tensor."""
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -270,13 +270,13 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return two equal shapes, because some optimizers step equal shapes as one batch, and a third one."""
+    """Return three small shapes: two equal ones, because some optimizers step equal shapes as a batch, and another."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Choose true shapes to try within ``left`` elements: each once, smallest first, then each a second time."""
+    """Choose true shapes to try, of at most ``left`` elements in all: each once, smallest first, then each again."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):
@@ -317,7 +317,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """Collect, for comparison, plain values and tensors in the attributes of an object and of objects in them."""
+    """Collect plain values and tensors in an object's attributes, and in objects inside these, to compare trials."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()
     return {name: _plain_of(v, seen, depth) for name, v in vars(holder).items() if name not in skipped}
@@ -339,7 +339,7 @@ def _plain_of(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _shrunk(value: Any, param: nn.Parameter, small: nn.Parameter) -> Any:
-    """Convert a state of ``param`` for ``small``: corresponding sides, all elements equal to the first one."""
+    """Return a state for ``small``, shaped like the state ``value`` of ``param`` and filled with its first value."""
     if isinstance(value, Tensor) and value.numel() > 1:
         side_of = dict(zip(reversed(param.shape), reversed(small.shape), strict=True))
         shape = small.shape if value.shape == param.shape else [side_of.get(n, n) for n in value.shape]

@@ -1,7 +1,7 @@
 """Make one step of an optimizer by several calls of its class's ``step``, each for some of the tensors.
 
-A class may keep values for a param group (``group["step"] += 1``) or itself (``self.steps += 1``). They are reset
-before each call, and end as one call would leave them.
+A step may also change settings of a param group (``group["step"] += 1``) or attributes of the optimizer
+(``self.steps += 1``). They are reset before each call, so that they end as one call would leave them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 
 class Noted(NamedTuple):
-    """The former value of a setting."""
+    """The value of a param group's setting or an optimizer's attribute before the step, with a copy to restore it."""
 
     value: Any
     copied: Any
@@ -31,12 +31,12 @@ class Noted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Says what a step has changed beside tensors and their state."""
+    """What a step has changed on this rank besides tensors and their state."""
 
     groups: list[dict[str, Any]]  # new settings of each param group
     stepped: list[bool]  # whether calls listed tensors of the group
     own: dict[str, Any]  # new attributes of the optimizer
-    called: bool
+    called: bool  # whether this rank has called ``step``
 
     @property
     def is_there(self) -> bool:
@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
 
 
 class StepInParts:
-    """Makes the calls of one step. Inside the ``with``, param groups list the tensors of the present call.
+    """Makes one step by several calls, inside a ``with``. During a call, param groups list only its tensors.
 
-    ``hides_empty`` hides param groups without tensors from a call.
+    ``hides_empty``: during a call, remove param groups without tensors from the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:
@@ -79,7 +79,7 @@ class StepInParts:
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Replace the items of the lists, not the lists, which an optimizer may hold."""
+        """Set each param group's tensors. Its list ``params`` stays the same object: the optimizer may refer to it."""
         for group, params, kept, listed in zip(self._groups, self._params, self._kept, lists, strict=True):
             params[:] = [tensor for _, tensor in listed]
             group["params"] = params
@@ -87,7 +87,7 @@ class StepInParts:
                 group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
 
     def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Step tensors, given for each param group with their indices in it."""
+        """Call ``step`` once. ``lists``: for each param group the tensors to step, with their indices in the group."""
         optimizer = self._optimizer
         self._list(lists)
         try:
@@ -112,7 +112,7 @@ class StepInParts:
 
 
 def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
-    """Apply the changes of a step beside tensors, from the outcomes of all ranks in rank order."""
+    """Write settings and attributes that a step has changed to ``optimizer``, from the ``outcomes`` of all ranks."""
     called = [outcome for outcome in outcomes if outcome.called]
     for number, group in enumerate(optimizer.param_groups):
         found = next((o for o in called if o.stepped[number]), called[0] if called else None)
@@ -146,7 +146,7 @@ def _note(value: Any) -> Noted:
 
 
 def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
-    """Restore what has changed. Return the changed values, and new ones whose names are not in ``but``."""
+    """Undo the changes of ``values`` since ``before``; new names in ``but`` stay. Return the undone values by name."""
     changed: dict[str, Any] = {}
     for name, noted in before.items():
         now = values.get(name)
@@ -195,7 +195,7 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Move the items of ``value`` into ``held``, which others may hold. Return False if it cannot take them."""
+    """Replace the items of ``held`` by those of ``value``: others may refer to ``held``. Return False if impossible."""
     if type(held) is not type(value) or held is value or not isinstance(held, (list, deque, dict, set)):
         return False
     held.clear()

@@ -1,7 +1,7 @@
 """Add activations to the peak bytes of a step.
 
 Roles peak at different moments: activations at the end of the forward, reduced gradients near the end of the backward.
-So bytes are summed stretch by stretch, and the largest sum is the peak::
+So bytes are summed for each stretch (the forward or backward of one unit), and the largest sum is the peak::
 
     forward  = rest + gradients of the last step + gathered + activations
     backward = rest + gathered + gradients (filling, in flight, reduced) + activations      of the stretch
@@ -29,7 +29,7 @@ class Stretch:
 
     unit: int  # 0: the root, or code between units
     backward: bool  # whether it is in the backward
-    nbytes: int  # peak, without parameters, the batch and gradients of parameters
+    nbytes: int  # peak bytes, without parameters, the batch and gradients of parameters
     begun: frozenset[int] = frozenset()  # numbers of the buckets whose first gradient arrives in the stretch
     done: frozenset[int] = frozenset()  # numbers of the buckets whose last gradient arrives in the stretch
 
@@ -52,8 +52,8 @@ class Activations:
 class ByBatchSize:
     """Activations at two micro-batch sizes, interpolated for other sizes.
 
-    Interpolation is exact if bytes are affine in the size. Losses that compare samples (contrastive ones) are not: use
-    ``measure``, which measures another size or returns None where the model refuses that size. It is slow.
+    Interpolation is exact if bytes grow linearly with the size. They do not if a loss compares samples (contrastive
+    losses): use ``measure``, which measures another size, slowly, or returns None where the model refuses that size.
     """
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
@@ -125,12 +125,12 @@ def peaks_with(
 
 
 def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
-    """Return the bytes of gradients at rest on the device."""
+    """Return the bytes of gradients that rest on the device of ``rank`` at ``moment``."""
     return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of buffers that finished reductions leave for later ones. With a device there are none."""
+    """Return the bytes of buffers that finished reductions keep for later ones. They do so only if there is no GPU."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
     room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
@@ -158,7 +158,7 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Track the bytes of gradients along a backward, in ``reducing`` until they are reduced and then in ``landed``."""
+    """Tracks the bytes of gradients in a backward: ``reducing`` until they are reduced, then ``landed`` (at rest)."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
@@ -171,7 +171,7 @@ class _Gradients:
         self.reducing = self.landed = 0
 
     def go_on(self, stretch: Stretch) -> None:
-        """Advance to the next stretch."""
+        """Advance to the stretch ``stretch``: set ``reducing`` and ``landed`` to their bytes in it."""
         self._under_way.extend(self._full)
         self._filling.difference_update(self._full)
         self._filling |= stretch.begun

@@ -1,7 +1,7 @@
 """Plan where each role of one bucket rests, from its stage row and its tier row.
 
-The *storage* holds masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only this file
-decides it::
+The *storage* is the memory of masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only
+this file decides that::
 
     stage, offload, precision            | full buffer       | storage               | params_rest
     0-2, fp32                            | parameters        | (a view of it)        | full_is_master
@@ -26,7 +26,7 @@ from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
 class Role(Enum):
-    """The use of memory. The first four roles rest; the others are temporary."""
+    """What memory is used for. The first four roles stay allocated at rest; the others are temporary."""
 
     compute_param = "compute_param"
     master_param = "master_param"
@@ -60,12 +60,12 @@ class Itemsizes(NamedTuple):
     grad: int
     wire: int = 0  # of a gradient in a message; 0: the same as reduce
     exchanged: bool = False  # gradients may be reduced by an all-to-all if the group is small enough
-    state: StateDtype = StateDtype.fp32  # of resting optimizer state, up to one byte more per element than its code
+    state: StateDtype = StateDtype.fp32  # of resting optimizer state
 
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """A bucket of a model before sharding."""
+    """The sizes of a bucket before it is sharded over ranks."""
 
     unit: int  # index of its unit; 0 is the root
     numels: tuple[int, ...]  # elements of its parameters, in order
@@ -117,12 +117,12 @@ class BucketPlan:
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Return whether compute parameters stay gathered and are synced after a step; on one rank this only waits."""
+        """Return whether compute parameters stay gathered and are updated from the masters after each step."""
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """Return whether the full buffer is a copy of the storage."""
+        """Return whether the full buffer is a copy of the storage, not the same memory."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
@@ -138,7 +138,7 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the role as which the storage counts: compute parameters, if no other memory holds the same values."""
+        """Return the role of the storage in plans: ``compute_param`` if no other memory holds the parameters."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -205,7 +205,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether a gradient is reduced in another buffer than that where it waits for more micro-batches."""
+        """Return whether gradients are reduced in a buffer of their own, not in the one where micro-batches add up."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 
@@ -218,7 +218,7 @@ class BucketPlan:
 def place(
     shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int, *, even_alone: bool = False
 ) -> BucketPlan:
-    """Shard a bucket under a stage row and a tier row."""
+    """Plan a bucket over ``world_size`` ranks. ``even_alone``: run its collectives on a single rank too."""
     return BucketPlan(
         shape.unit,
         lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),

@@ -1,6 +1,7 @@
 """Choose the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Deterministic.
 
-:data:`KEPT_FREE` is left for what plans do not count: a GPU's context, the allocator's rounding, the system.
+A share :data:`KEPT_FREE` of each memory stays free for what plans do not count: a GPU's context, the allocator's
+rounding, the system.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Choice:
 
 
 def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Reduce the memory of ``machine`` to what a plan may fill."""
+    """Return ``machine`` with smaller memories: the parts that a plan may fill. The rest stays free."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
 
@@ -57,7 +58,7 @@ def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
-    """Choose the fastest row that fits; of equal ones, that which sends least, is nearest to the device, and lowest.
+    """Choose the fastest row that fits. Ties go to the row that sends least, then offloads least, then shards least.
 
     ``keys``: the settings that the error names. Raises ConfigError if no row fits.
     """
@@ -80,7 +81,8 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
 
-    It is a multiple of ``model.in_parts``, and was measured if possible, because bytes may grow faster than samples.
+    The size is a multiple of ``model.in_parts``. If possible, activations are measured at that size, because bytes may
+    grow faster than samples. ``room``: the machine with the memory that may be filled.
     """
     known = model.activations
     if known is None or not known.scales:
@@ -105,7 +107,7 @@ def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig
 
 
 def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return ``high`` if it fits, else the largest of a few tried sizes. ``low`` is known to fit."""
+    """Return ``high`` if it fits, else the largest of a few sizes from ``low``, known to fit, to ``high`` that fits."""
     if fits(high):
         return high
     for _ in range(MOST_MEASURED):
@@ -137,14 +139,14 @@ def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> st
 
 
 def seconds_text(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
+    """Format seconds: ``0.0123`` -> ``12.3 ms``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def human_bytes(nbytes: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
+    """Format bytes in powers of 1024: ``1536`` -> ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -153,7 +155,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, room: Machine) -> str:
-    """Say how much memory a row needs and how much there is."""
+    """Say how much memory a row needs and how much there is, on the tier that lacks most."""
     if row.refused:
         return "has budgets without room"
     if not row.shortages:

@@ -30,7 +30,7 @@ MOST_DOUBLINGS = 10  # of the number of hosts, when searching for one that fits
 class Machine:
     """The machine to train on. All hosts are alike. Raises ConfigError if ``hybrid_shard`` cannot divide the ranks."""
 
-    gpus: int  # of a host; without GPUs, processes
+    gpus: int  # per host; without GPUs: processes per host
     gpu_memory: int  # bytes of one GPU
     host_memory: int  # bytes of one host
     nvme: int  # bytes of one host's disk
@@ -54,8 +54,8 @@ class Model:
     names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
     limits: Limits
-    states: int | TensorStates = ADAM_STATES  # element-wise state tensors per parameter, or those of all tensors
-    activations: ByBatchSize | None = None  # of micro-batches; None: not counted
+    states: int | TensorStates = ADAM_STATES  # number of element-wise state tensors per parameter, or each one's state
+    activations: ByBatchSize | None = None  # activations of a micro-batch; None: not counted
     samples: int | None = None  # size of a micro-batch; default: the smaller measured size
     recomputes: bool = False  # activations include activation checkpointing
     in_parts: int = 1  # number of parts in which a batch passes through a unit; activations include this
@@ -68,7 +68,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Return FLOPs of a forward and backward. Without measurement: 6 for each parameter and sample."""
+        """Return the FLOPs of a micro-batch, forward and backward. If not measured: 6 for each parameter and sample."""
         found = self.micro_batch
         return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
 
@@ -79,7 +79,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A lack of ``nbytes`` on a tier of one GPU or one host."""
+    """The bytes that a plan needs beyond those of one GPU (``device``) or one host (``host`` and ``nvme``)."""
 
     tier: Tier
     nbytes: int
@@ -87,7 +87,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plan of one stage and one row of ``zero/offload`` on a machine."""
+    """The memory and time of a run with one stage and one row of ``zero/offload`` on a machine."""
 
     stage: Stage
     offload: Offload
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def moments(self) -> list[Bytes]:
-        """Return the bytes of one rank at every moment that must fit."""
+        """Return the bytes of one rank at each moment at which they must fit: in every phase, and after the run."""
         return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property
@@ -129,7 +129,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """Plan one stage and offload row. ``settings``: budgets for ``auto``. Without ``rates`` no time is estimated."""
+    """Plan memory and, with ``rates``, time of one stage and offload row. ``settings``: the budgets for ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -169,7 +169,7 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run with the module gathered (empty: it stays sharded), and what a host lacks."""
+    """Return a rank's bytes after a run if the module is gathered (else empty), and the bytes that a host lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
@@ -182,7 +182,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
-    """Plan the buckets of a rank for the shard group that ``zero.comm.hybrid_shard`` gives, as a run does."""
+    """Plan a rank's buckets, sharded over all ranks or over a node's: ``machine.hybrid_shard`` decides, as in a run."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
@@ -212,7 +212,7 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
 def _shortages(
     per_rank: dict[Tier, int], per_host: dict[Tier, int], together: int, machine: Machine, after_run: int
 ) -> tuple[Shortage, ...]:
-    """List the tiers that lack memory. ``after_run``: bytes that a host lacks after the run."""
+    """List the tiers that lack memory, and how much. ``after_run``: bytes that a host lacks after the run."""
     if machine.shared:
         needed = {Tier.host: (together, machine.host_memory)}
     else:
@@ -227,7 +227,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Search the smallest doubling of hosts (of GPUs, on one host with one GPU), and the first other row, that fit."""
+    """Find how many GPUs ``row`` needs, by doubling the hosts, and the first of ``rows`` at its stage that fits."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -240,7 +240,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Choose the fitting row that is nearest to the device; among those, the lowest stage."""
+    """Return the row that fits and offloads least; of several, the lowest stage. ``None``: no row fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

@@ -7,8 +7,8 @@
     fragments| p0[0:a]          | p0[a:] p1[0:b]   | p1[b:] p2           |
 
 Parameters start at multiples of ``PARAM_ALIGN`` elements: torch's fused optimizers step 64 bytes at a time and treat a
-tail differently, so other cuts would change last bits. Shards are cut at multiples of ``SHARD_ALIGN`` elements, also
-inside parameters.
+tail differently, so other starts would change the last bits of results. Shards are cut at multiples of ``SHARD_ALIGN``
+elements, also inside parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """End of the gap, where the next slot may start."""
+        """Return the end of the gap, where the next slot may start."""
         return round_up(self.start + self.numel, self.align)
 
 
@@ -48,10 +48,11 @@ class Fragment:
     offset: int  # first element, from the parameter's start
     numel: int
     start: int  # first element, from the shard's start
-    stop: int  # end inside the shard, with the gap behind the parameter as far as it lies in the shard
+    stop: int  # end, from the shard's start, with the part of the gap behind the parameter that is in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """Intersect with a range of the shard: first element of the parameter, and range in the fragment."""
+        """Intersect with the range ``keep`` of the shard. Return the first element in the parameter, and the range in
+        the fragment."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -115,9 +116,9 @@ def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) ->
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group items in order so that each group holds at most ``limit`` bytes. A larger item stands alone.
+    """Divide items into groups of at most ``limit`` bytes, and return their indices. A larger item has its own group.
 
-    Each item goes to the first group with room, so that small items (biases) share one.
+    Each item goes to the first group in which it fits, so that small items (biases) share one.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -141,7 +142,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join neighbouring fragments of a shard with equal keys into runs. Fragments with key ``None`` are left out."""
+    """Join neighbouring fragments of a shard whose ``keys`` are equal into runs. Leave out those with key ``None``."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

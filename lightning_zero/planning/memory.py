@@ -40,7 +40,7 @@ READ_AHEAD = 3  # buffers for parameters that are read from files ahead of their
 STEP_CHUNK_NBYTES = 1 << 24  # bytes of the fp32 copies of gradients that an offloaded step makes, on the host
 DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # the same on the device
 COPY_ALIGN = 64  # bytes; parameters in the copy of a whole module begin at multiples
-SPARE = 0.9  # share of the available memory for that copy; the rest is left to the process
+SPARE = 0.9  # share of the available host memory that the copy of a whole module may take
 STEPS_IN_MEMORY = 3  # buckets of state from files in host memory at a time: one read, one stepped, one written
 
 
@@ -66,7 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank where some optimizer steps whole tensors; it depends on the owners of tensors."""
+    """Optimizer state of one rank if some optimizer steps whole tensors: each one's state is on its owner only."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes beside the shards during the step, from owners.step_peak
@@ -224,7 +224,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of all units but the root that this rank keeps for its node."""
+    """Return the bytes of a rank's share of the units that its node keeps for the backward: all but the root."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
@@ -241,9 +241,9 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
 
-    They belong to the unit whose backward runs, and to reductions in flight. On a device, gradients keep the form
-    autograd made until their bucket is complete. Gradients that wait replicated are reduced in place if the wire dtype
-    allows. With several micro-batches, a reduced shard exists beside the resting gradient.
+    These gradients belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as
+    autograd made them until their bucket is complete. Gradients that add up replicated are reduced in place if the wire
+    dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient.
     """
     trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
@@ -265,7 +265,7 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:
-    """Compute the staging bytes between tiers in each phase, without the ring of file buffers."""
+    """Compute the bytes of buffers for transfers between tiers in each phase, without the ring of file buffers."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
@@ -301,7 +301,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Return the bytes of host memory that a gather needs for parameters read from files."""
+    """Return the bytes of host memory into which a gather reads the bucket's shard; 0 if it is not in a file."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
@@ -331,12 +331,12 @@ def on_tier(held: Bytes, tier: Tier) -> int:
 
 
 def copy_nbytes(params: Iterable[int]) -> int:
-    """Return the bytes of the copy of a module whose parameters have these bytes in their original dtypes."""
+    """Return the bytes of a copy of a whole module. ``params``: bytes of each parameter in its original dtype."""
     return max(COPY_ALIGN, sum(round_up(nbytes, COPY_ALIGN) for nbytes in params))
 
 
 def no_room_for(nbytes: int, available: int, where: str) -> str | None:
-    """Say why ``nbytes`` of a copy do not fit on the host ``where``; ``None``: they fit."""
+    """Say why a whole module's copy of ``nbytes`` does not fit on the host ``where``; ``None``: it fits."""
     if nbytes <= SPARE * available:
         return None
     return (
@@ -346,7 +346,7 @@ def no_room_for(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the bytes of one rank while the copy is filled. ``gathers``: shards are spread over several hosts."""
+    """Return the bytes that a rank gathers at a time to fill the copy; 0 if all shards are on one host."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

@@ -1,12 +1,12 @@
-"""Assign tensors to the ranks that step them whole, and plan the messages of such a step.
+"""Choose for each tensor the rank that steps it whole (its owner), and plan the messages of such a step.
 
 ::
 
     shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
     owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, during the step
 
-A *window* holds adjacent units, as many as fit in its limit. Its tensors are divided among the ranks of a shard group.
-The next window is sent while this one is stepped.
+Optimizers such as Muon need whole tensors. The step goes window by window. A *window* is a run of adjacent units, up to
+a limit of bytes; the ranks of a shard group divide its tensors. While it is stepped, the next window is sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensors in order into windows: whole units up to ``limit`` bytes; a larger unit is split."""
+    """Group tensors into windows (lists of indices): adjacent units up to ``limit`` bytes; a larger unit is split."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)
@@ -59,7 +59,7 @@ def choose_owners(
     """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
 
     The result is within 4/3 of the optimum. Ties go to the rank with the least work in the tensor's window, because
-    ranks wait for each other at each window. ``kept``: owners that hold state and stay; ``None``: to be chosen.
+    ranks wait for each other at each window. ``kept``: the owner that has a tensor's state already; ``None``: choose.
     """
     owners: list[int] = [0] * len(costs)
     window_of = {place: number for number, window in enumerate(windows) for place in window}
@@ -110,15 +110,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of one rank in one window, in bytes by rank."""
+    """What one rank sends and receives in one window. ``*_sizes`` and ``*_back`` are bytes by peer rank."""
 
     own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
     owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
     kept: tuple[Piece, ...]  # pieces of this rank's shard of tensors that it owns; they are not sent
-    own_sizes: tuple[int, ...]
-    owned_sizes: tuple[int, ...]
-    own_back: tuple[int, ...]
-    owned_back: tuple[int, ...]
+    own_sizes: tuple[int, ...]  # sent to the owners
+    owned_sizes: tuple[int, ...]  # received as the owner
+    own_back: tuple[int, ...]  # received back from the owners
+    owned_back: tuple[int, ...]  # sent back as the owner
 
 
 def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
@@ -134,7 +134,10 @@ def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank
 def _lay_out(
     window: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out one message. ``pairs``: (peer, rank that holds the shard, owner). Return pieces and byte counts."""
+    """Lay out the pieces of a rank's messages with its peers. ``pairs``: (peer, rank with the shard, owner).
+
+    Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back.
+    """
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0
@@ -165,8 +168,8 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
         window 1    send  | -> tensors | step ........ | return . | -> shards
         window 2                       | send ........ | -> tensors | step ...
 
-    That is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
-    gradients of the tensors that the rank owns, by window.
+    The peak is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
+    of gradients of the tensors that the rank owns, by window.
     """
     return peak_of_windows(
         [

@@ -110,9 +110,9 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
     """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files.
 
-    The next forward needs the first units first, so they rest nearest. Gradients rest on the device beside a resident
-    optimizer, else on the host. As many units as fit stay on the device; of the rest, the host takes as many as leave
-    room for the gradients of all. Raises ConfigError, with the partial plan, if the budgets are too small.
+    The next forward needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device
+    if their optimizer does, else on the host. The device takes as many units as fit; the host as many of the others as
+    fit beside the gradients of all others. Raises ConfigError, with the partial plan, if the budgets are too small.
     """
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]

@@ -14,7 +14,7 @@ MAX_PLAN = 65536  # entries; longer histories without a period are cut, and rank
 
 
 class Entry(NamedTuple):
-    """One gather, which serves ``uses`` uses. With more than one, the unit stays gathered between them."""
+    """One gather of ``unit`` for ``uses`` uses. Between several uses the unit stays gathered."""
 
     unit: int
     uses: int = 1
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
-    """Return whether a unit may be prefetched beside those waiting. The first may have any size."""
+    """Return whether a unit may be prefetched beside those ``waiting`` for use. If none waits, any size may."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
@@ -55,8 +55,8 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
     Args:
         history: units in the order of their gathers, with repetitions.
         nbytes: gathered bytes of each unit.
-        keep_bytes: budget for units that stay gathered until their next use. The shortest gaps are closed first, so the
-            last units of a forward stay. A unit used twice in a row always stays.
+        keep_bytes: budget for units that stay gathered until their next use. Units whose next use comes soonest are
+            kept first, so the last units of a forward stay. A unit used twice in a row always stays.
         cyclic: the pass has no backward and may repeat its gathers.
     """
     history = list(history[:MAX_PLAN])
@@ -71,7 +71,7 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions between which a unit stays gathered."""
+    """Yield pairs of positions in ``history`` of a unit's successive uses, between which it stays gathered."""
     previous: dict[int, int] = {}
     gaps: list[tuple[int, int, int]] = []
     for place, unit in enumerate(history):
@@ -94,7 +94,7 @@ class Cursor:
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def up_to(self, unit: int) -> list[int] | None:
-        """Take the units to issue so that ``unit`` comes last, or return None if the rest of the plan lacks it."""
+        """Return the next units to gather, up to and including ``unit``, and advance. None: no gather of it is left."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0
@@ -110,14 +110,14 @@ class Cursor:
         return self.plan.entries[self.position].unit if self.position < len(self.plan.entries) else None
 
     def ahead(self, admit: Callable[[int], bool]) -> list[int]:
-        """Take the next units as long as ``admit`` accepts them."""
+        """Return the next units, for prefetching, as long as ``admit`` accepts them, and advance."""
         taken: list[int] = []
         while self.position < len(self.plan.entries) and admit(self.plan.entries[self.position].unit):
             taken.append(self._take())
         return taken
 
     def rest(self) -> list[int]:
-        """Take all remaining units, so that ranks that still need them are served."""
+        """Return all remaining units and advance to the end. Their gathers must run, as other ranks may need them."""
         return [self._take() for _ in range(len(self.plan.entries) - self.position)]
 
     def used(self, unit: int) -> bool:

@@ -16,7 +16,7 @@ Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms
 
     gather           n * compute itemsize * (N - 1) / N       stages 1, 2: one; stage 3: two for each micro-batch
     reduce-scatter   n * wire itemsize * (N - 1) / N          stage 2, 3: each micro-batch; stages 0, 1: one
-    all-reduce       that, and a gather of the sum, in the reduce dtype
+    all-reduce       a reduce-scatter, and a gather of the sum in the reduce dtype
 """
 
 from __future__ import annotations
@@ -136,16 +136,16 @@ class Sent:
 
     @property
     def nbytes(self) -> float:
-        """Return the bytes over the network."""
+        """Return the bytes that a rank sends, without gathers within a node."""
         return self.gathers + self.reductions + self.exchanged
 
 
 def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
-    """Compute what a rank sends in a step of ``limits.micro_batches`` backwards.
+    """Compute the bytes that a rank sends in a step of ``limits.micro_batches`` backwards.
 
     Args:
-        replicas: shard groups, whose reduced shards are summed too.
-        exchanged: bytes of one micro-batch to ranks that share a sequence.
+        replicas: number of shard groups; reduced shards are summed across them too.
+        exchanged: bytes that go to ranks of the same sequence in one micro-batch.
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
@@ -155,7 +155,7 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
         stays = bucket.unit in (0, last)
         share = (ranks - 1) / ranks
         row = bucket.row
-        # Its second gathers, if its node keeps units.
+        # The second gathers stay within the node if its ranks keep the units.
         kept = limits.node_ranks > 1 and bucket.reshards and not stays
         if kept:
             in_node += limits.micro_batches * bucket.full_nbytes * (limits.node_ranks - 1) / limits.node_ranks
@@ -196,10 +196,10 @@ def expected(
     exchanged: int = 0,
     on_cpu: bool = False,
 ) -> StepTime:
-    """Estimate the time of a step that waits for nothing but its resources.
+    """Estimate the time of a step, as if it waited only for its resources (compute, links, network, disk).
 
     Args:
-        flops: of forward and backward of one micro-batch, with recomputation.
+        flops: FLOPs of one micro-batch's forward and backward, with recomputation.
         on_cpu: the same cores do all work, so that nothing overlaps.
     """
     micro_batches = limits.micro_batches

@@ -1,8 +1,8 @@
 """Compute the size of resting optimizer state under ``zero.optimizer.state_dtype``.
 
-Under ``int8`` each :data:`BLOCK` elements of state rest as one code per element and an exponent. Blocks are counted
-from the start of each parameter, and parameters and shards begin at multiples of :data:`BLOCK`, so blocks are the same
-at every stage and world size.
+Under ``int8`` each block of :data:`BLOCK` elements of state rests as one byte per element and one shared exponent. Each
+parameter begins a new block, and shards begin at multiples of :data:`BLOCK`, so blocks are the same at every stage and
+world size.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def param_align(state: StateDtype) -> int:
 
 
 def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
-    """Return the bytes of one state tensor of ``numel`` elements: 4, 2 or 257/256 for each, beside fp32 masters."""
+    """Return the bytes of a state tensor: per element 4 (fp32), 2 (bf16) or 257/256 (int8) beside fp32 masters."""
     if state is StateDtype.int8:
         return round_up(numel, BLOCK) // BLOCK * ROW
     return numel * (2 if state is StateDtype.bf16 else master_itemsize)
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
-    """Return the elements of each piece of a run of ``numel``, and how many threads step pieces.
+    """Divide ``numel`` elements into pieces for a step. Return the elements of a piece, and how many threads to use.
 
-    ``threads``: of the host; ``None``: on a device.
+    ``threads``: host threads that are available; ``None``: the step runs on a device.
     """
     if threads is None:
         return DEVICE_CHUNK, 1
@@ -48,7 +48,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Return the bytes of buffers to step up to ``numel`` elements in pieces. On the host the buffers are kept."""
+    """Return the bytes of buffers for a step of up to ``numel`` elements in pieces. The host's are never freed."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

@@ -1,4 +1,4 @@
-"""Plan each rank's optimizer state where optimizers step whole tensors. Owners are chosen as in ``owners.py``."""
+"""Plan each rank's optimizer state if optimizers step whole tensors. Owners are chosen as in ``owners.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_zero.planning.placement import Tier
 
 
 class TensorState(NamedTuple):
-    """The state of one parameter."""
+    """The optimizer state of one parameter."""
 
     optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
     work: int = 0  # cost of its step, by owners.matrix_work
@@ -30,7 +30,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorStates:
-    """The state of all parameters of a model."""
+    """The optimizer state of all parameters of a model."""
 
     tensors: tuple[tuple[TensorState, ...], ...]  # by bucket and parameter
     window_nbytes: int  # bytes of gradients sent per window
@@ -70,7 +70,7 @@ class TensorStates:
     def _arrange(
         self, optimizer: int, tensors: Sequence[_Tensor], buckets: Sequence[BucketPlan], ranks: int
     ) -> tuple[list[list[int]], list[int]]:
-        """Return the windows, and the owner of each tensor."""
+        """Divide one optimizer's tensors into windows and choose owners. Return both, by index of the tensor."""
         plans = [buckets[tensor.bucket] for tensor in tensors]
         sizes = [b.layout.slots[t.slot].numel * b.itemsizes.grad for b, t in zip(plans, tensors, strict=True)]
         moves = any((b.shards_master and ranks > 1) or b.tiers.master is not Tier.device for b in plans)
@@ -84,7 +84,7 @@ class TensorStates:
 
 
 def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
-    """Return the upper bounds of the bytes of each element-wise state tensor that a rank holds of a bucket."""
+    """Return an upper bound of the bytes of each element-wise state tensor that a rank holds for ``bucket``."""
     if not bucket.trainable:
         return []
     starts = [slot.start for slot in bucket.layout.slots]
@@ -96,7 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Estimate a window's bytes on one rank that owns the tensors ``own``, as if shards were equal."""
+    """Estimate a window's bytes on a rank, as if all ranks' shards were equal. ``own``: the tensors that it owns."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

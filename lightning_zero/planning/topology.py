@@ -6,7 +6,7 @@
     shards   : 0 1 2 3           shards   : 0 1 | 2 3      gathers and reduce-scatters stay within a node
     replicas : -                 replicas : 0 2 | 1 3      reduced shards are summed across nodes
 
-Under ``node_backward`` all ranks share shards, and each node keeps dropped units until the end of the backward.
+Under ``node_backward`` all ranks share shards, and each node keeps a copy of dropped units until the backward's end.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def sequence_group_of(rank: int, size: int) -> range:
-    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. Shards ignore such groups."""
+    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. They do not affect who shares shards."""
     first = rank - rank % size
     return range(first, first + size)
 

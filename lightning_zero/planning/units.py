@@ -42,7 +42,7 @@ def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
 
 
 def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[str]:
-    """Add units by size to ``names`` if these leave most of a large model to the root."""
+    """Add units, chosen by size, to the units ``names`` if those hold less than half of a large model."""
     total = _nbytes(module)
     if 2 * sum(_nbytes(module.get_submodule(name)) for name in names) >= total:
         return names
@@ -74,7 +74,7 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Find children of containers that hold a class at least twice, outside of chosen blocks."""
+    """Return the children of each ModuleList or Sequential whose class it holds at least twice, without nested ones."""
     chosen: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -97,7 +97,7 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:
-    """Divide a module into units by size, outside of the units ``taken``."""
+    """Divide ``module`` into submodules of at most ``max_bytes`` if possible; return their names, without ``taken``."""
     result: list[str] = []
     for name, child in module.named_children():
         size = _nbytes(child)
@@ -123,7 +123,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the lowest unit above all ``users`` of a parameter ("": root)."""
+    """Return the innermost of ``units`` that contains all modules ``users`` of a parameter; "" is the root."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

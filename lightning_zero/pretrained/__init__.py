@@ -1,11 +1,11 @@
-"""First values of a module from a Hugging Face folder (``zero.init_from``).
+"""Load a module's first values from a Hugging Face folder (``zero.init_from``).
 
 ::
 
     stored       tensors in files, of which each rank reads the parts it needs
     folder       reads ranges of the safetensors files of a folder
     names        matches the folder's tensors with parameters and buffers
-    conversions  converts tensors that transformers keeps differently in memory
+    conversions  converts tensors that transformers stores differently in files and in memory
     first        finds how a module makes its first values
 """
 
@@ -25,10 +25,10 @@ SHOWN = 5  # names in a message
 
 
 def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of the folder ``path`` by names of parameters and buffers of ``module``.
+    """Return the tensors in the folder ``path``, by the names of the parameters and buffers of ``module``.
 
-    With ``only_meta``, leave out tensors for which ``module`` has values. Raises ConfigError if files are absent or
-    damaged, no tensor belongs to ``module``, or one has another shape.
+    ``warn``: warn of missing and unused tensors. ``only_meta``: leave out tensors for which ``module`` has values.
+    Raises ConfigError if files are absent or damaged, no tensor belongs to ``module``, or one has another shape.
     """
     folder = SafetensorsFolder(Path(path).expanduser())
     found = match(module, folder)

@@ -1,6 +1,6 @@
-"""Convert tensors that transformers keeps under other names, or fused, in memory (Mixtral's experts).
+"""Convert tensors in files to those that transformers has in memory, under other names or fused (Mixtral's experts).
 
-transformers itself says how. Only the user's model imports it.
+transformers itself describes the conversions. It is used only if the user's model has imported it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
-    """Return the outermost transformers model inside ``module`` and its prefix; (None, "") unless there is just one."""
+    """Return the outermost transformers model in ``module`` and its prefix; (None, "") if there is none or several."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None, ""
@@ -34,7 +34,7 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Convert ``stored``, by names in files, to the tensors of ``model`` in memory, without adapters (``own``)."""
+    """Convert tensors in files (``stored``) to tensors of ``model`` (``own``, by names without those of adapters)."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing
@@ -58,13 +58,13 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
             group.add(key, pattern, stored[key])
     for group in groups.values():
         found |= group.tensors()
-    # transformers notes this when it loads, to save in the same form.
+    # transformers sets this when it loads a model, to save it in the form of the files.
     model._weight_conversions = [t for t in transforms if t.was_used()]
     return found
 
 
 class _Group:
-    """Tensors in files that become one or several in memory, converted when read, one group at a time."""
+    """Tensors in files that become one or several tensors in memory. Reads convert them, and cache only one group."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 
@@ -88,7 +88,7 @@ class _Group:
 
     def _values(self) -> dict[str, Tensor]:
         if _Group._last is None or _Group._last[0] is not self:
-            _Group._last = None  # first, to hold one group only
+            _Group._last = None  # first, so that memory holds one group only
             _Group._last = self, self._convert([t.whole() for _, _, t in self._members])
         return _Group._last[1]
 
@@ -101,5 +101,5 @@ class _Group:
 
 
 def forget() -> None:
-    """Free the group that was converted last."""
+    """Free the tensors of the group that was converted last."""
     _Group._last = None

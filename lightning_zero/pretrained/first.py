@@ -17,7 +17,7 @@ ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that initializes ``module``, called ``name`` in ``root``; None if there is none."""
+    """Return a function that initializes ``module``, or None if no way is known. ``name``: its name in ``root``."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
     # A module of an adapter: ``...q_proj.lora_A.default``.
@@ -40,7 +40,7 @@ def _outers(root: nn.Module, name: str) -> Iterator[Any]:
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
-    """Initialize adapters of ``layer`` as PEFT does. Raise a ConfigError if that needs the values of the layer."""
+    """Initialize the adapters of ``layer`` as PEFT does. Raise a ConfigError if this needs the layer's own values."""
     configs: Any = next((c for o in _outers(root, name) if isinstance(c := getattr(o, "peft_config", None), dict)), {})
     for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
         way = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsFolder:
-    """A folder with ``model.safetensors``, files with an index, or any ``*.safetensors``; else raises ConfigError."""
+    """Reads a folder with ``model.safetensors``, files with an index, or any ``*.safetensors`` (else ConfigError)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
 """Match the tensors of a folder with parameters and buffers of a module.
 
-A folder uses the names of the transformers model. The module adds a prefix (``model.`` of a LightningModule's
-attribute) and names of adapters (``base_layer``), and keeps some tensors differently (``conversions.py``).
+The folder has the names of the transformers model. The module's names may have a prefix (``model.``, an attribute of a
+LightningModule) and names of adapters (``base_layer``), and some tensors are fused in memory (``conversions.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
 
 
 class Match(NamedTuple):
-    """A match of a folder with a module."""
+    """Says which tensors of a folder belong to which parameters and buffers of a module."""
 
     sources: dict[str, StoredTensor]  # by names of the module
     missing: list[str]  # its parameters and persistent buffers without a source, except adapters
@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Find what each tensor of the folder is in ``module``. Raise ConfigError for other shapes and quantised ones."""
+    """Match each tensor with a parameter or buffer. Raise ConfigError for other shapes and quantised tensors."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -76,7 +76,7 @@ def _without_adapters(name: str) -> str:
 
 
 def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
-    """Return the prefix that the module's names have before most of the folder's names."""
+    """Return the prefix of the module's names, with which most of the folder's names match."""
     ends: Counter[str] = Counter()
     wanted = set(keys)
     for name in own:
@@ -88,7 +88,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return names without a source. Tied tensors need one for any of their names."""
+    """Return names of tensors without a source, except adapters. Tied tensors need a source for one of their names."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

@@ -14,8 +14,8 @@ Read = Callable[[int, int, Sequence[int] | None], Tensor]
 class StoredTensor(Tensor):
     """A tensor in a file.
 
-    The engine reads each rank's ranges. Any other use, such as a hook that looks at a checkpoint, reads the whole
-    tensor to the host each time.
+    The engine reads only this rank's ranges of it. Any other use, such as a hook that looks at a checkpoint, reads the
+    whole tensor to the host each time.
     """
 
     _read: Read
@@ -55,7 +55,7 @@ class StoredTensor(Tensor):
 
 
 class KeptTensor(StoredTensor):
-    """Marks a parameter in a state dict that a load leaves unchanged."""
+    """Stands in a state dict for a frozen parameter that is not in the checkpoint, so that loading leaves it alone."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:

@@ -1,4 +1,4 @@
-"""Compare what a launcher has started with what the run expects, from the environment of this process alone."""
+"""Compares what a launcher has started with what the run expects, from the environment of this process alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_PORT = 29500
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse numbers of nodes and devices that differ from what the launcher has started, by a ConfigError."""
+    """Raise a ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
     if isinstance(environment, LightningEnvironment) and nodes > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
@@ -75,7 +75,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an srun call that would make Lightning fail, by a ConfigError that names the missing flag."""
+    """Raise a ConfigError that names the missing flag, if Lightning would fail under the present srun call."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:
@@ -88,7 +88,7 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """Set torchrun's variables from mpirun's where Lightning would not recognise mpirun; else return ``None``.
+    """Set torchrun's variables from mpirun's if Lightning would not recognise mpirun. Otherwise return ``None``.
 
     Lightning knows MPI through mpi4py alone. Without it every process would think it is the first and start more.
     Raises ConfigError if this process's rank or the address of rank 0 is unknown."""

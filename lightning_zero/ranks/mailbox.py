@@ -1,4 +1,4 @@
-"""Messages to rank 0 for which no rank waits: threads post them to the store while ranks train."""
+"""Sends messages to rank 0 for which no rank waits: threads post them to the store while ranks train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY_S = 0.05
 
 
 class Mailbox:
-    """One message from each rank to rank 0. ``key`` names the mailbox; it is unique, and equal on all ranks."""
+    """Holds one message from each rank to rank 0. ``key`` names the mailbox; it is unique, and equal on all ranks."""
 
     def __init__(self, key: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

@@ -1,5 +1,5 @@
-"""Messages between ranks, as JSON. Anybody who reaches the store or a port of a rank can put bytes there, and a pickle
-would run them. This format makes only plain values and value classes of this package."""
+"""Encodes messages between ranks as JSON. Anybody who reaches the store or a port of a rank can put bytes there, and
+unpickling would run them. Decoding makes only plain values and value classes of this package."""
 
 from __future__ import annotations
 

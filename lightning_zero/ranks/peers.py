@@ -33,7 +33,7 @@ _BROKEN = re.compile(
 
 
 class PeerError(RuntimeError):
-    """Raised when another rank has gone. The message names that rank."""
+    """Raised when another rank has ended. The message names that rank."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -69,7 +69,7 @@ class _Who:
 
 
 class Peers:
-    """The ranks of a group as this rank knows them through the store. ``store``: nobody may wait in it for long.
+    """Tells through the store which ranks of a group are gone. ``store``: a connection on which no call blocks long.
     ``every_s``: how often each rank calls :meth:`answer`."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
@@ -106,7 +106,7 @@ class Peers:
         return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
 
     def forget(self) -> None:
-        """Start a new round of names when ranks go on after an exception that all survived. Collective."""
+        """Forget who was gone, and use new keys, when all ranks go on after an exception. Collective."""
         self._round, self._culprit, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
@@ -129,7 +129,7 @@ class Peers:
         self._culprit = self._culprit or self._read("culprit")
 
     def leave(self) -> None:
-        """Say goodbye: this rank ends normally. Does nothing after :meth:`tell`."""
+        """Post that this rank ends normally: its goodbye. Does nothing after :meth:`tell`."""
         if not self._told:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(self._key(f"left/{self._rank}"), "")
@@ -151,7 +151,7 @@ class Peers:
         return self._read("ended")
 
     def tell_end(self, who: str) -> None:
-        """Write down that this process ends because of ``who``, so that other ranks can say why it is gone."""
+        """Write down that this process ends because of ``who``, so that other ranks can say why this rank is gone."""
         with contextlib.suppress(Exception):
             self._store.compare_set(self._key("ended"), "", who)
             self._let_others_hear()
@@ -175,20 +175,20 @@ class Peers:
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
-        """Write down that this rank fails by itself with ``error``, so that other ranks can say why it is gone."""
+        """Write down that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         with contextlib.suppress(Exception):  # the store is gone
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """Write down who went and return the entry. Only the first counts, because later ranks may have seen the end of
-        a rank that noticed earlier."""
+        """Write down which rank went, and return the entry. Only the first entry counts, because later ranks may have
+        seen the end of a rank that noticed earlier."""
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
     def culprit(self) -> str:
-        """Find out within seconds which rank went, after a broken connection."""
+        """Find within seconds which rank has ended, after a broken connection. Return a sentence about it."""
         try:
             known = self._culprit or self._read("culprit")
             if known is not None:
@@ -213,7 +213,7 @@ class Peers:
             return self._culprit or self.without_store()
 
     def without_store(self) -> str:
-        """Say who is gone when the store is gone."""
+        """Return a sentence about the rank that must have ended if the store is gone."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "a rank and torchrun's agent on the first node have ended"
         who = f" ({self._holder})" if self._holder is not None else ""
@@ -230,7 +230,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call. One rank holds it; the others read its result."""
+        """Return the ranks that do not answer a roll call. The first caller holds it; others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
@@ -248,6 +248,6 @@ class Peers:
         return waiting
 
     def _let_others_hear(self) -> None:
-        """Wait a moment if the store ends with this process, so that other ranks can read the name."""
+        """Wait a moment if the store ends with this process, so that other ranks can read what was written."""
         if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.25 * self._every_s)

@@ -1,4 +1,4 @@
-"""Show on stderr the progress of work that takes longer than a second."""
+"""Shows on stderr the progress of work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Count:
 
 
 class LongWork:
-    """Show the long work of one process, if ``shows``."""
+    """Shows the progress of long work in this process, if ``shows``; does the work in any case."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
@@ -44,7 +44,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: Callable[[], int]) -> Iterator[Did]:
-        """Show work on bytes; the body calls the yielded function with bytes done. ``total`` is called if shown."""
+        """Show work on bytes. The body calls the yielded function with bytes done. Calls ``total`` only if shown."""
         count = Count(total() if self.shows else 0)
         with self._lines(what, count.total, decimal) as at:
 
@@ -71,7 +71,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Give a function that shows the progress of one piece of work. ``total`` is None if unknown."""
+        """Yield a function that shows how much of one piece of work is done. ``total`` is None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

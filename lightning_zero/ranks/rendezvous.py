@@ -1,5 +1,5 @@
-"""Start a run: open the store, compare what must be equal on all ranks, and make the process group. All ranks join in
-the store before they make the group, so that a missing rank is named and does not cause a hang."""
+"""Starts a run: opens the store, compares what must be equal on all ranks, and makes the process group. All ranks join
+in the store before they make the group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
 
-# Settings that may differ: paths of a node, and folder names that contain the time.
+# Settings that may differ between ranks: paths of a node, and folder names that contain the time.
 OWN_SETTINGS = frozenset({"zero.offload.nvme_path", "data.num_workers", "run_dir"})
-RESOLVE_S = 20.0  # names of nodes that have just started may take a moment
-ELSEWHERE_S = 15.0  # for an address that is not this machine's but may be mapped to it
-MARGIN_S = 15.0  # for rank 0 to say what is wrong after the other ranks' time has passed
+RESOLVE_S = 20.0  # seconds to resolve an address: names of nodes that have just started may take a moment
+ELSEWHERE_S = 15.0  # seconds to wait at an address that is not this machine's but may be mapped to it
+MARGIN_S = 15.0  # seconds for rank 0 to say what is wrong after the other ranks' time has passed
 _POLL_S = 0.02
 
 
@@ -82,7 +82,7 @@ class Member:
 
 
 class Rendezvous:
-    """All ranks join in a store, or a message says which did not::
+    """Lets all ranks join through a store, or raises an error that names ranks which did not join::
 
         rank 0    opens a round .... answers each ........ all have joined ........ result
         others        ask ........ join, read rank 0's settings ....... ready ...... hear it
@@ -200,7 +200,8 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Tell the waiting ranks why, and give them time to read: the store may end with this process."""
+        """Tell the waiting ranks ``message`` and raise it. First wait until ``others`` ranks have read it, for up to
+        five seconds: the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3
@@ -239,7 +240,7 @@ _SAME_RANK = "Give each node a NODE_RANK (torchrun: --node-rank) of its own, and
 
 
 def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return part, key, the reference's value and this rank's value of the first difference; empty if all are equal."""
+    """Return part, key, ``reference``'s value and ``own`` value of the first difference; empty if all are equal."""
     for part in reference:
         for key in sorted({*reference[part], *own[part]}):
             expected, got = (values[part].get(key, "nothing") for values in (reference, own))
@@ -262,7 +263,7 @@ def _plural(ranks: Sequence[int]) -> str:
 
 
 def places(members: Iterable[Member]) -> str:
-    """Format places as ``2 nodes (a: 0-1, b: 2-3)``, or only their number if there are many."""
+    """Format where ranks run as ``2 nodes (a: 0-1, b: 2-3)``, or only the number of nodes if there are many."""
     hosts: dict[str, list[int]] = {}
     for member in members:
         hosts.setdefault(member.host, []).append(member.rank)
@@ -302,8 +303,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout`` is for later operations, ``wait_s``
-    for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
+    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout``: of later operations. ``wait_s``: of
+    the wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)

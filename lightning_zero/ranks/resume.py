@@ -1,4 +1,4 @@
-"""Find a restarted job's name, which stays the same, and the checkpoint to resume from. SLURM and torchrun restart a
+"""Finds a restarted job's name, which stays the same, and the checkpoint to resume from. SLURM and torchrun restart a
 job with the same command line, so a note in the run folder names the job that has trained there. Another job in the
 same folder starts anew."""
 
@@ -52,7 +52,7 @@ def _plain(text: str) -> str:
 
 def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()) -> Path | None:
     """Return the newest complete checkpoint of this job, or ``None`` if the job has not trained in ``run_dir`` before.
-    All ranks find the same one, because nobody saves before all have joined, and the note is written after that.
+    All ranks find the same one: nobody saves before all have joined, and the note of the job is written after that.
     ``folders``: where to look besides ``run_dir``."""
     job = job_name()
     if job is None or _noted(Path(run_dir)) != job:
@@ -62,7 +62,8 @@ def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | o
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
-    """Note that this job trains in ``run_dir``, on one rank when all have joined. Return whether it has before."""
+    """Write into ``run_dir`` that this job trains there. Return whether it has before. One rank calls it, after all
+    have joined."""
     job = job_name()
     if job is None:
         return False
@@ -77,7 +78,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that a checkpoint, about to be written, is this job's. One rank calls it. ``owner`` will remove it."""
+    """Note that a checkpoint that is about to be written is this job's. One rank calls it. ``owner`` will remove it."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
@@ -86,7 +87,7 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
-    """Return the checkpoints that this job has begun to write, by owner."""
+    """Return the checkpoints that this job has begun to write, by the callback that owns them."""
     found: dict[str, set[Path]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -104,7 +105,7 @@ def _noted(run_dir: Path) -> str | None:
 
 
 def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | None:
-    """Return the last complete checkpoint, written after ``since_ns``; a killed process may leave half of one."""
+    """Return the last complete checkpoint written after ``since_ns``. A killed process may leave an incomplete one."""
     found: dict[Path, int] = {}
     for folder in folders:
         for path in Path(folder).glob("*.ckpt"):
@@ -115,7 +116,7 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _whole(path: Path) -> bool:
-    """Return whether a checkpoint has its last part: the table of a zip archive, or a folder's metadata file."""
+    """Return whether a checkpoint has its last part: a zip archive's table, or the metadata file of a folder."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
 
 

@@ -1,4 +1,4 @@
-"""Bounded waits for other ranks, with errors that name ranks.
+"""Waits for other ranks with a time limit, and with errors that name ranks.
 
 ::
 
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
 
-GO_ON_S = 0.001  # between two calls of ``go_on`` during a wait
-ASK_S = 5.0  # of waiting, until the other ranks' waits are compared; doubles each time
+GO_ON_S = 0.001  # seconds between two calls of ``go_on`` during a wait
+ASK_S = 5.0  # seconds of waiting, until the other ranks' waits are compared; doubles each time
 
 
 class StallError(RuntimeError): ...
@@ -38,8 +38,8 @@ _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
 def goes_on_in_waits(what: Any) -> None:
     """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives.
 
-    It sends what another rank may need before that comes to where this rank waits, without waiting or raising, and
-    returns whether something is left.
+    ``go_on`` sends messages that another rank may need before it can join this rank's wait. It neither waits nor
+    raises, and returns whether messages are left to send.
     """
     _going_on.add(what)
 
@@ -62,7 +62,7 @@ _wait_of_process = _Wait(0, "", None)
 
 
 class Waits:
-    """Waits of this rank for the other ranks of a group."""
+    """Waits for the other ranks of a group, and knows what this rank is doing and waiting for."""
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -76,10 +76,10 @@ class Waits:
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, notices_broken_connections: bool) -> None:
-        """Start to post this rank's place and to listen to the other ranks. Collective.
+        """Start the watchdog, which posts what this rank is doing and listens to the other ranks. Collective.
 
         Args:
-            number: the same on all ranks, and used once.
+            number: part of the store's keys; the same on all ranks, and used once.
             notices_broken_connections: the backend notices broken connections itself.
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
@@ -87,7 +87,7 @@ class Waits:
 
     @property
     def waiting(self) -> str:
-        """Return the name of the wait that this process is in, or empty. Another thread reads it."""
+        """Return number and label of the wait that this process is in, or an empty string. Another thread reads it."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 
@@ -104,8 +104,8 @@ class Waits:
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: ranks may send and receive other messages before they come to this agreement. Senders of other
-                messages count them in :attr:`asked`.
+            agrees: ranks may handle other messages before they come to this agreement. Callers count messages that are
+                no agreement in :attr:`asked` when they send them.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -138,7 +138,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
-        """Tell other ranks that the body waits for all of them, in a call outside of the engine, which has no bound."""
+        """Mark the body as a wait for all ranks in a call outside of the engine, which has no time limit."""
         global _wait_of_process
         self._go_on(_Elsewhere())  # send everything, because nothing can be sent from inside
         self.asked[label] += 1
@@ -222,7 +222,7 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain the exception that ends this rank: note which rank caused it, or tell other ranks about it."""
+        """Explain ``error``, which ends this rank: note which rank caused it, or tell other ranks about it."""
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):
@@ -233,7 +233,7 @@ class Waits:
             self._watchdog.tell(error)
 
     def forget_failures(self) -> None:
-        """Forget which rank ended an earlier run, at the start of a run. Collective."""
+        """Forget which ranks failed in an earlier run, at the start of a run. Collective."""
         if self._watchdog is not None:
             self._watchdog.peers.forget()
 

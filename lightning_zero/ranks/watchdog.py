@@ -1,4 +1,4 @@
-"""Threads beside training that post this rank's place and end it when it waits for a dead rank.
+"""Runs threads beside training: they post what this rank is doing, and end a process that waits for a dead rank.
 
 Waits inside the engine raise in time. Elsewhere (say, in a metric's barrier) a backend waits for its own timeout unless
 it notices the death; it never does under NCCL or when a network is cut. So each rank listens::
@@ -31,13 +31,13 @@ from lightning_zero.ranks.peers import DYING_S, Peers
 if TYPE_CHECKING:
     from lightning_zero.ranks.waits import Waits
 
-EVERY_S = 2.0
+EVERY_S = 2.0  # seconds between posts
 RANKS_AT_THIS_PACE = 512  # more ranks post less often, because all use one store
-ASKING = 32  # ranks that check whether all wait for each other; each reads what all have posted
-STANDSTILL_S = 10.0  # for launchers to act and exceptions to arrive, after a rank has ended
+ASKING = 32  # number of ranks that check whether all wait for each other; each reads what all have posted
+STANDSTILL_S = 10.0  # seconds for launchers to act and exceptions to arrive, after a rank has ended
 EXIT_CODE = 1
-ANSWER_S = 5.0  # a store's time to answer
-STILL_S = 1.0  # added to the time in which places are posted
+ANSWER_S = 5.0  # seconds that a store may take to answer
+STILL_S = 1.0  # added to the time in which what ranks do is posted
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ _CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Open another connection to ``store`` for a thread, once, because looking up host names can take seconds."""
+    """Open a second connection to ``store`` for threads, once: looking up host names can take seconds."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
@@ -67,12 +67,12 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 
 class Watchdog:
-    """Post this rank's place, listen to other ranks, and end a process that stands still beside a dead rank.
+    """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck while one is dead.
 
     Args:
         watched: held weakly; the threads end when it is garbage.
-        store: a connection in which nobody waits for long.
-        number: equal on all ranks, and used once.
+        store: a connection on which no call blocks for long.
+        number: part of the store's keys; equal on all ranks, and used once.
         notices_broken_connections: the backend notices broken connections itself.
         end: ends this process; tests replace it.
     """
@@ -146,14 +146,14 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether rank 0's process ends now. Its connections close a moment before it ends."""
+        """Return whether the process of rank 0, which holds the store, ends now. Its connections close before it."""
         deadline = time.monotonic() + DYING_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
         return ended
 
     def _judge(self) -> None:
-        """End the process when it is stuck. On a thread of its own, because the other may wait for the store."""
+        """End the process when it is stuck. Runs on a thread of its own, because the other may wait for the store."""
         while not self._stop.wait(self._every_s):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -216,7 +216,7 @@ class Watchdog:
         return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
 
     def culprit(self) -> str:
-        """Return which rank went, after a broken connection."""
+        """Return a sentence about the rank that has ended, after a broken connection."""
         return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
 
     def tell(self, error: BaseException) -> None:
@@ -237,12 +237,12 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Return whether every rank waits and keeps waiting for the same message, so that none will ever arrive."""
+        """Return whether every rank waits for the same as a few seconds before: then no message will ever arrive."""
 
         return self._stays(self._waits, default=[""]) is not None
 
     def _stays(self, ask: Callable[[], list[str] | None], default: list[str] | None) -> list[str] | None:
-        """Return what ``ask`` returns if it is the same a while later, else ``None``; ``default`` without the store."""
+        """Call ``ask`` twice, seconds apart. Return its result if unchanged, else None; ``default`` if it fails."""
 
         def twice() -> list[str] | None:
             with contextlib.suppress(Exception):  # the store is gone
@@ -263,14 +263,14 @@ class Watchdog:
         return found if all(found) else None
 
     def waits_for_each_other(self) -> list[str] | None:
-        """Return what each rank waits for if all wait for messages that some waiting rank has not sent; else
-        ``None``."""
+        """Return what each rank waits for, if all wait and each for a message that some rank has not sent; else
+        ``None``. Repeats the check a few seconds later."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
         return self._stays(self._stuck, default=None)
 
     def _stuck(self) -> list[str] | None:
-        """Return the message that each rank waits for, if for each of them some rank has sent fewer of that name."""
+        """Return the message that each rank waits for, if of each message some rank has sent fewer; else ``None``."""
         waits = self._waits()
         if waits is None:
             return None
@@ -290,7 +290,7 @@ class Watchdog:
         return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Return the ranks that do not post ``place`` in time."""
+        """Post ``place``. Return the other ranks that have not posted the same place within ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -312,7 +312,7 @@ class Watchdog:
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Say goodbye and end the threads. They stay if a rank is gone, because later calls may hang."""
+        """Post that this rank leaves, and end the threads. They stay if a rank is gone: later calls may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
@@ -321,7 +321,7 @@ class Watchdog:
 
 
 class _Standstill:
-    """Measures how long a thread has been in the same call while nothing else changed."""
+    """Measures how long ``thread`` has been in the same call while nothing else has changed."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
@@ -348,7 +348,7 @@ _registered_in: int | None = None
 
 
 def _say_goodbye_at_the_end() -> None:
-    """Register the goodbye at exit, and for processes of multiprocessing, which skip atexit."""
+    """Register the goodbye at exit, also in processes of multiprocessing, which skip atexit."""
     global _registered_in
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
@@ -357,7 +357,7 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """Say goodbye at a clean end of the process; otherwise neighbours would think it was killed."""
+    """Post that this process ends cleanly. Otherwise neighbours would think that it was killed."""
     if not hasattr(sys, "last_value"):  # set by an exception that ends the process
         for watchdog in list(_LIVE):
             watchdog.leave()

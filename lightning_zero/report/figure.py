@@ -1,4 +1,4 @@
-"""Draw a run or a sweep by matplotlib, where that is installed."""
+"""Draw the results of a run or a sweep, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from lightning_zero.planning.choose import human_bytes
 from lightning_zero.report.page import SPEEDS, human_seconds
 
-# Told apart on white and on black, also with a colour vision deficiency.
+# These can be told apart on white and on black, also with a colour vision deficiency.
 COLOURS = ("#4c7fd6", "#d9822b", "#2a9d8f", "#c75b9b", "#8a7f66", "#9478e0")
 INK = "#1c2230"  # becomes the text colour of the page
 STYLE: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "report", "legend.frameon": False}
@@ -30,7 +30,7 @@ def can_draw() -> bool:
 
 
 def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
-    """Write a run's picture to ``path``, and return it as SVG for a page."""
+    """Write a run's picture to ``path`` as PNG, and return it as SVG for the page."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
 
 
 def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
-    """Draw ``left``, and ``right`` on an axis of its own if there are both."""
+    """Draw curves of the metrics ``left`` and ``right``. If there are both, ``right`` gets a second y-axis."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -78,7 +78,7 @@ def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
 def _bars(
     axes: Any, title: str, names: Sequence[str], sets: Mapping[str, Sequence[Any]], text: Callable[[float], str]
 ) -> None:
-    """Draw horizontal bars from the top down with their values beside them. ``sets`` are drawn side by side."""
+    """Draw horizontal bars from the top down, each with its value. For each name, the bars of all ``sets`` adjoin."""
     height = 0.8 / len(sets)
     for number, (label, values) in enumerate(sets.items()):
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(names))]
@@ -95,7 +95,7 @@ def _bars(
 
 
 def draw_sweep(path: Path, title: str, runs: Mapping[str, float]) -> None:
-    """Write a picture of a value of each run. ``runs``: what was swept, and the value."""
+    """Write a bar chart of a sweep. ``runs``: each run's settings and its result."""
     import matplotlib
     from matplotlib.figure import Figure
 

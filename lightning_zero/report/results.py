@@ -20,7 +20,7 @@ Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and 
 
 
 def logged(folders: Iterable[Path]) -> Series:
-    """Read all metrics that Lightning's CSV logger has written, also before the run was started again."""
+    """Read all metrics that Lightning's CSV logger has written for this run, also before a restart."""
     found: dict[str, dict[int, float]] = {}
     for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
         with path.open(newline="") as file:
@@ -33,7 +33,7 @@ def logged(folders: Iterable[Path]) -> Series:
 
 
 def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:
-    """Return speed, bytes and waits of a run. ``held``: bytes that the strategy has measured at its end, if any."""
+    """Return speed, bytes and waits of a run. ``held``: bytes that the strategy has measured at the run's end."""
     last = {name: values[-1][1] for name, values in series.items()}
     speeds = {name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last}
     if not held:
@@ -60,7 +60,7 @@ def commit() -> str | None:
 
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
-    """Write the results; of a fit also the picture and the page. ``timeline``: the folder of its timeline."""
+    """Write ``results.json``; after a fit also picture and page. ``timeline``: folder of a timeline to link."""
     _write(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return

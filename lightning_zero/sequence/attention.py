@@ -37,7 +37,7 @@ def attention(
     Inside a step it replaces torch's function, and raises ConfigError for unsupported shapes.
 
     Args:
-        query, key, value: ``[batch, heads, positions, width]``; inside a step of this rank's part.
+        query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
         attn_mask: of the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
@@ -46,7 +46,7 @@ def attention(
     _check(part, query, key, value)
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # Cast now, as attention would, so that fewer bytes travel.
+        # Cast now, as attention would, so that fewer bytes are sent.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
     part.rounding = max(part.rounding, torch.finfo(query.dtype).eps)
@@ -82,7 +82,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat heads of keys or values if they are too few, so that each rank gets those of its queries."""
+    """Repeat heads of keys or values if ``size`` does not divide them, so that each rank gets those of its queries."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor
@@ -110,7 +110,7 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
 def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
     """Exchange all heads of this part's positions for all positions of this rank's heads, or back. Collective.
 
-    Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype travel together."""
+    Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [_exchange([tensor], sharers, to_heads=to_heads)[0] for tensor in tensors]
     return list(_Exchange.apply(sharers, to_heads, *tensors))  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Compare a short step in parts with the same step on whole sequences, because no list of functions that look along a
-sequence can be complete. The loss is compared, and randomly weighted sums of each parameter's gradient."""
+"""Compare a short step in parts with the same step on whole sequences: no list of functions that mix positions can be
+complete. The loss is compared, and sums of each parameter's gradient with random signs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """Make random numbers of a whole sequence and its parts agree, by a short pattern repeated along each tensor.
-    ``length``: positions of a part; in tensors whose size is a multiple of it, each part starts the pattern anew."""
+    """Makes random numbers of the body, as for dropout, equal in a whole sequence and its parts: fills each tensor with
+    repetitions of a short random pattern. ``length``: positions of a part. Where it divides a tensor's size, each part
+    starts with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -77,7 +78,7 @@ def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
 class Sums:
     """Random sums and the sum of squares of each parameter's gradient in a step, by name. The sums are linear, so sums
     of ranks add up to the sums of the added gradients. If two gradients differ, so do their random sums, by about the
-    norm of the difference. ``rounding``: of the coarsest gradient dtype."""
+    norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 
     def __init__(self) -> None:
         self.rounding = 0.0
@@ -103,14 +104,14 @@ class Sums:
 
 @dataclasses.dataclass
 class Found:
-    """The results of a step.
+    """The results of one trial step, to be compared with those of another.
 
     Attributes:
         losses: values on which backward was called.
-        sums: of gradients; see :class:`Sums`.
-        output: of an evaluation.
+        sums: of the parameters' gradients; see :class:`Sums`.
+        output: what an evaluation step has returned.
         logged: logged values, each with the name of its reduction.
-        rounding: of the coarsest dtype seen.
+        rounding: rounding error of the coarsest dtype seen.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -127,7 +128,7 @@ class Found:
 
 
 def unit(found: Iterable[Found]) -> float:
-    """Return the rounding error of single operations."""
+    """Return the largest rounding error of a single operation in these steps."""
     return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
 
 
@@ -136,7 +137,7 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
     Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer; losses, where
     errors average out, to two thirds. A gradient that is zero up to rounding (bias of keys in attention) is compared
-    with the norm of all gradients. ``parts`` are of all ranks of the group; ``rounding``: see :func:`unit`."""
+    with the norm of all gradients. ``parts``: results of all ranks of the group; ``rounding``: see :func:`unit`."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
@@ -158,10 +159,10 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
 
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
-    """Do as :func:`difference`, for what evaluations have logged and returned.
+    """Say how an evaluation in parts differs from one on whole sequences; ``None`` if it does not.
 
-    A logged value is the mean over parts, or its reduction. A returned tensor must equal that of whole sequences or
-    this part of it; ``parts`` are of all ranks of the group; only this rank's returned tensors are read."""
+    A logged value is compared with the mean over parts, or the sum, minimum or maximum if it is logged so. ``parts``
+    are the results of all ranks of the group. A tensor that this rank returned must equal the whole one or its part."""
     for name, (expected, how) in whole.logged.items():
         got = [one.logged[name][0] for one in parts if name in one.logged] or [math.nan]
         value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
@@ -210,7 +211,7 @@ def refusal(step: str, what: str) -> str:
 
 
 def kind_of(batch: Any) -> str:
-    """Describe what batches of one kind share: keys, types, and the tensors' numbers of dimensions."""
+    """Describe the kind of a batch: keys, types, numbers of dimensions. One batch of each kind is checked."""
     if isinstance(batch, Tensor):
         return f"{batch.dim()} {batch.dtype}"
     if isinstance(batch, Mapping):

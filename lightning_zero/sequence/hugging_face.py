@@ -1,5 +1,5 @@
-"""Masks and causal losses of transformers inside a step, for the whole sequence. Models with
-``attn_implementation="sdpa"`` call ``F.scaled_dot_product_attention``. This file does not import transformers."""
+"""Make masks and causal losses of transformers span the whole sequence inside a step. Attention is replaced in
+``step.py``, for models with ``attn_implementation="sdpa"``. This file does not import transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_whole_sequences() -> Iterator[None]:
 
 
 def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
-    """Make a mask from lengths and padding of the whole sequence. Collective if the padding is of a part."""
+    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if the padding is of a part."""
     part = current()
     if part is None or given["q_length"] != part.length:
         return maker(**given)
@@ -64,7 +64,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss``; a part's last token predicts the next part's first. Collective in a step."""
+    """Compute ``ForCausalLMLoss``. A part's last token predicts the next part's first token. Collective in a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         firsts, last = part.whole(labels[:, :1]), part.rank == part.size - 1

@@ -1,5 +1,5 @@
-"""Cross entropies of ``torch.nn.functional`` inside a step, as means over the tokens of all parts. A mean over one part
-does not tell how many tokens count, and a part may have none. Every rank of a group must call these losses alike."""
+"""Make cross entropies of ``torch.nn.functional`` inside a step means over the tokens of all parts. The mean over one
+part does not tell how many tokens it counts. Every rank of a group must call these losses in the same order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100  # the label that torch ignores by default
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make means of ``function`` inside a step means over the tokens of all parts. Such calls are collective."""
+    """Wrap ``function`` so that inside a step its means are over the tokens of all parts. Such calls are collective."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

@@ -11,35 +11,35 @@ from torch import Tensor
 from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
 
-TOKENS, PARTS, REFUSED = 1, 2, 3  # kinds of messages, by what a mean is over
+TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ranks notice if theirs differ
 
 
 class Window(NamedTuple):
-    """Says where a check takes short sequences out of a batch.
+    """Says where the check before training takes short pieces out of a batch's sequences.
 
     Attributes:
-        parts: the short sequence divides into this many parts.
-        at: its place, from the beginning (0) to the end (1) of a sequence.
+        parts: number of parts into which the short piece divides.
+        at: place of the piece, from the beginning (0) to the end (1) of a sequence.
     """
 
     parts: int
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """Return the first position and the number of positions of ``whole``: few enough for one rank, and enough for a
-        shift or a convolution's window to show in each part."""
+        """Return the first position and the length of the piece of a sequence of ``whole`` positions: short enough for
+        one rank, and long enough that a shift or a convolution's window shows in each part."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 
 
 class SequencePart:
-    """This rank's part of a batch's sequences. Parts are equal and in rank order.
+    """This rank's part of a batch's sequences. Parts have equal lengths and are in rank order.
 
     Attributes:
         sharers: the ranks that have the parts.
         window: the only positions to use; ``None``: all.
         length: positions of one part; ``None`` before the first cut.
-        rounding: of the coarsest dtype that attention was computed in.
+        rounding: rounding error of the coarsest dtype in which attention was computed.
     """
 
     def __init__(self, sharers: Sharers, window: Window | None = None) -> None:
@@ -47,7 +47,7 @@ class SequencePart:
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
         self.rounding = 0.0
-        self._means: list[weakref.ref[Tensor]] = []  # over all parts
+        self._means: list[weakref.ref[Tensor]] = []  # made by :meth:`mean_of`, over all parts
 
     @property
     def whole_length(self) -> int | None:
@@ -102,14 +102,14 @@ class SequencePart:
     def mean_of(
         self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
     ) -> Tensor:
-        """Return the mean over the tokens of all parts, with gradients; NaN if no part has any. Collective.
+        """Return the mean over the tokens of all parts, with gradients; NaN if no part has tokens. Collective.
 
-        Raises ConfigError, on all ranks, if another rank computes another kind of mean now.
+        Raises ConfigError, on all ranks, if another rank computes another kind of mean at the same time.
 
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
             dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
-            is_feature: each part uses the mean in another way. Then all ranks must run a backward, or none.
+            is_feature: parts compute different things from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
@@ -121,8 +121,8 @@ class SequencePart:
     def loss(self, loss: Tensor) -> Tensor:
         """Turn a step's ``loss`` of this part into the loss of the whole sequences. Collective.
 
-        A term beside a mean over all parts' tokens is averaged over the parts. Without such a mean all ranks raise
-        ConfigError."""
+        If ``loss`` adds other terms to a mean over all parts' tokens, they are averaged over the parts. If it contains
+        no such mean, all ranks raise ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = _has_mean(loss)
@@ -156,9 +156,9 @@ def _has_mean(loss: Tensor) -> bool:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sum over the ranks of a group. The engine divides the sum of all ranks' gradients by their number. A group's loss
-    exists ``size`` times, so its gradient is multiplied by ``size``. A feature is used differently on each rank, so its
-    gradients are summed."""
+    """Sums over the ranks of a group. The engine later averages gradients over all ranks. A group computes its loss
+    ``size`` times, so the backward multiplies the gradient by ``size``. Each rank uses a feature in its own way, so the
+    backward sums a feature's gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
@@ -173,7 +173,7 @@ class _SumOfParts(torch.autograd.Function):
 
 # -- the step that runs -----------------------------------------------------------------------------------------------
 
-_current: SequencePart | None = None  # of this process, because threads of autograd recompute blocks
+_current: SequencePart | None = None  # one per process, not per thread: threads of autograd recompute blocks
 
 
 def current() -> SequencePart | None:

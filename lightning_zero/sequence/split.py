@@ -1,6 +1,6 @@
-"""Cut a batch along the sequence.
+"""Cut this rank's part out of a batch, along the sequence.
 
-Cut automatically::
+These batches are cut automatically::
 
     tokens [batch, length]                          for a model that is given labels=tokens, as transformers has it
     (tokens [batch, length], labels [batch, length, ...])
@@ -31,7 +31,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """Return this rank's part of ``batch``, or ``batch`` if the module leaves it whole, else raise ConfigError."""
+    """Return this rank's part of ``batch``, or ``batch`` if it stays whole. Raise ConfigError for unknown batches."""
     if callable(hook := getattr(module, HOOK, None)):
         return hook(batch, part)
     if isinstance(batch, Tensor) and _is_tokens(batch):
@@ -79,7 +79,7 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
 
 
 def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> None:
-    """Raise ConfigError for packed texts, or padding before a text without positions."""
+    """Raise ConfigError for several texts in a row, or for padding before a text if there are no ``position_ids``."""
     packed = [key for key in _PACKED if batch.get(key) is not None]
     if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
         packed.append("position_ids that begin anew inside of a row")

@@ -27,7 +27,7 @@ _FUNCTIONS["scaled_dot_product_attention"] = attention
 
 @contextlib.contextmanager
 def computing(part: SequencePart) -> Iterator[None]:
-    """Let modules compute with ``part`` in the body."""
+    """Let modules of the body compute with ``part``: replace attention and losses of torch and transformers."""
     before, functions = set_current(part), {name: getattr(F, name) for name in _FUNCTIONS}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # torch's fast path would hide attention in kernels, in evaluation
@@ -42,7 +42,7 @@ def computing(part: SequencePart) -> Iterator[None]:
 
 
 class SequenceSteps:
-    """The steps of a run. ``sharers``: the ranks that share a sequence; ``None``: sequences are whole."""
+    """Runs a run's steps on parts of sequences. ``sharers``: ranks that share a sequence; ``None``: it stays whole."""
 
     def __init__(self, module: nn.Module, sharers: Sharers | None) -> None:
         self._module, self._sharers = module, sharers
@@ -86,7 +86,7 @@ class SequenceSteps:
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
         """Return this rank's part and its piece of ``batch``; the part is ``None`` if the module leaves the batch
-        whole. ``window``: cut only this out of the sequences. ``sharers``: default: those of the run."""
+        whole. ``window``: cut only these positions out. ``sharers``: ranks with the same batch; default: the run's."""
         sharers = sharers or self._sharers
         if sharers is None:
             return None, batch
@@ -109,7 +109,7 @@ def check_alike(batch: Any, group: SequenceGroup) -> None:
 
 
 def _fingerprint(batch: Any) -> int:
-    """Hash shapes, and values on the host. Values on a device are skipped, so that the host does not wait."""
+    """Hash a batch's shapes, and values on the host. Values on a device are skipped: the host would wait for them."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

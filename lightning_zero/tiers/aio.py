@@ -1,7 +1,7 @@
-"""Files that a few threads read and write past the page cache.
+"""Read and write files by a few threads, past the page cache.
 
-O_DIRECT needs file offsets, lengths and addresses at multiples of the device's block, which divides ``PAGE`` (else
-EINVAL). The threads of a file share a request (``preadv`` and ``pwritev`` release the GIL)::
+O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the device's block (else EINVAL), as
+multiples of ``PAGE`` are. The threads of a file share each request (``preadv`` and ``pwritev`` release the GIL)::
 
     read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     a future; done when the last piece is
     threads                    t0        t1        t2        t3
@@ -53,8 +53,8 @@ class Syscalls:
 
 
 class Joined:
-    """One future for several parts: done when the last part is, with the first error. An error does not end it early,
-    because threads still use the memory of the other parts, which the waiting caller takes back."""
+    """One ``future`` for several parts of a request: done when the last part is, with the first error. An error does
+    not end it early, because the caller then reuses the buffer, which threads of other parts may still use."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -80,7 +80,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one thread moves: ``memory`` to or from byte ``offset`` of the file."""
+    """A part of a request, for one thread: copy ``memory`` to or from byte ``offset`` of the file."""
 
     write: bool
     offset: int
@@ -99,8 +99,8 @@ def _warn_once(folder: str) -> None:
 
 
 class DiskFile:
-    """A scratch file that grows in preallocated steps; an older file of that name is emptied. It bypasses the page
-    cache if the file system can, else it warns once per folder. Raises DiskError if the file cannot be made."""
+    """A scratch file, which grows by :meth:`ensure`. An older file of that name is emptied. Reads and writes bypass the
+    page cache; if the file system cannot, warns once per folder. Raises DiskError if the file cannot be made."""
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
         self.path = os.fspath(path)
@@ -133,7 +133,7 @@ class DiskFile:
         self.nbytes = wanted
 
     def shrink(self, nbytes: int) -> None:
-        """Give back the space after ``nbytes`` (rounded up to pages), which must not be in use."""
+        """Free the disk space behind the file's first ``nbytes`` (rounded up to pages). It must not be in use."""
         wanted = round_up(nbytes, PAGE)
         if wanted < self.nbytes:
             os.ftruncate(self._fd, wanted)
@@ -144,16 +144,16 @@ class DiskFile:
         return stat.f_bavail * stat.f_frsize
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Fill ``buffer`` from byte ``offset`` on; both are whole pages. Do not touch it until the future is done,
-        which raises :class:`DiskError`. ``label``: unit and role, for messages."""
+        """Start to read from byte ``offset`` into ``buffer``; both are whole pages. Do not touch ``buffer`` until the
+        future is done. The future may raise :class:`DiskError`. ``label``: unit and role, for messages."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Write ``buffer`` at byte ``offset``; see :meth:`read`."""
+        """Start to write ``buffer`` at byte ``offset``, under the rules of :meth:`read`."""
         return self._start(_Piece(True, offset, buffer, label))
 
     def close(self) -> None:
-        """Wait for requests in flight, end the threads and close the file. It stays on disk, without fdatasync."""
+        """Wait for requests in flight, end the threads and close the file. The file stays on disk, not synced."""
         with self._lock:
             if self._closed:
                 return
@@ -177,8 +177,8 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """Open the file with O_DIRECT; return None if the file system has none. Try one write, because some file
-        systems accept the flag and refuse every write."""
+        """Open the file with O_DIRECT, or return None if the file system does not support it. Try one write, because
+        some file systems accept the flag and refuse every write."""
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:

@@ -1,5 +1,5 @@
-"""Manage folders for files: check that they are usable, lock each rank's file, and remove what dead jobs have left. The
-system drops a rank's lock on its file when the process dies, so a file without a lock is a leftover."""
+"""Manage folders of offloaded files: check that they are usable, lock each rank's file, remove files of dead jobs. The
+system drops a rank's lock when its process dies, so a file without a lock is a leftover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCKS: set[int] = set()  # descriptors that this process has locked
 
 
 def _let_go_in_child() -> None:
-    """Close the locks in a forked child, or a data loader's worker would hold them for a dead trainer."""
+    """Close lock files in a forked child. Otherwise a data loader's worker would keep the locks of a dead trainer."""
     while LOCKS:
         os.close(LOCKS.pop())
 
@@ -35,7 +35,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Claim:
-    """A rank's lock on its file in a folder. The lock file is removed while locked; others notice by its inode."""
+    """A rank's lock on its file in a folder. :meth:`release` removes the lock file while it is locked; a process that
+    locks the removed file afterwards notices by its inode."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
         self._path = folder / f"{rank_name}.lock"
@@ -61,7 +62,7 @@ class Claim:
     def _try(self, syscalls: Syscalls) -> int | None:
         self._path.parent.mkdir(0o700, exist_ok=True)  # the end of another job may have removed it
         try:
-            # Otherwise other users could put links there to files that would then be emptied.
+            # Otherwise other users could put links into the folder, to files that would then be emptied.
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 _check_own(folder, self._path.parent)

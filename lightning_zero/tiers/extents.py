@@ -1,6 +1,6 @@
-"""Places for masters, optimizer state, gradients and parameters off the device: in host memory or a file. A caller
-reserves extents once; a batch of them is one slab or one region of the file. Values in host memory are used in place
-(``HostTier.resident``); values in files move by ``NvmeTier.stage_in`` and ``stage_out``."""
+"""Extents: the space of masters, optimizer state, gradients and parameters in host memory or a file. A caller reserves
+many extents at once, as one slab of memory or one region of the file. Values in host memory are used in place
+(``HostTier.resident``); values in files are copied by ``NvmeTier.stage_in`` and ``stage_out``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extent:
-    """A place for ``numel`` elements on one tier. Extents compare by identity."""
+    """The space of one tensor of ``numel`` elements on a tier. Extents compare by identity."""
 
     label: str
     numel: int
@@ -35,7 +35,7 @@ class Extent:
         return self.numel * self.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError if ``tensor`` cannot be staged to or from this extent."""
+        """Raise ValueError if ``tensor`` cannot be copied to or from this extent."""
         fits = tensor.dtype is self.dtype and tensor.numel() == self.numel and tensor.device.type == "cpu"
         if not fits or not tensor.is_contiguous():
             raise ValueError(
@@ -45,7 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Place extents one after the other from byte ``base`` on, aligned. Return them and their total bytes."""
+    """Make extents one after the other from byte ``base`` on, aligned. Return them and their total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

@@ -26,8 +26,8 @@ class _Slab:
 
 
 class HostTier:
-    """Host memory: one slab of exact size per batch, pinned for a GPU. Thread-safe. ``budget``: bytes that it may hold;
-    None: what ``available`` returns."""
+    """A tier in host memory, pinned if there is a GPU. Each :meth:`reserve` takes one slab of exact size. Thread-safe.
+    ``budget``: bytes that the tier may hold; None: as many as ``available`` returns."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes held now, with padding."""
+        """Return the bytes of all slabs, with padding."""
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
@@ -67,11 +67,11 @@ class HostTier:
         return extents
 
     def resident(self, extent: Extent) -> Tensor:
-        """Return the extent's memory [numel], to be used in place."""
+        """Return the extent's memory as a tensor [numel], to be used in place."""
         return self._held[extent][1]
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give extents back. A slab is freed with its last extent."""
+        """Free extents. The memory of a slab is freed with its last extent."""
         with self._lock:
             for extent in extents:
                 slab, _ = self._held.pop(extent)

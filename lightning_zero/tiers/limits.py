@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process may still take: the minimum of MemAvailable and, for its cgroup
-    (v1 or v2) and those above it, limit less usage. Page cache counts as available. Tests pass a ``root``."""
+    """Return the bytes of host memory that this process may still take: the minimum of MemAvailable and of limit minus
+    usage of its cgroup (v1 or v2) and of each parent. Page cache counts as available. Tests pass a ``root``."""
     bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,5 +1,5 @@
-"""Files as a tier: one per rank, preallocated, past the page cache. One thread hands pieces to the disk in order, and
-the ring bounds the memory::
+"""A tier in files: one preallocated file per rank, past the page cache. One thread passes pieces to the disk in order,
+through a ring of buffers of fixed size::
 
     stage_out : value --copy--> [ring buffer] --write--> file
     stage_in  : file  --read--> [ring buffer] --copy---> out
@@ -41,19 +41,19 @@ class _Job(NamedTuple):
 
 
 class NvmeTier:
-    """A preallocated file of this rank, in a folder under ``path``, read and written through a bounded ring.
+    """Holds values in a preallocated file of this rank, in a folder under ``path``. Copies pass a ring of buffers.
 
-    Thread-safe. Operations on one extent keep their order; others overlap: read k+1, step k, write k-1. Before the
-    first ``stage_out`` an extent's contents are undefined. A page-aligned host tensor of whole pages is read and
-    written in place, without the ring. Device copies from or to a tensor must have ended before it is staged.
+    Thread-safe. Operations on one extent keep their order; those on different extents overlap: read k+1, step k, write
+    k-1. An extent's values are undefined before its first ``stage_out``. A page-aligned host tensor of whole pages is
+    read and written in place, without the ring. Before a tensor is staged, its copies to or from the device must end.
 
     Args:
-        path: an existing, writable folder on a local disk. Raises ConfigError if it is not, is full, or another live
-            job uses it.
-        instance: distinguishes tiers of this process in one folder, one per model.
+        path: an existing, writable folder on a local disk. Raises ConfigError if it is not, if it is full, or if
+            another live job uses it.
+        instance: number of this tier, if the process has several in one folder (one per model).
         budget: bytes that this rank may hold in files; None: no limit.
-        ring_count, ring_nbytes: staging buffers, all the host memory that this tier takes. Larger extents pass in
-            pieces.
+        ring_count, ring_nbytes: number and bytes of the ring's buffers, all the host memory that this tier takes.
+            Larger extents pass in pieces.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class NvmeTier:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes held now, with padding, without staging buffers."""
+        """Return the bytes of all extents in the file, with padding."""
         return self._nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """Return the bytes that the disk can still give, to all its users."""
+        """Return the free bytes of the disk, which all its users share."""
         return self._file.free_nbytes()
 
     @property
     def spare_nbytes(self) -> int:
-        """Return the allocated bytes of this rank's file that hold nothing."""
+        """Return the allocated bytes of this rank's file that no extent uses."""
         return self._file.nbytes - self._nbytes
 
     @property
     def disk(self) -> int:
-        """Return the disk's number, equal for all folders on it."""
+        """Return the disk's device number, which is equal for all folders on the disk."""
         return os.stat(self._folder).st_dev
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
@@ -129,16 +129,16 @@ class NvmeTier:
         return extents
 
     def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
-        """Fill ``out`` [numel] with the extent's values. Do not touch ``out`` until the future is done."""
+        """Start to read the extent's values into ``out`` [numel]. Do not touch ``out`` until the future is done."""
         return self._stage(extent, out, write=False)
 
     def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Write ``value`` [numel] to the extent. Do not touch ``value`` until the future is done."""
+        """Start to write ``value`` [numel] to the extent. Do not touch ``value`` until the future is done."""
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Do as :meth:`stage_out`, after the last write that was asked for in this way. The extent's next read raises
-        an error too."""
+        """Wait for the last write of this method, then start :meth:`stage_out`. If the write fails, the extent's next
+        read raises its error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.done():
                 with recording.stands("disk", extent.label, on_host=True):
@@ -147,7 +147,7 @@ class NvmeTier:
             return self._last_behind
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give extents back, after their operations in flight."""
+        """Wait for the extents' operations in flight, then free their space in the file."""
         for extent in extents:
             # Another extent may get the region at once, and a write in flight would overwrite its values.
             wait([future] if (future := self._last[extent]) is not None else [])
@@ -168,7 +168,7 @@ class NvmeTier:
         if self._closed:
             return
         self._closed = True
-        # In the order of the flow: the stager hands its jobs to the file's threads.
+        # First the stager: it passes its jobs to the file's threads.
         self._stager.shutdown(wait=True)
         self._file.close()
         # Before the claim is released, or another process could claim the name and lose its new file.
@@ -243,7 +243,8 @@ class NvmeTier:
         self._finish(job, error)
 
     def _finish(self, job: _Job, error: BaseException | None) -> None:
-        # Before the future is done: the next read waits for it, looks here, and would else return stale bytes.
+        # Before the future is done: the extent's next read waits for it, then looks for this error. Without the error
+        # it would return stale bytes.
         if error is not None and job.write:
             self._spoiled[job.extent] = error
         job.joined.part_done(error)
@@ -264,7 +265,7 @@ def _in_place(tensor: Tensor) -> bool:
 
 
 class Regions:
-    """Which bytes of a growing file are taken. Freed regions are reused before the file grows."""
+    """Tracks which bytes of a growing file are in use. Freed regions are reused before the file grows."""
 
     def __init__(self) -> None:
         self.end = 0  # of the last region

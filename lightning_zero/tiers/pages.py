@@ -1,9 +1,9 @@
-"""Page-aligned host memory, and staging buffers of it. O_DIRECT needs addresses at multiples of the device's block,
-which divides ``PAGE``; ``mmap`` aligns so.
+"""Page-aligned host memory from ``mmap``, and a ring of staging buffers in it. O_DIRECT needs addresses that are
+multiples of the device's block, as multiples of ``PAGE`` are.
 
 A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
-transfer in flight could land in the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
-MADV_DONTFORK crashed: the child may map something else into the hole and unmap it with its copy of the mmap object."""
+transfer in flight could write to the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
+MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
-    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. ``accelerator`` pins the pages
-    until :meth:`close`. ``bytes`` is uint8 [nbytes].
+    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. A GPU as ``accelerator`` pins
+    the pages until :meth:`close`. ``bytes``: the memory as uint8 [nbytes].
 
     Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 
@@ -56,12 +56,12 @@ class HostPages:
             self._pinned_for = accelerator
 
     def tensor(self, start: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return a view [numel] from byte ``start`` on, a multiple of the element size."""
+        """Return a view of ``numel`` elements from byte ``start`` on. ``start`` is a multiple of the element size."""
         with torch.inference_mode(False):
             return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Unpin the memory and drop it. It is unmapped with its last view."""
+        """Unpin the memory and drop the reference to it. The memory is unmapped with its last view."""
         # Unpin before the unmapping below: afterwards the addresses may belong to other memory.
         if self._pinned_for is not None:
             self._pinned_for.synchronize()  # queued copies may still read it
@@ -71,7 +71,7 @@ class HostPages:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor for I/O. They keep the tensor's memory alive."""
+    """Return a view of the bytes of a contiguous host tensor, for I/O. The view keeps the tensor's memory alive."""
     # Not numpy(): a storage once lent to numpy can never be resized.
     flat = tensor.detach().view(-1).view(torch.uint8)
     array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
@@ -80,7 +80,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 class StagingBuffer:
-    """A buffer on loan from a :class:`StagingRing`."""
+    """A buffer of a :class:`StagingRing`, in use from ``acquire`` to :meth:`release`."""
 
     def __init__(self, ring: StagingRing, index: int, label: str) -> None:
         self._ring, self._index, self.label = ring, index, label
@@ -103,7 +103,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """``count`` page-aligned buffers for loan, each of ``nbytes`` rounded up to pages."""
+    """``count`` page-aligned buffers that transfers take in turn, each of ``nbytes`` rounded up to pages."""
 
     def __init__(self, count: int, nbytes: int, *, timeout_s: float = ACQUIRE_TIMEOUT_S):
         if count < 1 or nbytes < 1:
@@ -119,7 +119,8 @@ class StagingRing:
         self._lent: dict[int, str] = {}
 
     def acquire(self, label: str = "") -> StagingBuffer:
-        """Wait for a free buffer and return it. Raises RuntimeError, with the holders' names, after ``timeout_s``."""
+        """Wait for a free buffer and return it. Raises RuntimeError, with the labels of the buffers' users, after
+        ``timeout_s``."""
         try:
             index = self._free.get(timeout=self._timeout_s)
         except Empty:
@@ -133,7 +134,7 @@ class StagingRing:
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
-        """Free the memory. Every buffer must be back."""
+        """Free the memory. Raises RuntimeError if a buffer is still in use."""
         if self._lent:
             raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")
         self.pages.close()

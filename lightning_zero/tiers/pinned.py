@@ -1,5 +1,5 @@
-"""Copy between a device and unpinned memory or files by pinned memory of a fixed size. It is taken at first use and
-kept, because pinning takes longer than a copy. Without a GPU nothing is pinned."""
+"""Copy between a device and unpinned host memory or files, through pinned buffers of a fixed size. They are allocated
+at first use and reused, because pinning takes longer than a copy. Without a GPU nothing is pinned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.tiers.pages import PAGE, HostPages
 
 
 class _Pinned:
-    """Pinned memory that is taken at first use."""
+    """Pinned memory of ``total`` bytes that is allocated at first use."""
 
     def __init__(self, accelerator: Accelerator, total: int) -> None:
         self._accelerator, self._total = accelerator, total
@@ -39,22 +39,22 @@ class _Pinned:
 
 
 class PinnedPair(_Pinned):
-    """Two buffers of ``PAIR_NBYTES``: one is filled while the other is emptied."""
+    """Two pinned buffers of ``PAIR_NBYTES``: one is filled while the other is emptied."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
+        """Return the buffer for the ``turn``-th piece as a tensor [numel] of at most ``PAIR_NBYTES``."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
 class Sender(PinnedPair):
-    """Sends unpinned host memory to the device, cast on the host. Only the calling thread waits for pieces."""
+    """Copies unpinned host memory to the device, after a cast on the host. Only the calling thread waits for copies."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
-        self._sent: list[Any] = [None, None]  # the ends of the last copies out of the buffers
+        self._sent: list[Any] = [None, None]  # for each buffer the event at the end of the last copy out of it
         self._lock = threading.Lock()
 
     def send(self, source: Tensor, target: Tensor) -> None:
@@ -72,7 +72,7 @@ class Sender(PinnedPair):
 
 
 class ReadAhead(_Pinned):
-    """``READ_AHEAD`` page-aligned buffers, into which files are read before their copy to the device is issued."""
+    """``READ_AHEAD`` pinned buffers, into which files are read ahead of their copy to the device."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
         self._nbytes = round_up(nbytes, PAGE)
@@ -81,8 +81,8 @@ class ReadAhead(_Pinned):
         self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
-        """Return memory [numel] to read into, and a function to call with the event of its copy once that is queued. If
-        no place is free, or a small read would waste one, the memory is temporary."""
+        """Return memory [numel] to read a file into, and a function. Call the function with the copy's event, once the
+        copy to the device is queued. If no buffer is free, or a small read would waste one, the memory is temporary."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if not self._free or nbytes * 4 < self._nbytes:

@@ -1,7 +1,7 @@
-"""Record which unit a rank computes when: forward, recomputation, backward.
+"""Record when a rank computes each unit: forward, recomputation, backward.
 
-In a backward, events are a kernel's need of a unit's weights and the arrival of its gradients. The time since the last
-event belongs to that unit.
+A backward reports two kinds of events: a kernel needs a unit's weights, and a gradient of a unit was computed. The time
+between the last event and a gradient belongs to the gradient's unit.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from lightning_zero.device.recording import COMPUTE, Recorder
 
 
 class ComputeLane:
-    """The compute lane of one engine."""
+    """Records the timeline's row of compute bars for one engine."""
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
         self._calls: list[str] = []
-        self._bar: tuple[str, Any] | None = None  # what is computed, since when
-        self._last: Any = None  # the last moment of that
+        self._bar: tuple[str, Any] | None = None  # (what is computed, since when)
+        self._last: Any = None  # the moment of the last event
 
     def _keeper(self) -> Recorder | None:
-        """Return the recorder if it keeps spans. Forget spans that were begun for an earlier recorder."""
+        """Return the present recorder if it keeps spans. If it is a new one, forget spans that have not ended."""
         if (recorder := recording.keeper()) is not self._recorder:
             self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
         return recorder
 
     def enters(self, what: str) -> None:
-        """Begin a unit's forward."""
+        """Note that the forward of the unit ``what`` begins."""
         if (recorder := self._keeper()) is not None:
             self._calls.append(what)
             self._switch(recorder, what, recorder.moment())
 
     def leaves(self) -> None:
-        """End a unit's forward."""
+        """Note that the forward of the unit entered last has ended."""
         if (recorder := self._keeper()) is not None and self._calls:
             self._calls.pop()
             self._switch(recorder, self._calls[-1] if self._calls else None, recorder.moment())
 
     def backward_begins(self) -> None:
-        """Begin a backward."""
+        """Note that a backward begins."""
         if (recorder := self._keeper()) is not None:
             self._switch(recorder, None, recorder.moment())
 
     def needs(self, what: str) -> None:
-        """Note that the backward has reached a unit."""
+        """Note that the backward needs the weights of the unit ``what``."""
         if (recorder := self._keeper()) is not None and (self._bar is None or self._bar[0] != what):
             self._switch(recorder, what, recorder.moment())
 
     def arrived(self, what: str) -> None:
-        """Note that a gradient of a unit was computed."""
+        """Note that a gradient of the unit ``what`` was computed."""
         if (recorder := self._keeper()) is None:
             return
         if (self._bar is None or self._bar[0] != what) and self._last is not None:
@@ -58,7 +58,7 @@ class ComputeLane:
         self._last = recorder.moment()
 
     def ends(self) -> None:
-        """End the pass, also after an error."""
+        """Note that the forward or backward pass has ended, also after an error."""
         if (recorder := self._keeper()) is not None and self._bar is not None:
             self._switch(recorder, None, self._last if self._last is not None else recorder.moment())
         self._calls, self._bar, self._last = [], None, None

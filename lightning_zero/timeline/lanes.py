@@ -17,11 +17,11 @@ SHORTEST_S = 1e-6  # shorter waits are invisible and ignored
 
 @dataclass(frozen=True, slots=True)
 class RankLanes:
-    """The recording of one rank, on rank 0's clock."""
+    """The recorded bars of one rank, with times on rank 0's clock."""
 
     rank: int
     rows: dict[str, list[list[Span]]] = field(default_factory=dict)  # rows of bars that do not overlap, by lane
-    ends: list[float] = field(default_factory=list)  # ends of steps, from that before the recording to the last
+    ends: list[float] = field(default_factory=list)  # end of the step before the recording, then of each recorded step
 
     @property
     def steps(self) -> int:
@@ -33,7 +33,7 @@ class RankLanes:
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:
-        """Sum the seconds that compute waited inside these steps, by reason."""
+        """Return the seconds that compute waited inside the recorded steps, by reason."""
         found: Counter[str] = Counter()
         first, last = (self.ends[0], self.ends[-1]) if self.ends else (float("-inf"), float("inf"))
         for span in (s for row in self.rows.get(COMPUTE, []) for s in row if s.waits_for):
@@ -57,7 +57,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 
 
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
-    """Choose the ranks to show: all if they have at most ``most`` bars together, else as many as fit.
+    """Choose the ranks to show: all if they have at most ``most`` bars in all, else as many as fit.
 
     Rank 0 is first; then, in turns, the ranks whose compute waits least (others wait for them) and most.
     """
@@ -87,8 +87,8 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def outermost(waits: Sequence[Span]) -> list[Span]:
-    """Cut inner waits out of outer ones, so that each instant belongs to the innermost."""
-    waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # of those that begin together, the outer first
+    """Cut nested waits out of the waits that contain them, so that each instant belongs to the innermost wait."""
+    waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # of waits with the same begin, the longest first
     begins = [wait.begin for wait in waits]
     found: list[Span] = []
     for number, wait in enumerate(waits):
@@ -98,7 +98,7 @@ def outermost(waits: Sequence[Span]) -> list[Span]:
 
 
 def without(bars: Iterable[Span], holes: Sequence[Span]) -> list[Span]:
-    """Cut ``holes``, sorted by begin, out of ``bars``."""
+    """Return ``bars`` without the times of ``holes``, which are sorted by begin."""
     found: list[Span] = []
     # Running maximum of the ends, to skip to the waits near a bar: a rank may have thousands.
     ends = list(itertools.accumulate((hole.end for hole in holes), max))

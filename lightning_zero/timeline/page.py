@@ -65,9 +65,9 @@ all.forEach(s => { s.onscroll = () => all.forEach(o => {
 def page_html(
     title: str, note: str, ranks: Sequence[RankLanes], shown: Sequence[RankLanes], window: tuple[float, float]
 ) -> str:
-    """Return the page, with a table of all ``ranks`` and lanes of those ``shown``.
+    """Return the HTML page: a table of all ``ranks``, and bars of the ranks ``shown``.
 
-    ``note``: a sentence below the title. ``window``: moments at the left and right end.
+    ``note``: a sentence below the title. ``window``: moments at the left and right end of the bars.
     """
     used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(

@@ -40,8 +40,8 @@ def check_timeline(folder: str | None) -> None:
 
 
 class Timeline:
-    """The timeline of one engine, if ``zero.timeline`` is set. ``wait_for_all`` (collective) finishes offloaded
-    steps."""
+    """Records some steps of one engine, if ``zero.timeline`` names a ``folder``. ``wait_for_all`` (collective) waits
+    for offloaded optimizer steps."""
 
     def __init__(self, folder: str | None, comm: Communicator, wait_for_all: Callable[[], None]) -> None:
         self._folder, self._comm, self._wait_for_all = folder, comm, wait_for_all
@@ -62,7 +62,8 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """Write the recorded steps at the end of the run. ``together``: all ranks call this and none has failed."""
+        """Write recorded steps when the run ends. ``together``: all ranks call this and none has failed; otherwise drop
+        the steps. Collective if ``together``."""
         if self._folder is None:
             return
         if self._recorder is not None:
@@ -154,8 +155,8 @@ class Offset(NamedTuple):
 def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[Offset]:
     """Estimate the offset of each rank from rounds of collectives. ``begins, ends``: seconds by rank and round.
 
-    No rank can leave a collective before the last rank has entered, so with offset o of rank r, every round bounds o
-    from both sides, and the tightest bounds count: ``begin[r] + o <= end[0]`` and ``begin[0] <= end[r] + o``.
+    No rank can leave a collective before the last rank has entered. So each round bounds the offset o of rank r from
+    both sides: ``begin[r] + o <= end[0]`` and ``begin[0] <= end[r] + o``. The tightest bounds of all rounds count.
     """
     found = []
     for own_begins, own_ends in zip(begins, ends, strict=True):

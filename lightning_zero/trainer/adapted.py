@@ -1,6 +1,6 @@
-"""Change what Lightning's objects do where Lightning has no hook: give those of a run a subclass with our methods.
+"""Change what Lightning's objects do where Lightning has no hook: give a run's objects subclasses with our methods.
 
-This list is complete, and was checked against Lightning 2.6.6. Lightning's own classes stay as they are.
+This list (class, our file, methods) is complete for Lightning 2.6.6. Lightning's own classes stay as they are.
 
 ::
 
@@ -30,7 +30,7 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Give each object a subclass of its class with our methods, if one of ``ours`` is for a class that it has."""
+    """Change the class of each object to a subclass with our methods, if one of ``ours`` extends a class it has."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

@@ -1,4 +1,4 @@
-"""Answer signals that end a run, and guard saves on exceptions: both reach ranks at different moments."""
+"""Answer signals on all ranks at the same step, and refuse a save after an exception that only some ranks had."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REQUEUE, write_outcome
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
-MEET_S = 10.0  # how long a failed rank waits for the others to fail at the same place
+MEET_S = 10.0  # seconds that a failed rank waits for the others to fail at the same call
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """All ranks leave the run together between two steps. Saves are done."""
+    """Raised on all ranks between two steps, to end the run on a signal, after any save that the signal asks for."""
 
 
 class Interruptions:
     """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
 
-    Lightning saves and broadcasts inside handlers, where ranks at different places would mix up their collectives. Here
-    a signal to one rank suffices, and the agreement is one small message per step::
+    Lightning saves and broadcasts inside handlers. Ranks at different steps would then mix up their collectives. Here a
+    signal to one rank suffices, and ranks agree by one small message per step::
 
         signal             training                                     only evaluating
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to (on SLURM always), leave    leave at once
 
-    Ranks finish a validation first. A requeue handler that exists is replaced: submitit's would not save.
+    Ranks finish a validation first. An existing handler of the requeue signal is replaced: submitit's would not save.
 
     Args:
-        saves_on_sigterm: save on SIGTERM outside of SLURM too.
-        save_every_s: seconds between periodic saves; longer if saves would exceed :data:`SAVING_SHARE` of the time.
+        saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
+        save_every_s: seconds between periodic saves; more if saves would exceed :data:`SAVING_SHARE` of the time.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Interruptions:
         self._loop = trainer.fit_loop.epoch_loop
 
     def take_signals(self) -> None:
-        """Handle signals in place of Lightning, which has just registered its handlers and will remove them at the end.
-        A SIGTERM also goes to the user's handler."""
+        """Replace the signal handlers that Lightning has just registered. A SIGTERM still calls the user's own handler,
+        too. At the end of the run Lightning restores the handlers that were there before."""
         if threading.current_thread() is not threading.main_thread():
             return
         before = self._connector._original_handlers.get(signal.SIGTERM)
@@ -108,19 +108,19 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """The process's exit code. Outside of SLURM it tells a launcher that the run is not finished."""
-        # srun kills the remaining ranks as soon as one exits with an error.
+        """Return the exit code of a process that a signal ends. Outside of SLURM it says that the run is unfinished."""
+        # On SLURM 0, because srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals if a window of accumulation begins. Collective."""
+        """Answer signals if the next batch is the first of an accumulation window. Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
             self.at_boundary()
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Save if it is time. Raise Left on all ranks if any got a signal. ``last``: no step follows. Collective."""
+        """Save if a periodic save is due, and not ``last``. Raise Left on all ranks if any got a signal. Collective."""
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
         noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
@@ -133,7 +133,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, leave, or both, as the signal asks. Saving needs the loops' state that ``at`` sets. Collective."""
+        """Save, raise Left, or both, for the signal ``asked``. ``at`` gives the loops the state to save. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -150,10 +150,10 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Give the loops, for the body, the state in which Lightning itself saves; an exception leaves them in it.
+        """Put the loops, during the body, into the state in which Lightning saves. An exception leaves them in it.
 
-        Lightning saves before it counts the step for loggers, and counts that step on load. A batch counted as fetched
-        but not begun means that earlier validations are done.
+        Lightning saves before it counts a step for loggers, and adds that step on load; so the body sees one step less.
+        A batch that is counted as fetched but not begun tells Lightning that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -202,7 +202,7 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Have SLURM, or the job's script, run the job again. Return whether it will."""
+        """Ask SLURM, or the job's script, to run the job again. Return whether the job will run again."""
         if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -219,14 +219,14 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Uncount a batch that was fetched but never trained, since ``val_check_interval`` goes by this count."""
+    """Uncount a batch that was fetched but never trained: ``val_check_interval`` depends on the count of batches."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
         total.ready -= 1
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let plateau schedulers with a known metric step at the end of a resumed epoch. Lightning always skips them."""
+    """Let ReduceLROnPlateau schedulers with a known metric step at the end of a resumed epoch. Lightning skips them."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -239,7 +239,7 @@ def failed_on_all_ranks(error: Exception) -> bool:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """Raise RuntimeError unless all ranks fail at one place within :data:`MEET_S`: a save by some would hang."""
+    """Raise RuntimeError after an exception if not all ranks call this within :data:`MEET_S`: a save would hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -1,4 +1,4 @@
-"""Refuse, before the first step, batches that will not divide: an epoch's last batch would fail late."""
+"""Refuse batches that ``zero.vertical_chunks`` does not divide before training: an epoch's last one would fail late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.lightning_api import CombinedLoader, pl
 
 
 def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
-    """Raise ConfigError if a training batch will not divide into ``vertical_chunks``, as far as loaders tell."""
+    """Raise ConfigError if ``vertical_chunks`` does not divide a training batch. Only DataLoaders tell their sizes."""
     loaders: Any = trainer.fit_loop._combined_loader
     if vertical_chunks == 1 or not isinstance(loaders, CombinedLoader):
         return

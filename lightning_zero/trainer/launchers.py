@@ -1,11 +1,11 @@
 """Start processes: by running the script again, or by fork in a notebook. One process in a notebook needs no start.
 
-Forked processes have copies of the notebook's objects. They train them and end; rank 0 sends back the Trainer's results
-and the weights. Not everything survives a fork::
+Forked processes get copies of the notebook's objects, train the copies, and end. Rank 0 sends the Trainer's results and
+the weights back to the notebook. Not everything survives a fork::
 
     CUDA in use            refused before the fork
     a process group        refused before the fork
-    a sharded module       made plain first: its shards are for another number of ranks
+    a sharded module       unsharded first: its shards are for another number of ranks
     a pool of OpenMP       children would wait for its threads forever, so they compute on one thread
 """
 
@@ -40,13 +40,14 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_of(processes: int) -> int:
-    """Return Lightning's number of threads for each of ``processes`` processes on a host."""
+    """Return how many threads Lightning gives each of ``processes`` processes on this host: its share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Return whether this notebook is the only process. Raise ConfigError if a script would have to start others."""
+    """Return whether this is a notebook that trains in its own process, alone. Raise ConfigError if ``processes`` > 1,
+    because a notebook has no script that other processes could run."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_interactive or environment.creates_processes_externally:
         return False
@@ -60,13 +61,13 @@ def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
 
 
 class Forking:
-    """Mixin for Lightning's fork launchers of the Trainer and of Fabric."""
+    """Mixin for Lightning's fork launchers (Trainer, Fabric): checks before the fork, cleanup of forked processes."""
 
     _strategy: Any
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Let forks in the body train, on one thread if need be. Raise ConfigError if they could not."""
+        """Raise ConfigError if processes forked in the body could not train. Let them use one thread if need be."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -105,7 +106,7 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Collect rank 0's results as Lightning does, with the whole weights. Collective."""
+        """Collect rank 0's results as Lightning does, with weights gathered from all ranks. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None
@@ -124,7 +125,7 @@ TRAINERS = (ScriptLauncher, ForkLauncher)
 
 
 def _refuse_fork() -> None:
-    """Raise ConfigError if this process uses something that a forked process could not use."""
+    """Raise ConfigError if this process uses CUDA or has a process group, which a forked process could not use."""
     way = "Restart the kernel, and leave that to the processes, or run a script with strategy='zero3'."
     if is_in_use():
         raise ConfigError(
@@ -140,7 +141,7 @@ def _refuse_fork() -> None:
 
 
 def _threads_survive() -> bool:
-    """Return whether a forked process can compute on several threads. Found out by forking one."""
+    """Return whether a forked process can compute on several threads, by forking one that tries."""
     probe = multiprocessing.get_context("fork").Process(target=_compute_on_threads, daemon=True)
     probe.start()
     probe.join(PROBE_S)

@@ -1,4 +1,4 @@
-"""Wrap the Trainer's steps for ``zero.sequence_parallel``."""
+"""Run the Trainer's steps on parts of sequences, for ``zero.sequence_parallel``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences(SequenceSteps):
-    """Steps of a run, on whole sequences (``group`` is None) or on one part per rank of ``group``."""
+    """Runs the steps of a run: on whole sequences if ``group`` is None, else on one part per rank of ``group``."""
 
     def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
-        """Open this rank's group of ``size`` ranks. Raise ConfigError if that is impossible. Collective."""
+        """Open the group of ``size`` ranks that share a sequence. Raise ConfigError if ``size`` does not divide the
+        number of ranks, or the module is compiled. Collective."""
         self.group: SequenceGroup | None = None
         self._check: SequenceCheck | None = None
         if engine is None or size == 1:
@@ -49,11 +50,11 @@ class LongSequences(SequenceSteps):
 
     @property
     def trying(self) -> SequenceCheck | None:
-        """Return the check, while it runs a trial step; else None."""
+        """Return the SequenceCheck while it runs a trial step, else None."""
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Check a step before it runs, outside of its scope; see :meth:`SequenceCheck.before`."""
+        """Compare step ``name`` on whole sequences and on parts, before it runs; see :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
@@ -74,10 +75,10 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
-        """Let torch draw other numbers on each rank of a group in the body, for dropout of its positions or heads.
+        """Let torch draw different numbers on each rank of a group in the body, for dropout of its positions or heads.
 
-        The seed is drawn from the state outside, which checkpoints hold and ranks share to make the same batches.
-        Python's and NumPy's generators stay the same: models may choose layers by them.
+        Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
+        Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
         """
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)

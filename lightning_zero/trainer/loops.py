@@ -1,4 +1,4 @@
-"""Adapt the objects of a run. The Trainer's loops tell interruptions and random numbers when they fetch a batch."""
+"""Adapt a run's objects to our strategy. The Trainer's loops report each fetch to interruptions and random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.trainer.saves.range_saves import SavesByRanges
 
 
 def _numbers(loop: Any) -> RandomNumbers | None:
-    """Return the random numbers of the fit under way."""
+    """Return the strategy's RandomNumbers if they watch a fit, else None."""
     numbers: RandomNumbers | None = getattr(loop.trainer.strategy, "_random_numbers", None)
     return numbers if numbers is not None and numbers.watches else None
 
@@ -33,12 +33,12 @@ class ZeroFitLoop(FitLoop):
 
 class ZeroTrainingEpochLoop(TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
-        """Send nothing: the ranks have agreed on signals just before."""
+        """Send nothing under our strategy: ranks have agreed on signals just before, in ``advance``."""
         if not is_ours(self.trainer):
             super()._broadcast_sigterm_tensor()
 
     def advance(self, data_fetcher: Any) -> None:
-        """Answer signals before a fetch: a stateful loader would count a fetched batch as used. Collective."""
+        """Answer signals before a batch is fetched: a stateful loader counts a fetched batch as used. Collective."""
         interruptions = cast(Interruptions | None, getattr(self.trainer.strategy, "_interruptions", None))
         if interruptions is not None:
             interruptions.before_batch()
@@ -70,5 +70,5 @@ ADAPTED = (
 
 
 def adapt_run(trainer: Any) -> None:
-    """Give the Trainer, its loops and its callbacks our methods."""
+    """Give the Trainer, its loops and its callbacks subclasses with our methods; see ``adapted.py``."""
     adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)

@@ -15,7 +15,7 @@ from lightning_zero.trainer.precision_row import PrecisionRow
 
 
 class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
-    """Precision of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
+    """Precision plugin of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         if self.scaler is not None:
@@ -26,7 +26,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward; all gradients are reduced when ``on_after_backward`` is called. Collective."""
+        """Run the backward, and reduce all gradients before ``on_after_backward``. Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.passes.reducer.set_loss_scale(self.scaler.scale)
@@ -37,7 +37,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step unless gradients overflowed on any rank; then all ranks skip the step. Collective."""
+        """Step the optimizer. With loss scaling, all ranks skip a step if gradients overflow on one. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
@@ -54,7 +54,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
         return result
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load scaler state that DDP's or FSDP's plugin has saved."""
+        """Load the loss scaler's state from a checkpoint that DDP's or FSDP's precision plugin has saved."""
         for name in ("MixedPrecision", "FSDPPrecision"):
             self.load_state_dict(checkpoint.get(name) or {})
 

@@ -35,14 +35,14 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """A row of ``zero/precision`` as a plugin of the Trainer or Fabric. Raises ConfigError for other precisions.
+    """Precision plugin of the Trainer or Fabric for a row of ``zero/precision``. ConfigError for other precisions.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
         scaler: loss scaling of ``16-mixed``; default: as ``torch.amp.GradScaler``.
     """
 
-    front: ClassVar[str] = "Trainer"  # whose precision it is
+    front: ClassVar[str] = "Trainer"  # or "Fabric", for messages
     precision: Any
 
     def __init__(self, precision: str = "32-true", scaler: LossScaler | None = None) -> None:
@@ -64,7 +64,7 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert a plugin. Raise ConfigError if no row replaces it, or its precision is not ``asked``."""
+        """Make our plugin from Lightning's. Raise ConfigError if ours cannot replace it or its row is not ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(
@@ -88,7 +88,7 @@ class PrecisionRow:
         self._strategy = ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_strategy": None}  # a copied strategy attaches its copy of this
+        return {**vars(self), "_strategy": None}  # a copied strategy attaches itself to its copy of this plugin
 
     @property
     def strategy(self) -> Any:
@@ -109,7 +109,7 @@ class PrecisionRow:
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         if self.row in AUTOCAST_DTYPES:
-            # autocast's weight cache would keep stale copies of dropped weights.
+            # Without autocast's weight cache, which would keep stale copies of released weights.
             device = self.strategy.root_device.type
             with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
                 yield

@@ -37,7 +37,7 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """The part of a strategy that deals with processes. ``run_plan``: see :class:`RunPlan`."""
+    """The part of both strategies that starts, connects and ends processes. ``run_plan``: see :class:`RunPlan`."""
 
     config: ZeroConfig
     cluster_environment: ClusterEnvironment | None
@@ -56,7 +56,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, or None."""
+            """Return an engine of this run, by which Lightning's collectives wait; None if there is none yet."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Processes:
         """Args:
         cluster_environment: default: that of ``mpirun`` if it started this process, else Lightning's choice.
         process_group_backend: of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
-        timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.
+        timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` or ``"fork"``; others raise ConfigError.
         """
         if start_method not in _START_METHODS:
@@ -101,7 +101,7 @@ class Processes:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give the same samples to ranks that share a sequence."""
+        """Return DistributedSampler's arguments. Ranks that share a sequence get the same samples."""
         return {
             "num_replicas": self.num_nodes * self.num_processes // self.config.sequence_parallel,
             "rank": self.global_rank // self.config.sequence_parallel,
@@ -109,7 +109,7 @@ class Processes:
 
     @property
     def _node(self) -> str | None:
-        """Name this rank's node as the cluster environment numbers it: one host may have several."""
+        """Return this rank's host and node rank (one host may count as several nodes); None if there is one node."""
         return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
 
     def _set_world_ranks(self) -> None:
@@ -135,7 +135,7 @@ class Processes:
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _join_ranks(self) -> None:
-        """Meet the other ranks, once per process. A lone process in a notebook skips this. Collective."""
+        """Join the process group, once per process. A lone process in a notebook skips this. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
         self._set_world_ranks()
         device = self.root_device
@@ -149,9 +149,9 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group with the other ranks. Collective.
+        """Make the default process group of all ranks. Collective.
 
-        It is not bound to a device: NCCL would at once make a communicator of up to a gigabyte, which nobody uses.
+        It is not bound to a device, or NCCL would at once allocate up to a gigabyte for a communicator without use.
         """
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
@@ -171,7 +171,7 @@ class Processes:
         )
 
     def _end_forked(self, *, failed: bool) -> None:
-        """Clean up at the end of a forked process, which runs no exit handlers. ``failed``: by an exception."""
+        """Close files and the process group in a forked process: it runs no exit handlers. ``failed``: it raised."""
         Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
@@ -181,7 +181,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the waits that Lightning's own collectives use. They are patient: some rank may be busy for long."""
+        """Return the :class:`Waits` of Lightning's own collectives: the engine's; before that, those of the start."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -209,12 +209,12 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Announce a wait of Lightning's collectives to ranks that wait for this rank meanwhile."""
+        """Tell ranks that wait for this rank, during the body, that it is in Lightning's collective ``what``."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather an object from each rank. Collective."""
+        """Return the ``value`` of each rank, in rank order. ``what`` names this wait in messages. Collective."""
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
@@ -225,13 +225,13 @@ class Processes:
 
 
 class Ended:
-    """How this process's last run has ended. After an exception (``failed``) it waits for nobody."""
+    """How this process's last run ended. After an exception (``failed``) the process does not wait for other ranks."""
 
     failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit, after all ranks have come, or gloo aborts at random; not after an error."""
+    """Destroy the process group at exit, when all ranks call this: else gloo aborts at random. Not after an error."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Register the presets as strategy names, when Lightning is imported or at once if it already is."""
+"""Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or now if it already is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REGISTRIES = {
 
 
 def register_presets() -> None:
-    """Register every preset, now or when Lightning is imported."""
+    """Register every preset in Lightning's registries of strategies, now or when Lightning is imported."""
     # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     for name in _REGISTRIES:
@@ -46,7 +46,7 @@ def _fill(module: ModuleType) -> None:
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Make the strategy of ``strategy=name``. Imports it."""
+    """Import the strategy's class, and make the strategy of preset ``name``. A registry of Lightning calls this."""
     from lightning_zero.lightning_api import check_package
 
     check_package(module.removesuffix(".strategies"))
@@ -57,7 +57,7 @@ def _make_strategy(module: str, name: str) -> Any:
 
 
 class _Registration(MetaPathFinder):
-    """Import hook that fills a registry after its module has executed."""
+    """Import hook that registers the presets when a module of Lightning that has a registry is imported."""
 
     def __init__(self) -> None:
         self._finding = False

@@ -1,4 +1,4 @@
-"""Compare a short step on whole sequences with one in parts before the first real step; see sequence/check.py."""
+"""Before the first real step, compare a short step on whole sequences with one on parts; see sequence/check.py."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from lightning_zero.sequence.check import (
 from lightning_zero.sequence.part import Window
 from lightning_zero.sequence.step import SequenceSteps
 
-_TRIES = (0.0, 0.5, 1.0)  # positions in the sequences; their beginnings may have no labels
-_LOSS_SCALE = 1024.0  # largest loss scale of fp16 here: a run's first scale may overflow
+_TRIES = (0.0, 0.5, 1.0)  # where in a sequence (0: start) the short piece is taken; a start may have no labels
+_LOSS_SCALE = 1024.0  # largest loss scale of fp16 in a trial step: a run's first scale may overflow
 _SEED = 1
 
 
 class SequenceCheck:
-    """The check of one run. It changes nothing in modules, optimizers, random numbers and logs.
+    """Checks that steps of a run give the same results on parts of sequences as on whole sequences.
 
-    ``found``: results of the step being tried; None while steps are real.
+    Trial steps change nothing in modules, optimizers, random numbers and logs. ``found``: results of the running trial
+    step; None while steps are real.
     """
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
@@ -50,10 +51,10 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Try the step called ``name`` both ways if batches of this kind are new. Raise ConfigError on all ranks if
-        parts give other results than whole sequences. Collective.
+        """Run the step ``name`` on whole sequences and on parts, if no batch of this kind was checked before. Raise
+        ConfigError on all ranks if the results differ. Collective.
 
-        ``together``: all ranks call this now; else only ranks that share a sequence, with batches of one kind.
+        ``together``: whether all ranks call this now. If not, a check runs only where all ranks share one sequence.
         """
         kind = f"{name} {kind_of(args[0])}"
         new, alone = kind not in self._known, self._group.size == self._engine.comm.world_size
@@ -79,7 +80,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if results differ. ``table``: the group's results in parts, without tensors."""
+        """Raise ConfigError if ``whole`` and ``parts`` differ. ``table``: results of the group, without tensors."""
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":
@@ -132,7 +133,7 @@ class SequenceCheck:
             self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the step being tried. ``loss`` is of whole sequences. Collective."""
+        """Run the backward of the trial step. ``loss`` is the loss of the whole sequences. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler
@@ -142,7 +143,7 @@ class SequenceCheck:
             self._module.backward(loss, *args, **kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:
-        """Record logged numbers in place of ``self.log``."""
+        """Record a number that the trial step logs. During the step this replaces the module's ``log``."""
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             assert self.found is not None
             self.found.logged[name] = float(value), str(getattr(reduce_fx, "__name__", reduce_fx))
@@ -176,7 +177,7 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
 
 
 def _keep(module: nn.Module) -> Callable[[], None]:
-    """Remember buffers, metrics and other attributes. Return a function that restores them."""
+    """Copy buffers, metrics and other attributes of ``module``. Return a function that restores them."""
     attributes = dict(vars(module))
     holders = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
     tensors = {

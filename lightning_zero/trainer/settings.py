@@ -20,16 +20,16 @@ def call_to_go_on(path: str) -> str:
 
 @dataclass
 class RunPlan:
-    """What the program around a run, such as the main job, tells its strategy.
+    """What the program that starts a run, such as ``lightning_zero.train``, tells the run's strategy.
 
     Attributes:
-        settings: settings of the run besides the strategy's. Ranks compare them at the start; they must be equal.
-        resumes_job: the checkpoint is of an earlier start of this job, so it is verified unless
+        settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
+        resumes_job: whether the checkpoint is of an earlier start of this job. It is then verified unless
             ``zero.checkpoint.verify`` is false.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
-        optimizer_states: state tensors per parameter, for ``stage="auto"``; default: from ``configure_optimizers``.
-        activations: of a micro-batch, or a function that returns them, for the table at the end of training.
-        held: rows (role, tier, bytes planned, bytes measured) of rank 0, which the strategy puts here after training.
+        optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
+        activations: memory of one micro-batch, or a function that returns it, for the table at the end of training.
+        held: rows (role, tier, bytes planned, bytes measured) of rank 0. The strategy sets them after training.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def settings_of(
     compile: str | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
-    """Merge ``config``, rows that are not None, and ``settings``. Raise ConfigError for a setting that cannot work."""
+    """Return ``config`` with ``settings`` and the rows that are given. Raise ConfigError if a setting cannot work."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_prefetch(config)
@@ -61,5 +61,5 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine that computes in ``row``. The engine does not handle sequence parallelism."""
+    """Return ``config`` for an engine: with precision ``row``, and with whole sequences: the strategy divides them."""
     return make_config(config, precision=replace(config.precision, name=row), sequence_parallel=1)

@@ -56,7 +56,7 @@ from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
-# Prefixes of hooks outside of steps. A pass still open there (``training_step`` returned None) can be ended.
+# Prefixes of hooks between steps. There restage() may end a pass that is still open (training_step returned None).
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
@@ -64,19 +64,19 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
-        stage: ``"zero0"`` .. ``"zero3"`` (the default), 0 .. 3, or ``"auto"``: the fastest that fits when a run starts.
-        offload: a row of ``zero/offload``.
-        checkpoint, compile: a row of ``zero/checkpoint`` and of ``zero/compile``, or the group's settings.
+        stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``: each run takes the fastest that fits memory.
+        offload: the name of a row of ``zero/offload``, such as ``"cpu"``.
+        checkpoint, compile: a row's name in ``zero/checkpoint`` or ``zero/compile``, or a mapping of the settings.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
-        timeout: of the process group; default: torch's, or ``stall_timeout_s`` on gloo, where only hosts wait.
+        timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
     Attributes:
         config: the settings of this run.
-        saves_on_sigterm: on SIGTERM, save ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before leaving; on SLURM always.
-        save_every_s: also save such a checkpoint every so many seconds.
-        run_plan: what the program around the run tells the strategy; see :class:`RunPlan`.
+        saves_on_sigterm: on SIGTERM, save ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before the end; on SLURM always.
+        save_every_s: seconds between periodic saves of such a checkpoint; None: no periodic saves.
+        run_plan: what the program that starts the run tells the strategy; see :class:`RunPlan`.
 
     Other arguments are those of every Lightning strategy.
     """
@@ -104,7 +104,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
-        self._given_offload = self.config.offload  # holds settings for rows that restage() may choose
+        self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later
         refuse_writer(checkpoint_io, self.config.checkpoint)
         super().__init__(
             accelerator=accelerator,
@@ -142,17 +142,17 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
-        """Let the sharded module be called outside of a Lightning step, to generate text for example. Collective."""
+        """Let the body call the module outside of a Lightning step, for example to generate text. Collective."""
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder for ``from_pretrained``; each rank writes its part. Collective.
+        """Write the model to the new folder ``path``, for ``from_pretrained``; each rank writes its part. Collective.
 
         Args:
-            dtype: of floating-point tensors, such as ``"bf16"``; default: the dtypes the module was built with.
-            shard_size: largest size of a file.
+            dtype: dtype of written floating-point tensors, such as ``"bf16"``; default: that of each tensor when built.
+            shard_size: the most bytes of one file.
 
         Raises:
             ConfigError: the folder is not empty, or some rank does not see it.
@@ -168,17 +168,17 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
         """Change the stage, the row of ``zero/offload``, or both, between two steps or between two fits. Collective.
 
-        Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. All objects stay, and
-        losses equal those of a run that had the new rows from its start. Before the module is sharded, only settings
-        change.
+        Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. The module, parameters
+        and optimizers stay the same objects. Losses equal those of a run that had the new stage and offload from its
+        start. Before the module is sharded, only settings change.
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a row's name, which keeps other settings that apply to it, or all settings; default: no change.
+            offload: a row's name (other settings that apply are kept), or all settings of the row; default: no change.
 
         Raises:
-            ConfigError: rows do not fit or differ, or a step is under way; on all ranks. Nothing has changed.
-            Exception: moving values failed; the engine then refuses to go on.
+            ConfigError: the rows do not fit, ranks gave other ones, or a step is under way; on all ranks. No change.
+            Exception: moving values failed. Every later use of the engine raises.
         """
 
         def rows() -> ZeroConfig:
@@ -196,7 +196,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._given_offload = config.offload
 
     def _move_to(self, config: ZeroConfig) -> None:
-        """Restage the module if it is already sharded. Collective."""
+        """Restage the engine to ``config`` if the module is already sharded. Collective."""
         module, engine = self.lightning_module, self._engine_that_waits
         if module is None or engine is None:
             return
@@ -226,7 +226,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Replace Lightning's plugin with a ZeroPrecision. Raise ConfigError unless it has ``zero.precision.name``."""
+        """Put a ZeroPrecision in place of Lightning's plugin. Raise ConfigError if ``zero.precision.name`` differs."""
         if plugin is None:
             self._precision_plugin = None
             return
@@ -243,7 +243,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _speaks_for_all(self) -> bool:
-        """Return whether an error in this process stops all ranks, because it starts them, all on this host."""
+        """Return whether this process starts all ranks, on this host, so that an error in it ends the whole run."""
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
@@ -253,7 +253,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:  # type: ignore[override]
-        """Take the module of a run, which the Trainer gives first of all."""
+        """Check and store the run's module. The Trainer sets it before it starts processes."""
         if module is not None and module is not self._module:
             self._check_before_start(module)
         self._module = module
@@ -292,7 +292,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _shows_tables(self) -> bool:
-        """Return whether this is rank 0 of a Trainer that prints a summary of the model."""
+        """Return whether this process prints tables: rank 0 of a Trainer that has a ModelSummary callback."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         callbacks = getattr(trainer, "callbacks", [])
         return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
@@ -307,7 +307,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build modules on the host (on meta with ``empty_init``): the whole model may not fit on the device."""
+        """Create the body's tensors on the host, or on meta with ``empty_init``: the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -316,7 +316,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
-        loops.adapt_run(trainer)  # callbacks that setup hooks have added
+        loops.adapt_run(trainer)  # again, for callbacks that setup hooks have added
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
@@ -348,7 +348,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         )
 
     def _sync_layers(self, model: Module) -> Module:
-        """Convert batch norms before sharding: conversion creates new modules."""
+        """Convert batch norms to SyncBatchNorm, which must happen before sharding: it creates new modules."""
         assert self._layer_sync is not None
         plain = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
         if not plain:
@@ -361,7 +361,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard the module, or keep its engine from an earlier run if nothing has changed. Collective."""
+        """Shard the module, or keep an earlier engine if parameters, settings and device are the same. Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None:
@@ -389,7 +389,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             engine.comm.long_work = self._long_work
         engine.passes.calls_meet = True
         with engine.passes.fence.lowered():
-            model.to(self.root_device)  # moves the rest: module.device, states of metrics
+            model.to(self.root_device)  # sets module.device, and moves states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         return model
@@ -400,7 +400,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.engine.optimizers.clear()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, NoOptimizer):  # configure_optimizers returned None
+            if not isinstance(optimizer, NoOptimizer):  # a NoOptimizer: configure_optimizers returned None
                 self.engine.add_optimizer(optimizer)
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients locally at stages 0 and 1; stages 2 and 3 still reduce in every backward."""
+        """Let the body's backwards accumulate gradients unreduced at stages 0 and 1. Stages 2 and 3 still reduce."""
         with self.engine.passes.no_sync():
             yield
 
@@ -575,6 +575,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             engine.passes.abort()
 
 
-# Lightning runs a LightningModule that ``torch.compile`` made only with strategies of three classes of its own. It asks
-# for this one nowhere else.
+# Lightning accepts a module made by ``torch.compile`` only with three strategy classes of its own, so ZeroStrategy
+# registers as one of them. Lightning asks for this class nowhere else.
 pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)

@@ -18,12 +18,12 @@ from lightning_zero.planning.memory import Bytes, Limits, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
-LARGE = 64 * 2**20  # bytes of a model from which :func:`large_unit` is worth a sentence
+LARGE = 64 * 2**20  # bytes; smaller models get no warning of :func:`large_unit`
 Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measured
 
 
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
-    """Return rows (unit, parameters, gathered bytes, tiers); adjacent equal units share a row."""
+    """Return rows (unit, parameters, gathered bytes, tiers). Adjacent units with equal numbers share a row."""
 
     def facts(unit: Unit) -> tuple[int, int, str]:
         nbytes = sum(b.full.nbytes for b in unit.buckets)
@@ -39,7 +39,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 
 def _where(unit: Unit) -> str:
-    """Return ``device``, or the tier of each role, as in ``parameters device, gradients host, optimizer nvme``."""
+    """Return the unit's tiers: one if all are equal, else ``parameters device, gradients host, optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
@@ -48,7 +48,7 @@ def _where(unit: Unit) -> str:
 
 
 def large_unit(engine: Engine) -> str | None:
-    """Return a warning if one unit holds most of the model, which stage 3 then gathers at once; else None."""
+    """Return a warning if stage 3 gathers most of the model at once, because one unit holds it; else None."""
     sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.reshards) for unit in engine.units}
     total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
     if 2 * sizes[largest] <= total or total == 0:
@@ -77,7 +77,7 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """List the bytes of this rank at the end of a run, by role: planned and measured."""
+    """Return this rank's planned and measured bytes at the end of a run, by role and tier, and the peak of a step."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

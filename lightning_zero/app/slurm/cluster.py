@@ -1,4 +1,4 @@
-"""The group ``cluster``: what a run requests from a cluster. Used by ``submit``, by sweeps and inside the job."""
+"""The Hydra group ``cluster``: what a run requests from SLURM. Read by ``submit``, by sweeps and inside the job."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class ClusterConfig:
 
     Attributes:
         name: ``slurm``, or ``none`` for runs that are not jobs of a cluster.
-        nodes: hosts of the job; sets ``trainer.num_nodes``.
-        gpus_per_node: 0 on a CPU cluster.
-        tasks_per_node: processes of a node; sets ``trainer.devices``. ``None``: one per GPU.
-        cpus_per_task: cores of a process, for offloaded steps and data loading.
-        mem: host memory of a node as SLURM writes it (``500G``); ``0``: all.
-        time: limit of one stretch of the job, ``hours:minutes:seconds`` or ``days-hours``; a requeued job gets another.
+        nodes: number of hosts of the job; sets ``trainer.num_nodes``.
+        gpus_per_node: number of GPUs of each node; 0 on a CPU cluster.
+        tasks_per_node: number of processes on each node; sets ``trainer.devices``. ``None``: one per GPU.
+        cpus_per_task: number of cores of each process, for offloaded steps and data loading.
+        mem: host memory of each node as SLURM writes it (``500G``); ``0``: all.
+        time: time limit, ``hours:minutes:seconds`` or ``days-hours``. A requeued job gets the whole time again.
         partition, account, qos, constraint, reservation: passed to SLURM.
         exclusive: share no node with other jobs.
         job_name: shown by ``squeue``.
         requeue: save and requeue when the time is up; requeue when a task was killed or failed.
-        signal: that SLURM sends before the time limit: ``USR1`` or ``USR2``.
-        signal_delay: seconds between signal and limit: enough for a step and a checkpoint.
-        retries: how often a failing job is requeued in a row without a new checkpoint.
+        signal: the signal that SLURM sends before the time limit: ``USR1`` or ``USR2``.
+        signal_delay: seconds between signal and time limit: enough for a step and a checkpoint.
+        retries: how many times in a row a failing job is requeued without a new checkpoint.
         container: image of the tasks: a name or file for pyxis, a ``.sif`` file for apptainer.
         container_runtime: ``pyxis`` (an option of srun) or ``apptainer`` (a command).
-        container_mounts: ``/outside:/inside`` beside the working directory, which is always mounted.
-        python: the interpreter. ``None``: that of the submitting process, or ``python`` in the container.
+        container_mounts: further mounts, ``/outside:/inside``. The working directory is always mounted.
+        python: the interpreter. ``None``: the submitting process's interpreter, or ``python`` in the container.
         env: environment variables of the job.
         setup: shell lines before srun, such as ``module load cuda``.
         sbatch, srun: further options of these commands, such as ``--mail-type=END``.
@@ -156,9 +156,9 @@ class ClusterConfig:
 
 
 def seconds_of(time: str) -> int:
-    """Convert ``24:00:00`` or ``2-12:30`` to seconds. Raises ConfigError for others.
+    """Convert ``24:00:00`` or ``2-12:30`` to seconds. Raises ConfigError for any other form.
 
-    Plain numbers are refused, because YAML reads 24:00:00 as 86400, which SLURM would take for minutes.
+    Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would take that for minutes.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:

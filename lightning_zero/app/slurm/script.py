@@ -16,12 +16,12 @@ RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
 
 def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, run_dir: str | None = None) -> str:
-    """Write an sbatch script that runs the main job.
+    """Return the text of an sbatch script that runs the main job.
 
     Args:
-        arguments: of ``python -m lightning_zero.train``.
+        arguments: arguments of ``python -m lightning_zero.train``.
         folder: working directory of the job.
-        run_dir: the run's folder; the default has the job's id in its name, so that it survives a requeue.
+        run_dir: the run's folder. The default has the job's id in its name, so that a requeued job finds it again.
     """
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
     parts = [
@@ -41,8 +41,8 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
 
 
 def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
-    """Return the options of sbatch. An option without a value maps to True."""
-    wanted = {
+    """Return the options of sbatch, each as ``--name=value`` or ``--name``."""
+    wanted = {  # True: an option without a value; None: left out
         "job-name": cluster.job_name,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.tasks,
@@ -71,18 +71,18 @@ def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[s
 
 
 def log_path(run_dir: str | None, job: str = "%j") -> str:
-    """Return the log's path: beside the run's folder, which does not exist when SLURM opens the log."""
+    """Return the path of SLURM's log: in ``run_dir``, or beside the default run folder, which the job makes later."""
     return os.path.join(run_dir or os.path.dirname(RUN_DIR), f"slurm-{job}.log")
 
 
 def _quoted(value: object) -> str:
-    """Quote a value for a #SBATCH line, which is not shell."""
+    """Quote a value for an ``#SBATCH`` line, which sbatch parses and not the shell."""
     text = str(value)
     return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
 
 
 def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> str:
-    """Write the call of srun on several lines."""
+    """Return the shell command, on several lines, that starts the run by srun."""
     srun = ["srun", "--kill-on-bad-exit=1"]
     if cluster.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # srun does not inherit it from sbatch
@@ -95,7 +95,7 @@ def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> s
 
 
 def _word(text: str) -> str:
-    """Quote one word of shell, in double quotes if it contains single ones."""
+    """Quote a word for the shell if it needs quotes; in double quotes if it contains single quotes."""
     plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # shlex would quote = too
     return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
@@ -121,7 +121,7 @@ def _verdict_lines(run_dir: str | None) -> list[str]:
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Requeue the job at the time limit and after a failure: srun's exit code does not tell why a task ended."""
+    """Return shell lines that requeue a job whose time is up or that failed. The file ``outcome`` says which it was."""
     lines = ["code=$?", 'outcome=$(cat "$run_dir/outcome" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']

@@ -2,7 +2,7 @@
 
 ::
 
-    files    which tensor goes where in which safetensors file, and writing them in ranges
-    names    names and forms of tensors in the files; which model a checkpoint holds
-    export   all ranks together write a sharded model, and config.json and tokenizers
+    files    decides where each tensor lies in which safetensors file, and writes ranges of tensors
+    names    finds names and forms of tensors in the files, and which model a checkpoint holds
+    export   writes a sharded model on all ranks, config.json and the tokenizer's files
 """

@@ -1,4 +1,4 @@
-"""Export a sharded model: each rank writes its ranges; only tensors that need conversion are gathered."""
+"""Export a sharded model: each rank writes its ranges of the tensors; only those that need conversion are gathered."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class _Piece(NamedTuple):
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
     """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective.
 
-    ``dtype``: of floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: upper limit of a file. Raises
-    ConfigError if ``path`` is not empty or some ranks do not see it. If it cannot be written, all ranks raise, with
-    folder and cause."""
+    ``dtype``: of floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: most bytes of a file. Raises
+    ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise,
+    with folder and cause."""
     with naming(Path(path), folder=True):
         _Export(engine, Path(path), dtype, shard_nbytes).run()
 
@@ -92,7 +92,7 @@ class _Export:
             self._together("its end", lambda: self._end(stack, plan, folder))
 
     def _like(self, key: str, value: Tensor) -> Tensor:
-        """Return a meta tensor with the shape and dtype that the files will have."""
+        """Return a meta tensor with the shape and dtype that the tensor ``key`` will have in the files."""
         info = self._infos.get(key)
         own = info.dtype if info is not None else value.dtype
         wanted = self._dtype if self._dtype is not None and own.is_floating_point else own
@@ -147,7 +147,7 @@ class _Export:
         return by_home(found)
 
     def _gather(self, key: str) -> Tensor:
-        """Gather a whole parameter on the host. Collective."""
+        """Return a whole parameter. Its bucket stays gathered until one of another bucket is needed. Collective."""
         place = self._engine.units.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
@@ -172,7 +172,7 @@ class _Export:
 
 
 def _is_turned(value: Any) -> bool:
-    """Return whether a parameter is not row-major in memory, as files are, so that it is gathered to be written."""
+    """Return whether a tensor is not row-major in memory. Files are, so such a tensor is gathered to be written."""
     return isinstance(value, TensorParts) and list(value.order) != sorted(value.order)
 
 
@@ -181,8 +181,8 @@ def _named(name: str, key: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model`` (transformers or PEFT, or None) and copy companion files from ``source``,
-    the folder it came from."""
+    """Write the configuration of ``model`` (transformers or PEFT, or None), and copy tokenizer files from ``source``,
+    the folder from which the model was loaded."""
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True

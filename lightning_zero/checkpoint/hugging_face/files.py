@@ -4,8 +4,8 @@
 
     8 bytes: length of the header | header: JSON of names, dtypes, shapes, places | values, row-major
 
-The library can write only tensors that are all in memory. Here places follow from names and shapes, files are made in
-full length, and each rank writes its ranges.
+The safetensors library can write only tensors that are all in memory. Here a tensor's place follows from all names and
+shapes, files are made in full length, and each rank writes its ranges of the tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Files:
-    """The files of some ``tensors`` (on meta, by name). A tensor larger than ``shard_nbytes`` gets its own file."""
+    """The layout of ``tensors`` (on meta, by name) in files of ``shard_nbytes``. A larger tensor gets its own file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, room = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
@@ -100,7 +100,7 @@ class Files:
 
 
 class Writer:
-    """Writes ranges into existing files. One process uses it as a context."""
+    """Writes ranges of tensors into existing files in ``folder``; a context manager. Each process has its own."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder

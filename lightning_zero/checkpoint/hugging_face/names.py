@@ -1,7 +1,7 @@
-"""Names and forms of a module's tensors in a Hugging Face folder.
+"""Find the names and forms that a module's tensors have in a Hugging Face folder.
 
-Names lose the prefix of the model in a LightningModule. Tensors that transformers converts at loading are converted
-back, tied parameters appear once, and of a PEFT model only the adapters are written."""
+Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
+converted back, tied parameters appear once, and of a PEFT model only the adapters are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: state dict's name by that in files. ``model``: of transformers, PEFT, or None."""
+    """What to export. ``renamed``: name in files -> name in the state dict. ``model``: of transformers or PEFT."""
 
     model: Any
     renamed: dict[str, str]
@@ -85,7 +85,7 @@ def _in_form_of_files(model: Any, own: Mapping[str, str], state: Mapping[str, Te
     renamed = {name: own[names[id(value)]] for name, value in made.items() if id(value) in names}
     plain = set(renamed.values())
     left = [name for name, key in own.items() if key not in plain]
-    together: dict[tuple[str, ...], list[str]] = {}  # alone each would give a tensor of the same name
+    together: dict[tuple[str, ...], list[str]] = {}  # by the file names that each would give alone
     for name in left:
         together.setdefault(tuple(sorted(revert({name: meta[name]}))), []).append(name)
     groups = []
@@ -100,7 +100,7 @@ def _converter(members: Sequence[str], own: Mapping[str, str], revert: Any) -> A
 
 
 def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function that converts tensors to the form of files; none with older transformers."""
+    """Return the function that converts tensors to their form in files. With older transformers it changes nothing."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:
@@ -124,7 +124,7 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """Build the model without values; None if transformers is not installed or does not have the class."""
+    """Build the model of ``record`` on the meta device; None if transformers is missing or lacks the class."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

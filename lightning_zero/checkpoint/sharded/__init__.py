@@ -3,9 +3,9 @@
 ::
 
     items     what a rank writes: boxes of tensors, and small values
-    save      all ranks together, each one file
-    index     .metadata, which says where everything is: made, read without running code, checked
-    read      tensors of a folder; a rank reads only its parts
+    save      saves a folder: every rank writes one file
+    index     .metadata, which says where each value is: made, read without running code, checked
+    read      opens a folder: a rank reads only its parts of tensors
 
 ::
 

@@ -1,5 +1,5 @@
-"""``.metadata``, the index of a folder: make it, read it, and check it against the files. It is a pickle, as DCP
-requires. Reading admits only plain values and the classes of DCP's index, so it runs no code."""
+"""Make and read ``.metadata``, the index of a checkpoint folder, and check it against the files. It is a pickle, as DCP
+requires. Reading admits only plain values and the classes of DCP's index, so it runs no code from the file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ALLOWED = {
 
 
 def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
-    """Make the index of what all ranks have written."""
+    """Make DCP's index of ``folder`` from the entries of all ranks."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Any] = {}

@@ -22,14 +22,14 @@ T = TypeVar("T", bound=Any)
 
 
 class Item(NamedTuple):
-    """A box of a tensor, or another value, with ``dtype`` None."""
+    """What a rank writes as one entry: a box of a tensor, or another value, for which ``dtype`` is None."""
 
-    keys: tuple[str, ...]  # several if tied parameters share it
+    keys: tuple[str, ...]  # several if tied parameters share the tensor
     paths: tuple[Path, ...]
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     box: Box
-    order: tuple[int, ...]  # of the dimensions in memory
+    order: tuple[int, ...]  # dimensions, slowest in memory first
     source: Any  # a Part, a Tensor, or the value
 
     @property
@@ -60,7 +60,7 @@ class Item(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Where a file has the box of an item; see :class:`Item`."""
+    """Where an :class:`Item` was written: ``length`` bytes from ``start`` on in ``file``."""
 
     keys: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -74,13 +74,13 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel], whose dimensions lie in ``order``, as ``sizes``."""
+    """View ``flat`` [numel] as a tensor of ``sizes``. ``order``: its dimensions, slowest in memory first."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
 def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
-    """Return what ``rank`` writes of the nested ``state``; items of one storage are neighbours. Of values other than
-    tensor parts, rank 0 writes all; other ranks write only what they alone have."""
+    """Return what ``rank`` writes of the nested ``state``; items of one storage are neighbours. Every rank writes its
+    own tensor parts and its :class:`Unsharded` values; rank 0 writes all other values."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
     names: dict[Any, list[str]] = {}  # by tensor that they share

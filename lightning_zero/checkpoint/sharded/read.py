@@ -1,4 +1,4 @@
-"""Read a folder as :class:`StoredTensor`s, of which each rank reads only what it needs."""
+"""Open a checkpoint folder. Its tensors are :class:`StoredTensor`s, so that each rank reads only its own ranges."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Slice(io.RawIOBase):
 
 
 class _Blob(NamedTuple):
-    """A tensor that torch.save has written inside a file."""
+    """Where a file holds a tensor that torch.save has written into it."""
 
     path: Path
     start: int  # of its values, in bytes
@@ -62,7 +62,7 @@ class _Blob(NamedTuple):
 
 
 class ShardedFolder:
-    """A folder of DCP. Raises ConfigError, with the file, if it is no complete checkpoint; OSError from the system."""
+    """An open checkpoint folder. Raises ConfigError, with the file, if it is not complete; OSError from the system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -75,7 +75,7 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Return the place of ``key``'s value in the checkpoint. Older folders know the top level only."""
+        """Return the names that lead to ``key``'s value in the checkpoint; for old folders ``key``, split at a dot."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 
@@ -117,8 +117,8 @@ class ShardedFolder:
         return flat
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill ``target`` with a box of the tensor written at ``place``. Reads all bytes from its first to its last
-        element, directly into ``target`` if both have the same memory layout."""
+        """Fill ``target`` with the box at ``offsets`` of the tensor that was written at ``place``. Reads all bytes from
+        the box's first to its last element; directly into ``target`` if both have the same memory layout."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))

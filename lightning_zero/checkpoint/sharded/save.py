@@ -1,7 +1,7 @@
-"""Save a folder: all ranks write; rank 0 makes the folder, writes the index and gives the folder its name.
+"""Save a checkpoint folder: every rank writes a file; rank 0 makes the folder, writes the index and renames the folder.
 
-torch's writer keeps a copy of every view, so of the rank's whole shard, until the file ends. This one writes each box
-from where it rests, and reads values in files one bucket at a time."""
+torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
+takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_zero.tiers.pages import byte_view
 
 
 class Behind(NamedTuple):
-    """What a save in the background needs. ``begin`` hands writing over to a thread. ``spare``: memory for copies."""
+    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: free buffers for copies."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -56,10 +56,10 @@ def save_folder(
     If the folder cannot be written, all ranks raise, with folder and cause, and ``path`` is as before.
 
     Args:
-        state: goes into files of DCP; see :func:`items_of`.
-        extra: goes into ``meta.pt``; rank 0's counts.
-        group: of all ranks.
-        waits: for the other ranks; None for one rank.
+        state: the values for the ranks' ``.distcp`` files; see :func:`items_of`.
+        extra: the values for ``meta.pt``; only rank 0's are saved.
+        group: the process group of all ranks.
+        waits: how this rank waits for the others; None: there is only one rank.
         behind: write while training continues; None: write before returning.
     """
     target, rank = Path(path), waits.rank if waits is not None else 0
@@ -122,7 +122,7 @@ def _check(folder: Path, rank: int) -> None:
 
 
 def _why_not(behind: Behind, items: Sequence[Item]) -> str:
-    """Return why training must wait for a save, or nothing."""
+    """Return why a save cannot run in the background; empty if it can."""
     wanted = slices_of(items)
     if any(isinstance(storage, FileStorage) for storage in wanted):
         return "what is saved rests in files"
@@ -138,7 +138,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """The open file of one rank, or none. With ``behind``, it writes the values as they are now, later."""
+    """Writes ``items`` to one rank's file (none if empty). With ``behind``, a later write has the values of now."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None
@@ -203,7 +203,7 @@ def slices_of(items: Sequence[Item]) -> dict[MasterStorage, list[FlatSlice]]:
 
 
 def detached(items: Sequence[Item]) -> list[Item]:
-    """Copy all values that rest in no storage, for a thread that writes ``items`` later."""
+    """Return ``items`` for a thread that writes them later, with copies of all values that are in no storage."""
     found = []
     for item in items:
         value = item.source
@@ -214,8 +214,8 @@ def detached(items: Sequence[Item]) -> list[Item]:
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, a view without gaps, as a host tensor whose storage holds nothing else, because torch.save
-    writes whole storages. On the host nothing is copied."""
+    """Return a host tensor with the values of ``tensor`` and a storage of its own, because torch.save writes whole
+    storages. A view on the host is not copied if it has no gaps."""
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
         return host

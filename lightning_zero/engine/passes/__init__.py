@@ -8,12 +8,12 @@
 
     hooks          registers all hooks on modules and tensors
     passes         begins and ends passes
-    gather_order   gathers and drops units, in one order on all ranks
-    saved_weights  weights that autograd saves and that are dropped in between
-    gradients      reduces gradients into shards; bucket_grads: collects those of a bucket before
+    gather_order   gathers and reshards units, in one order on all ranks
+    saved_weights  gathers weights that autograd has saved, when a backward reads them
+    gradients      reduces gradients into shards; bucket_grads: collects a bucket's gradients before its reduction
     sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients
-    access         reads and writes of parameters by users' code outside of a unit's call
+    access         reads and writes of parameters by users' code outside of their units' calls
     recompute      replaces forwards of units, for activation checkpointing
-    compiled       torch.compile of what units compute
+    compiled       torch.compile of units' forwards
     containers     tensors inside of nested containers
 """

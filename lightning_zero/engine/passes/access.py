@@ -4,7 +4,7 @@
 
                           inside a pass                        between passes
     w.square(), w.clamp_  gathers the unit                     refused, naming gather()
-    w.data                gathers it until the pass ends       refused, naming gather()
+    w.data                gathers the unit until the pass ends refused, naming gather()
     w.data = value        writes to the masters                writes to the masters
 
 Reads at stages 1 and 2 are never refused; they wait for the param sync after a step.
@@ -38,14 +38,15 @@ _Key = tuple[int, int]  # bucket, slot
 
 
 class _Entry(NamedTuple):
-    """Checksums of a parameter's write that the ranks have not compared yet."""
+    """Holds checksums of users' writes to one parameter, until the ranks have compared them."""
 
     before: int  # checksum of this rank's part before its first write
     after: int  # checksum of the whole parameter after this rank's write
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Compute a checksum of contents and places, which parts add up to mod 2**64. ``first``: index of ``values[0]``."""
+    """Compute a checksum of values and their positions. The checksums of a tensor's parts add up to the whole's, mod
+    2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -60,11 +61,11 @@ def checksum(values: Tensor, first: int = 0) -> int:
 
 
 class Writes:
-    """Copies users' writes to parameters into the masters, if all ranks write the same.
+    """Copies users' writes to gathered parameters into the masters, and checks that all ranks wrote the same values.
 
-    Compute parameters are copies, which are dropped or replaced later. Before that, each rank copies written values
-    into its shard of the masters. The ranks compare checksums at the end of the next backward, and before values are
-    shown or saved. How writes are noticed::
+    Gathered parameters are copies, which are freed or replaced later. Before that, each rank copies written values into
+    its shard of the masters. The ranks compare checksums at the end of the next backward, and before values are shown
+    or saved. How writes are noticed::
 
         weight.clamp_()         raises the parameter's version
         weight.data.clamp_()    raises nothing: a checksum from when .data was read is compared
@@ -82,7 +83,7 @@ class Writes:
 
     @outside_autograd
     def hand_out(self, place: Place) -> None:
-        """Note the checksum of a gathered parameter before users' code gets ``.data``, which it may change unseen."""
+        """Save a gathered parameter's checksum before users' code gets ``.data``, which it can change unnoticed."""
         bucket, info = place
         # Parameters that are whole masters need no copy and no comparison.
         if not bucket.plan.params_are_masters and info.gathered is not None:
@@ -91,7 +92,7 @@ class Writes:
                 known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
-        """Forget all writes to the bucket so far."""
+        """Count all writes to the bucket's parameters so far as handled."""
         self._handed_out.pop(bucket, None)
         for info in bucket.params:
             info.version = info.param._version
@@ -99,7 +100,7 @@ class Writes:
     # -- taking over ----------------------------------------------------------------------------------------------
 
     def take_over(self, bucket: Bucket) -> None:
-        """Copy writes to a bucket's parameters into the masters, before the parameters are dropped or replaced."""
+        """Copy writes to a bucket's parameters into the masters, before the parameters are freed or replaced."""
         # Inside ``gather`` the parameters show masters, which ``gather`` writes back. Placeholders show no values.
         if bucket.is_plain or not bucket.shows_values:
             return
@@ -130,7 +131,7 @@ class Writes:
             bucket.copy_master_to_params()
 
     def replace(self, place: Place, value: Tensor) -> None:
-        """Write ``value``, a whole tensor of the parameter's shape, to this rank's part of the masters."""
+        """Do ``param.data = value``: write the whole tensor ``value`` to this rank's part of the masters."""
         bucket, info = place
         self.take_over(bucket)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
@@ -151,7 +152,7 @@ class Writes:
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
-        """Keep checksums of a write. ``own``: this rank's compute parameters in the bucket, before the write."""
+        """Save checksums of a write of ``whole``. ``own``: this rank's part of the bucket's parameters before it."""
         if self._comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot
@@ -201,7 +202,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of ``keys``' whole parameters on this rank, except where they are copies of masters."""
+        """Compute checksums of this rank's whole parameters of ``keys``, where the parameters are the masters."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
@@ -218,7 +219,7 @@ class Writes:
             self.confirm()
 
     def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of whole parameters before any write, from each rank's part. Collective."""
+        """Compute the checksum of each whole parameter before any write, from the parts of all ranks. Collective."""
         own = {}
         for key in keys:
             entry = self._unconfirmed.get(key)
@@ -232,7 +233,7 @@ class Writes:
 
 
 class Fence:
-    """Refuses operations on the module that would see placeholders. ``in_pass``: whether a pass is open."""
+    """Refuses operations that would see placeholders of parameters. ``in_pass``: returns whether a pass is open."""
 
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
         self._buckets, self._in_pass = buckets, in_pass
@@ -251,7 +252,7 @@ class Fence:
             self._lowered = previous
 
     def refuse(self, what: str) -> None:
-        """Raise a RuntimeError, which names the way out, if operation ``what`` would see placeholders."""
+        """Raise a RuntimeError that says what to do, if ``what``, a use of the module, would see placeholders."""
         if self._lowered:
             return
         plain = (
@@ -270,7 +271,7 @@ class Fence:
 
 
 class Access:
-    """Called when users' code touches parameters (:class:`~lightning_zero.engine.units.param.Owner`)."""
+    """Handles reads and writes of parameters by users' code, as :class:`~lightning_zero.engine.units.param.Owner`."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of
@@ -327,7 +328,7 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Gather the values of ``params``. Returns the units that were gathered for this."""
+        """Gather the units of ``params`` for ``operation``. Returns the units that must be resharded after it."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:

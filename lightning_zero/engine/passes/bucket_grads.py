@@ -2,13 +2,13 @@
 
 ::
 
-    take      stores a gradient; on a device it waits for the bucket's last gradient, for one copy of all
-    copy_in   copies waiting gradients to their places, times ``scale_on_arrival``
-    complete  fills gaps with zeros and returns the buffer, whose reduced sum gets ``scale_of_sum``
+    take      stores a gradient; on a device its copy waits for the bucket's last gradient, so that one call copies all
+    copy_in   copies waiting gradients into the buffer, times ``scale_on_arrival``
+    complete  fills gaps with zeros and returns the buffer, whose reduced sum is multiplied by ``scale_of_sum``
 
 The two factors together divide by the number of ranks and the loss scale: one of them does, the other is 1
 (``_choose_scales``). Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a
-parameter's second gradient stays apart, so that they may be sent without loss.
+parameter's second gradient is kept outside of it, so that they may be sent without loss.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``fresh``: it reduces, and no unreduced backward came before it; equal on all ranks."""
+        """Reset for a backward. ``reduces``: it reduces this bucket. ``fresh``: it reduces, and all backwards before it
+        have been reduced; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
         self._choose_dtypes()
@@ -71,7 +72,7 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Decide whether gradients are scaled as they arrive, or their reduced sum is. Equal on all ranks.
+        """Decide whether to scale each gradient on arrival or the reduced sum. All ranks decide alike.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
@@ -80,7 +81,7 @@ class BucketGrads:
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
     def take(self, slot: int, grad: Tensor) -> bool:
-        """Store one parameter's gradient. Returns whether it must wait for a second reduction at the end."""
+        """Store one parameter's gradient. Returns whether the bucket needs a second reduction at the backward's end."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients; shards are dense
         fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
@@ -120,7 +121,7 @@ class BucketGrads:
                 self.local.mul_(before / self.scale_of_sum)
 
     def _add(self, slot: int, grad: Tensor) -> None:
-        """Put one gradient into the local buffer, or add it to an earlier one."""
+        """Put one gradient into the local buffer, or add it to the earlier gradient of its ``slot``."""
         if self.local is None:
             # Uninitialized: ``complete`` zeroes what no gradient has filled.
             self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)
@@ -132,7 +133,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Move waiting gradients into the local buffer, in one call for all."""
+        """Copy the waiting gradients into the local buffer, in one call for all."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -183,7 +184,7 @@ class BucketGrads:
         self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop the gradients of these slots after the user has cleared them."""
+        """Drop the gradients of these slots, after the user has set ``param.grad`` to None."""
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
@@ -203,7 +204,7 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def zero(self, slot: int) -> None:
-        """Zero a parameter's gradient after the user did. Unlike None, zeros still count as a gradient."""
+        """Zero the gradient of ``slot``, after the user did. Unlike ``None``, a zero gradient counts as a gradient."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
@@ -225,7 +226,7 @@ def _put(view: Tensor, grad: Tensor, scale: float) -> None:
 
 
 class GradSums:
-    """Adds up gradients of chunks in fp32, or in their own dtype if that is wider."""
+    """Adds up each parameter's gradients from several chunks, in fp32, or in their own dtype if that is wider."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}

@@ -1,10 +1,10 @@
-"""Keeps the hooks of sharded modules out of ``torch.compile``'s graphs, where they would run once and never again.
+"""Keeps the engine's hooks out of ``torch.compile``'s graphs: a traced hook would run once, in the trace, never again.
 
 ::
 
     unit.compile()                     compiles the unit's forward, before sharding or after it
-    container.compile(), of modules    compiles the forwards of units inside one by one; the container's graph breaks
-      around units; of the root;       at their calls, so ``fullgraph`` is refused
+    container.compile() of a module    compiles the forwards of its units one by one; the container's graph breaks at
+      that holds units, or the root;   the units' calls, so ``fullgraph`` is refused
       torch.compile(module)
     zero.compile=blocks                compiles each unit but the root
 """
@@ -33,7 +33,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Describes a call of ``torch.compile``."""
+    """Holds how ``torch.compile`` was called, so that units inside a compiled module can be compiled the same way."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler
@@ -50,7 +50,7 @@ def compile_with(**settings: Any) -> Compile:
 
 
 def how_compiled(function: object) -> Compile | None:
-    """Return how a function or module was compiled; None if it was not."""
+    """Return the settings with which a function or module was compiled; None if it is not compiled."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
         # torch offers no other way to find the settings of a compiled function.
@@ -86,7 +86,7 @@ def _refuse_fullgraph(module: nn.Module, how: Compile) -> None:
 
 
 def _units_inside(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Map each module that holds units to these units, nested ones included."""
+    """Map each module that holds units to all units inside it, at any depth."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, around in module.named_modules():
         prefix = f"{name}." if name else ""
@@ -102,7 +102,7 @@ def check_compiler(config: CompileConfig) -> None:
 
 
 def find_compiler(what: str, way_out: str) -> None:
-    """Raise a ConfigError if there is no C++ compiler, which inductor needs for ``what``."""
+    """Raise a ConfigError without a C++ compiler, which inductor needs for ``what``. ``way_out``: the alternative."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -117,7 +117,7 @@ def find_compiler(what: str, way_out: str) -> None:
 
 @functools.cache
 def keep_out() -> None:
-    """Make torch.compile skip the engine's functions and break graphs where they are called."""
+    """Make torch.compile skip the engine's functions: it traces none of them, and graphs break at their calls."""
     from torch._dynamo import trace_rules
 
     import lightning_zero.engine.passes as passes
@@ -136,12 +136,13 @@ def keep_out() -> None:
 
 
 class CompiledModules:
-    """Keeps track of what is compiled in one sharded module: its units, and modules that hold units.
+    """Compiles units of one sharded module, and tracks which units and modules around units are compiled.
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: how to compile units, except the root, that nothing else compiled; None: not at all.
-        refuse: called with a compiled probe function and the module's class name. May raise.
+        blocks: how to compile each unit, except the root, that is not compiled yet. None: such units stay as they are.
+        refuse: called before a later ``compile()`` with a function that is compiled with the same settings, and with
+            the module's class name. Raises if these settings cannot be used.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class CompiledModules:
         )
 
     def undo(self) -> None:
-        """Restore the modules, and compile in torch's way what was compiled after sharding."""
+        """Restore the modules' own calls, and compile again, by torch alone, what users compiled after sharding."""
         for module, call in self._calls:
             vars(module).pop(_CALL, None)
             vars(module).pop("compile", None)
@@ -189,7 +190,7 @@ class CompiledModules:
             module.compile(**settings)
 
     def _compiled(self, module: nn.Module, how: Compile) -> None:
-        """Compile the units inside of ``module`` after it was compiled."""
+        """Compile the units inside ``module``, which has just been compiled itself."""
         if module in self._forwards:
             self._own.add(module)
         for unit in self._inside.get(module, ()):
@@ -199,7 +200,7 @@ class CompiledModules:
             vars(unit)[_CALL] = outside_graphs(unit._call_impl)
 
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:
-        """Compile a module after sharding; replaces ``module.compile``."""
+        """Compile ``module``. Users call this method as ``module.compile`` after sharding."""
         how = compile_with(**settings)
         # Before any change; torch may refuse the settings, too. What is compiled here is never called.
         self._refuse(how.apply(lambda: None), type(module).__name__)
@@ -214,14 +215,14 @@ class CompiledModules:
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:
-    """Yield ``_CALL`` if the module has a compiled call that the engine has not replaced."""
+    """Yield the name ``_CALL`` if ``module`` has a call that torch compiled, not the engine's replacement of it."""
     call = vars(module).get(_CALL)
     if call is not None and not getattr(call, "_torchdynamo_disable", False):
         yield _CALL
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:
-    """Yield what users compiled of a module: its call, or methods replaced on the instance."""
+    """Yield name and settings of what users compiled in ``module``: its call, or methods set on the instance."""
     for name, value in vars(module).items():
         of = getattr(getattr(value, "_torchdynamo_orig_callable", None), "__self__", None)
         wraps = vars(module).get("_modules", {}).get("_orig_mod")

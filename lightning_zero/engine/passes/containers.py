@@ -24,7 +24,7 @@ _DEPTH = 4  # how many levels of objects to search
 
 
 class TensorPlace:
-    """Replaces a tensor in a container by its number. Not a dataclass, because dataclasses are searched."""
+    """Stands for tensor ``number`` in a container. Not a dataclass, because :func:`_open` would open it."""
 
     __slots__ = ("number",)
 
@@ -38,7 +38,7 @@ class TensorPlace:
 
 
 def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] | None:
-    """List the items of a tuple, list, dict or dataclass. Also returns a function that builds it from other items."""
+    """Return the items of a tuple, list, dict or dataclass, and a function that rebuilds it from others; else None."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value, lambda items: type(value)(*items)
     if type(value) in (list, tuple):
@@ -66,7 +66,7 @@ def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] 
 
 
 def map_leaves(value: object, change: Callable[[object], object]) -> Any:
-    """Apply ``change`` to all items in nested containers. Containers without a change are returned as they are."""
+    """Return ``value`` with ``change`` applied to each leaf of nested containers. Copies only changed containers."""
     if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return change(value)
     old, rebuild = opened
@@ -94,7 +94,8 @@ def copy_containers(value: _T) -> _T:
 
 
 def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, list[Tensor]]:
-    """Replace tensors in ``value`` by numbers, those of ``known`` by negative ones. Returns it and the new tensors."""
+    """Replace each tensor in ``value`` by a :class:`TensorPlace`. Returns the result and the list of these tensors.
+    Tensors in ``known`` get negative numbers and are not listed."""
     numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
     tensors: list[Tensor] = []
 
@@ -110,7 +111,7 @@ def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, l
 
 
 def put_tensors(form: object, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Undo :func:`take_tensors`, with other tensors."""
+    """Undo :func:`take_tensors`: put ``tensors``, which may be other ones, and ``known`` at the numbered places."""
 
     def put(leaf: object) -> object:
         if not isinstance(leaf, TensorPlace):
@@ -152,7 +153,7 @@ def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
 def dtype_hooks(
     module: nn.Module,
 ) -> tuple[Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]] | None, Callable[..., object]]:
-    """Make forward hooks that keep ``module``'s input dtype: a pre-hook (or None), and a post-hook."""
+    """Make a pre-hook (or None) and a post-hook by which a module in fp32 returns the dtype of its inputs."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
     before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 

@@ -1,8 +1,9 @@
-"""Keeps one order of gathers on all ranks. Issues all gathers in a pass except the root's, param syncs and whole
-masters.
+"""Issues the gathers of units in a pass, in one order on all ranks. Other files gather the root and whole masters, and
+sync parameters after a step.
 
-docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. A rank at
-the end of its pass sends DONE and answers until all are done; CALLED does so at the end of an outermost call.
+docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. While
+they agree, a rank at the end of its pass sends DONE, and takes part in other ranks' gathers until all have sent DONE.
+CALLED does so at the end of an outermost module call, until all have sent CALLED or DONE.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CALLED = -2
 
 @dataclass(eq=False, repr=False)
 class GatherOrder:
-    """Gathers units for their uses, and drops them afterwards. The root stays gathered until the pass ends."""
+    """Gathers each unit before a use and reshards it afterwards. The root stays gathered until the pass ends."""
 
     units: Sequence[Unit]
     comm: Communicator
@@ -35,8 +36,8 @@ class GatherOrder:
     keep_bytes: int
     dynamic: bool
     plans: dict[str, Plan] = field(default_factory=dict)
-    ahead: int = 0  # demands whose gather had been issued before
-    missed: int = 0  # other demands
+    ahead: int = 0  # number of uses whose gather had been issued before
+    missed: int = 0  # number of uses that had to issue their gather
     holds_next: bool = False  # the next gather was not issued ahead, because its unit awaits a step
     _key: str = ""
     _cyclic: bool = False
@@ -45,15 +46,15 @@ class GatherOrder:
     _history: list[int] = field(default_factory=list)
     _one_path: bool = True  # all ranks have asked for the same units so far
     _idle: deque[Unit] = field(default_factory=deque)  # units that were gathered and not used yet
-    _guess: Cursor | None = None  # under dynamic: the last pass, as a hint of the next unit
-    _leaving: Unit | None = None  # a used unit, which is dropped after the next gather is issued
+    _guess: Cursor | None = None  # under dynamic: the order of the last pass, to guess the next unit
+    _leaving: Unit | None = None  # a used unit, which is resharded after the next gather is issued
 
     def plans_changed(self) -> None:
-        """Forget the plans after buckets got new plans."""
+        """Forget the recorded orders of gathers, after buckets got new placements."""
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """Start a pass. Passes of one ``key`` should take the same path."""
+        """Start a pass. Passes with one ``key`` should use units in one order; ``cyclic`` passes may repeat it."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
         follows = plan is not None and not self.dynamic
@@ -69,7 +70,7 @@ class GatherOrder:
 
     @outside_autograd
     def acquire(self, unit: Unit, what: str) -> None:
-        """Gather ``unit``, which is not the root, and wait for it. ``what``: the use, for other ranks' errors."""
+        """Gather ``unit``, which is not the root, and wait for it. ``what``: the kind of use, for error messages."""
         self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
         self._after_step.sync_params(unit)
         if not unit.reshards:
@@ -82,25 +83,25 @@ class GatherOrder:
 
     @outside_autograd
     def release(self, unit: Unit) -> None:
-        """Drop ``unit`` after a use, if the plan and users of its values allow."""
+        """Reshard ``unit`` after a use, unless the plan or users' code still needs its parameters gathered."""
         if not unit.reshards or unit.state is not State.GATHERED:
             return
         if (self._cursor is None or self._agreeing or self._cursor.used(unit.index)) and not unit.is_held:
             self._drop_leaving()
-            # A gather waits for users of memory that was freed before the gather was issued. So free this unit's later.
+            # A gather waits for all uses of memory freed before the gather was issued. So free this unit's later.
             if self.holds_next:
                 self._leaving = unit
             else:
                 unit.reshard()
 
     def _drop_leaving(self) -> None:
-        """Drop the used unit that has waited for the next gather."""
+        """Reshard the used unit that was kept until the next gather had been issued."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.state is State.GATHERED:
             leaving.reshard()
 
     def _demand(self, unit: Unit) -> None:
-        """Gather ``unit`` and wait for it, and issue gathers ahead."""
+        """Gather ``unit``, issue the gathers of the next units ahead, and wait for ``unit``."""
         self.missed += unit.state is State.SHARDED
         self.ahead += unit in self._idle
         if unit.state is State.SHARDED:
@@ -118,7 +119,7 @@ class GatherOrder:
         unit.unshard_wait()
 
     def end(self) -> None:
-        """End the pass: issue gathers until all ranks are done, then record the plan. Collective."""
+        """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
         # Also units that this rank does not use: a collective that one rank leaves out would hang the others.
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
@@ -131,7 +132,8 @@ class GatherOrder:
                 self._drop_idle()
 
     def call_ends(self) -> None:
-        """Answer ranks in an outermost call, under ``dynamic``, before users' messages may follow. Collective."""
+        """Take part in gathers of ranks still inside an outermost module call, under ``dynamic``. Collective."""
+        # Users' own messages may follow the call, so every rank must have its units by then.
         if self.dynamic and self._agreeing:
             while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
                 self._serve(wants)
@@ -150,7 +152,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """Tell all ranks what this rank needs next. Returns each rank's need, in rank order. Collective."""
+        """Tell all ranks which unit this rank needs next. Returns what each rank needs, in rank order. Collective."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
@@ -165,7 +167,7 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """Return the unit that followed in the last pass, if any. All ranks guess the same from common knowledge."""
+        """Return the unit that followed ``wanted`` in the last pass, if any. All ranks return the same."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -220,12 +222,12 @@ class GatherOrder:
                     unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Return whether ``unit`` may be gathered ahead. A unit that awaits an offloaded step may not."""
+        """Return whether ``unit`` may be gathered ahead: not while it waits for an offloaded optimizer step."""
         # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Drop units that were gathered but not used, before they pile up. Keeps ``wanted``."""
+        """Reshard the oldest units that were gathered but not used, down to the prefetch budget. Keeps ``wanted``."""
         if len(self._idle) < 2:
             return
         budget = max(self.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])

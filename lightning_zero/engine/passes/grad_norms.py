@@ -1,8 +1,8 @@
 """Computes norms of gradients, of single parameters (``param.grad.norm()``) and of many together.
 
-Partial norms are cut along shards at every stage, so all stages agree to the bit::
+Every stage computes partial norms along the borders of shards, so all stages agree to the bit::
 
-    gradient                                    norm of a single one
+    gradient                                    norm of one parameter's gradient
     reduced, in shards                          in a table that ranks exchange once, kept until gradients change
     reduced, whole on all ranks (stage 0)       sends nothing
     of backwards inside ``no_sync`` (0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
@@ -34,7 +34,7 @@ def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
 
 
 def norms_of(tensors: Mapping[int, Tensor], norm_type: float, device: torch.device) -> dict[int, Tensor]:
-    """Compute each tensor's norm on its device, in fp32 (fp64 of fp64). Returns 0-d fp64 tensors on ``device``."""
+    """Compute each tensor's norm on its device, in fp32 (fp64 for fp64). Returns 0-d fp64 tensors on ``device``."""
     norms: dict[int, Tensor] = {}
     for same in alike(tensors):
         wide = torch.promote_types(tensors[same[0]].dtype, torch.float32)
@@ -51,7 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if ``param.grad`` holds whole gradients at ``places``, because shards do not have them."""
+    """Raise a RuntimeError if a gradient at ``places`` is shown whole in ``param.grad``: shards lack its values."""
     for place in places:
         if place.bucket.is_plain and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -61,7 +61,8 @@ def refuse_whole(places: Iterable[Place]) -> None:
 
 
 def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> list[Tensor]:
-    """Return views of the parts of ``grad`` in ``slots``, adjacent parts in one. ``fragments`` tile ``grad``."""
+    """Return views of the parts of flat ``grad`` that belong to ``slots``, one view for adjacent parts. ``fragments``:
+    the parts of all slots, in order."""
     keys = [True if fragment.index in slots else None for fragment in fragments]
     return [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
 
@@ -69,10 +70,11 @@ def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> li
 def parts_of_shards(
     buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], look_up: Callable[[GradStore], Tensor | None]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Cut this rank's shards of reduced gradients in ``wanted`` slots into parts, numbered in order.
+    """Number the parts of this rank's gradient shards that belong to ``wanted`` slots.
 
     Returns:
-        Results that ``look_up`` knows of whole shards, which are not awaited; and views of the other parts.
+        Two dicts by part number: results that ``look_up`` has for whole shards, without a wait for their copy to the
+        host; and views of the other parts.
     """
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
@@ -131,7 +133,7 @@ class GradNorms:
 
     @outside_autograd
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
-        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 of fp64). Collective.
+        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective.
 
         Raises RuntimeError on all ranks if gradients are not reduced yet or are shown whole.
         """
@@ -161,7 +163,7 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return :meth:`total` times the loss scale, as under DDP. None if loss scales differ. Collective."""
+        """Return the norm of several gradients together, as DDP shows it. None if loss scales differ. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -217,7 +219,7 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield rank, slot and values of this rank's parts of a reduced gradient, cut along all ranks' shards."""
+    """Yield each part of a reduced gradient on this rank, cut at the borders of shards: its shard, slot and values."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard_rank] if bucket.shards_master else range(bucket.layout.world_size):

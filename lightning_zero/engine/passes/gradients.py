@@ -28,7 +28,7 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 
 class IssuedReductions:
-    """Counts the reductions that this rank (``here``) and, as far as ranks have told, every rank has issued in a pass.
+    """Counts the reductions issued in a pass: ``here`` by this rank, ``everywhere`` by every rank, as far as known.
 
     ``one_path``: all ranks follow a plan that was recorded while all ranks took the same path.
     """
@@ -55,7 +55,7 @@ class Reducer:
         issued: IssuedReductions,
         max_in_flight_nbytes: int,
     ) -> None:
-        """``max_in_flight_nbytes``: bound on buffers of unfinished reductions, kept where a wait is safe."""
+        """``max_in_flight_nbytes``: bound on buffers of unfinished reductions. Exceeded where a wait could hang."""
         self.comm = comm
         self._issued = issued
         buckets = list(buckets)
@@ -84,7 +84,7 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def plans_changed(self) -> None:
-        """Forget learned orders after buckets got new plans. Existing gradients stay."""
+        """Forget the learned orders of reductions, after buckets got new placements. Existing gradients stay."""
         self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
@@ -124,11 +124,11 @@ class Reducer:
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the loss scale that a gradient shows to users, as under DDP. Stored gradients have none."""
+        """Return the loss scale by which users see a gradient multiplied, as under DDP. Stored gradients lack it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor that turns a bucket's local buffer into this rank's gradients without loss scale."""
+        """Return the factor that turns a bucket's local buffer into this rank's gradients, without the loss scale."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
@@ -206,7 +206,7 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """Agree on used parameters, buckets to reduce again (returned, in order) and ``flag``. Collective."""
+        """Agree which slots have gradients. Return buckets to reduce again and if any rank set ``flag``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
@@ -227,7 +227,7 @@ class Reducer:
         return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
-        """Adopt rank 0's order in which buckets became ready. The remaining buckets come last. Collective."""
+        """Adopt the order in which buckets became ready on rank 0, the remaining buckets last. Collective."""
         # Each rank has seen its own order, and all must issue reductions in one order.
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
@@ -249,7 +249,7 @@ class Reducer:
         return self._issued.one_path and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
-        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; true on a device, whose stream waits.
+        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; True on a device, whose stream waits.
 
         A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
         memory bound once; from the next backward on that bucket comes last.

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods replaced on the instance of guarded modules
-_LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy of the module must not have
+_LIFTED = (*_PATCHES, ENGINE, "compile")  # attributes that a copy of the module must not have
 
 
 class _Running(NamedTuple):
-    """A call of a unit's module that has not returned."""
+    """Records a call of a unit's module that has not returned yet."""
 
     unit: Unit
     packing: contextlib.AbstractContextManager[None] | None
@@ -89,7 +89,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Hook the calls of a unit's module. Our pre-hook runs first, so that the user's hooks see weights."""
+        """Hook calls of ``target``, the unit's module. Our pre-hook runs first, so that users' hooks see weights."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -117,7 +117,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
-        """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
+        """Register a hook that takes a trainable parameter's gradient as soon as autograd has accumulated it."""
         param = bucket.params[slot].param
         if id(param) in self.watched:
             return
@@ -141,7 +141,7 @@ class Hooks:
         self.watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Move our gradient hooks, which take gradients away, behind those that users have registered since."""
+        """Move our gradient hooks, which set ``param.grad`` to None, behind hooks that users have registered since."""
         for param, handle in self.watched.values():
             hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
@@ -156,7 +156,7 @@ class Hooks:
         self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
-        """Call ``refuse`` before state dicts, conversions, copies and pickles, which would see placeholders."""
+        """Make ``module`` call ``refuse`` before state dicts, conversions, copies and pickles of placeholders."""
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
@@ -196,7 +196,7 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
-        """Remove our hooks and attributes, except hooks on parameters. Returns a function that puts them back."""
+        """Remove our hooks and attributes from modules, but not from parameters. Returns a function to restore them."""
         ours = {handle.id for handle in self._handles}
         attributes: list[tuple[nn.Module, dict[str, object]]] = []
         tables: list[tuple[dict[int, object], list[tuple[int, object]]]] = []
@@ -246,7 +246,7 @@ class Hooks:
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
-        """Hook the inputs of a unit with frozen weights, which the backward needs for the inputs' gradients."""
+        """Hook the inputs of a unit with frozen weights: the unit may be resharded after their gradients arrive."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
             # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.
@@ -304,7 +304,7 @@ class Hooks:
             packing.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
-        """End calls that never returned because of an exception that hooks do not see."""
+        """End the records of calls that never returned, because of an exception that hooks do not see."""
         while self._running:
             self._end_call()
         self._depth = 0
@@ -315,7 +315,8 @@ class Hooks:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether a call must have outputs that need a backward, although its result shows none."""
+        """Return whether a backward may follow a call although no result that needs one was found: inputs or weights
+        require gradients."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))

@@ -1,4 +1,4 @@
-"""Runs passes: gathers units when they are needed, drops them after use, and follows forwards and backwards.
+"""Runs passes: follows forwards and backwards, gathers each unit before its use, and reshards it afterwards.
 
 A *pass* is a forward with its backward, or one evaluation step. A backward is *explicit* if the engine is told of it
 (:meth:`Passes.backward_scope`). A plain ``loss.backward()`` is noticed by its first hook, and ends with autograd's
@@ -62,7 +62,7 @@ LEGAL = {
 
 
 class Scope(NamedTuple):
-    """A step that the caller has opened."""
+    """Describes a training or evaluation step that the caller has opened (:meth:`Passes.scope`)."""
 
     key: str
     evaluation: bool
@@ -78,7 +78,7 @@ class OpenPass:
 
 
 def _weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
-    """Wrap a bound ``method`` so that it does not keep its object alive. Once that is gone it returns ``gone``."""
+    """Wrap a bound ``method`` without keeping its object alive. When the object is gone, calls return ``gone``."""
     reference = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -127,7 +127,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Return the kind of the open pass; None between passes. Passes of one kind should take the same path."""
+        """Return the kind of the open pass; None between passes. Passes of one kind should use units in one order."""
         return self._open.key
 
     @property
@@ -140,7 +140,7 @@ class Passes:
         self.phase = phase
 
     def watch_trainable(self) -> None:
-        """Hook parameters that require a gradient now. Users may have unfrozen some since the last call."""
+        """Register gradient hooks on parameters that require a gradient now; users may have unfrozen some since."""
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
@@ -154,7 +154,7 @@ class Passes:
 
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
-        """Open a pass, and gather the root unit. Collective."""
+        """Open a pass, and gather the root. ``owner``: the unit whose call opens it outside of a step. Collective."""
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -184,7 +184,7 @@ class Passes:
 
     @outside_autograd
     def end(self) -> None:
-        """End the open pass and drop all gathered units. Does nothing between passes. Collective."""
+        """End the open pass and reshard all gathered units. Does nothing between passes. Collective."""
         if self.key is not None:
             if self._open.unused:
                 self.after_step.sync_params()  # unfinished steps may go on during the next pass
@@ -205,7 +205,7 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """Open the passes of a step in the body. ``Engine.step_scope`` hides whole parameters before it. Collective."""
+        """Run the body as a step, in passes of kind ``key``. Only ``Engine.step_scope`` calls this. Collective."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -222,7 +222,7 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """Reset every unit after an exception. Starts no collective; waits a bounded time for those in flight."""
+        """Close the pass and reset units after an exception. Sends nothing; waits up to 10 s for messages in flight."""
         # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
@@ -243,7 +243,7 @@ class Passes:
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass of a step without a backward, or the pass opened after a step's last backward. Collective."""
+        """End the pass, if any: of a step without a backward, or opened after a step's last backward. Collective."""
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -252,15 +252,15 @@ class Passes:
 
     @outside_autograd
     def wait_for_all(self) -> None:
-        """Wait for steps and the gathers that follow them, so that masters can be read and changed. Collective.
+        """Wait for optimizer steps and their param syncs, so that masters can be read and changed. Collective.
 
-        After an exception ranks first agree on whether their groups can still be used.
+        After an exception ranks first agree on whether their process groups can still be used.
         """
         self.recover()
         self.after_step.wait_for_all()
 
     def rest(self) -> None:
-        """End the open pass, and wait for steps and gathers in flight, when a run ends. Collective."""
+        """End the open pass, and wait for optimizer steps and gathers in flight, when a run ends. Collective."""
         self.leave()
         whole = not self.after_step.has_failed  # if a step has failed, its error was raised before
         if whole:
@@ -268,7 +268,7 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Sync replicated compute parameters, unit by unit, after masters have changed. Collective.
+        """Gather replicated parameters again, unit by unit, when masters of ``changed`` buckets are new. Collective.
 
         The next forward waits for these gathers. In an open pass this method itself waits for the root's.
         """
@@ -289,7 +289,7 @@ class Passes:
         return None
 
     def plans_changed(self, config: ZeroConfig) -> None:
-        """Forget what was learned of passes, after buckets got new plans by ``config``."""
+        """Forget the recorded orders of gathers and reductions, after buckets got new placements by ``config``."""
         self.config = config
         self.order.plans_changed()
         self.reducer.plans_changed()
@@ -323,7 +323,8 @@ class Passes:
         self.order.acquire(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
-        """Drop ``unit`` after its module's forward, if allowed, and end the pass if the call opened it."""
+        """Reshard ``unit`` after its module's forward, if allowed. End a pass that this call opened, unless a backward
+        follows."""
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
@@ -335,20 +336,20 @@ class Passes:
 
     @outside_autograd
     def call_ends(self) -> None:
-        """Answer other ranks' gathers after the outermost call of a module that holds units. Collective."""
+        """Take part in other ranks' gathers after the outermost call of a module that holds units. Collective."""
         if self.key is not None and not self.in_backward:
             self.comm.waits.place = f"end of a call in pass {self.key}"
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost module call has raised, unless the scope will."""
+        """Abort the pass after the outermost module call has raised. Inside :meth:`scope` that method aborts it."""
         if self._scope is None:
             self.abort()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """Drop ``unit`` after a read of its parameters; with ``keep``, hold it until the pass ends."""
+        """Reshard ``unit`` after users' code has read its parameters; with ``keep``, only when the pass ends."""
         if keep:
             unit.is_held = True
         elif not self.in_backward:
@@ -365,7 +366,7 @@ class Passes:
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
-        """Mark a backward. At its end all buckets are reduced. Collective."""
+        """Treat the body as one backward, and reduce all gradients at its end. Collective."""
         self.forget_failed()
         try:
             self._begin_backward(explicit=True)
@@ -382,13 +383,13 @@ class Passes:
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients unreduced, at stages 0 and 1. Raise a ConfigError under ``grad_comm_dtype=bf16``."""
+        """Accumulate gradients unreduced in the body, at stages 0 and 1. ConfigError under ``grad_comm_dtype=bf16``."""
         check_accumulation(self.config)
         return self.reducer.no_sync()
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
-        """Prepare units, gradients and the reducer for a backward. ``explicit``: the engine is told of its end."""
+        """Prepare units, gradients and the reducer for a backward. ``explicit``: the caller will tell when it ends."""
         if self.key is None:
             key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
@@ -410,7 +411,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Begin a backward at its first event, if the engine was not told of it. All backward events call this."""
+        """Start a backward at its first event, if nobody announced it. All hooks inside a backward call this."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -427,7 +428,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Give the body's gradients to ``look(info, grad)`` and store none. Its steps do nothing. Collective."""
+        """Pass each gradient of the body to ``look(info, grad)`` and store none, so steps do nothing. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -457,14 +458,14 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Drop ``unit`` if it has all gradients, after the gradients of one call's inputs are complete."""
+        """Note that one ``call``'s input gradients have arrived. Reshard ``unit`` if it awaits no other gradients."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
-        """Pass one gradient to the reducer, and drop ``unit`` after its last one.
+        """Pass one gradient to the reducer, and reshard ``unit`` after its last gradient.
 
-        ``shown``: a user's hook has seen it. Raises RuntimeError if the hook should have seen a sum and saw a part.
+        ``shown``: a user's hook has seen ``grad``. Raises RuntimeError if that hook should have seen a sum, not a part.
         """
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         sums = self.sums
@@ -492,7 +493,7 @@ class Passes:
 
     @contextlib.contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Sum the gradients that arrive in the body in fp32, and reduce the sums as the gradients of one backward."""
+        """Sum gradients that arrive in the body in fp32. Then reduce each sum as if one backward had computed it."""
         self.backward_begins()
         before, self.sums = self.sums, GradSums()
         try:
@@ -504,14 +505,14 @@ class Passes:
             self.grad_arrived(unit, bucket, slot, total)
 
     def _maybe_reshard(self, unit: Unit) -> None:
-        """Drop ``unit`` if all gradients that need its weights have come."""
+        """Reshard ``unit`` in a backward if all gradients whose computation needs its weights have arrived."""
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
             self.order.release(unit)
 
     def _graph_task_gone(self) -> None:
-        """Show existing gradients again after an exception ended a graph task, so that ``zero_grad`` is noticed."""
+        """Set ``param.grad`` again after an exception ended ``loss.backward()``, so that ``zero_grad`` is noticed."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 

@@ -1,8 +1,8 @@
-"""Replaces units' forwards: compiled, inside of checkpoints, or in chunks (``vertical/``).
+"""Replaces units' forwards: by compiled ones, by ones inside a checkpoint, or by ones in chunks (``vertical/``).
 
 Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
-keeps its inputs only, and computes the rest again in the backward after a gather of its unit. Buffers are not changed
-again, because running statistics would move twice per step.
+keeps its inputs only. The backward gathers the block's unit and computes the forward again. The second forward does not
+change the module's buffers, because running statistics would move twice per step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 
-Around = Callable[["UnitForward", Args, Kwargs], object]  # called with positional and keyword arguments
+Around = Callable[["UnitForward", Args, Kwargs], object]  # runs a forward, with its positional and keyword arguments
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitForward:
-    """Replaces the forward of one unit's module: ``plain``, or ``inner``, which is the same or its compiled version."""
+    """Replaces the forward of one unit's module. ``plain``: the original forward; ``inner``: the same, or compiled."""
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
         self.unit = unit
@@ -56,12 +56,12 @@ class UnitForward:
         return self.inner is not self.plain
 
     def compile(self, compile: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-        """Compile the forward, in place of an earlier compilation."""
+        """Run ``compile(plain)`` as the forward from now on, also in place of an earlier compilation."""
         self.inner = compile(self.plain)
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """Call ``around(self, args, kwargs)`` in place of the forward."""
+        """Call ``around(self, args, kwargs)`` in place of the forward from now on. It calls :attr:`inner`."""
         self._around = around
         self._put()
 
@@ -77,9 +77,9 @@ class UnitForward:
 
 
 class BuffersAgain:
-    """Lets forwards that are computed again change copies of a module's buffers.
+    """Keeps recomputed forwards from changing a module's buffers twice: they change copies.
 
-    Norms of torch are known by class, because they change statistics unseen by autograd.
+    Buffers of torch's norms are known by class, because their changes do not raise the buffers' versions.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,7 +92,7 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Note which buffers the first forward changes."""
+        """Run the body, a first forward, and note which buffers it changes."""
         before = [(owner, name, buffer, buffer._version) for owner, name, buffer in self._buffers()]
         yield
         for owner, name, buffer, version in before:
@@ -101,7 +101,7 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Replace changing buffers by copies in the body. Copies keep their changes, which the backward may read."""
+        """Run the body, a recomputation, on copies of the noted buffers. Its backward may read the changed copies."""
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()
@@ -134,7 +134,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward, and computes it again in the backward. ``keeping``: context that keeps the inputs."""
+    """Runs a unit's forward under activation checkpointing. ``keeping``: context in which the inputs are saved."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
@@ -170,7 +170,7 @@ def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args,
 
 
 class _Call:
-    """One call of a block: its forward, and the forwards that compute it again.
+    """Runs one call of a block: first its forward, and in the backward the same forward again.
 
     Each tensor is given to the checkpoint once, because a module may test whether two arguments are the same tensor
     (``MultiheadAttention``). Containers are copied before the first forward, because a block may append to a list.

@@ -1,8 +1,8 @@
-"""Gathers weights that autograd has saved when a backward reads them.
+"""Gathers weights that autograd has saved, when a backward reads them.
 
-Autograd saves a weight as a view of its bucket's buffer, whose memory is freed when the unit is dropped. So saved views
-of buffers are packed together with their unit. Autograd unpacks a view just before a kernel reads it, in any kind of
-backward, and unpacking gathers the unit. torch does not check packed tensors for in-place changes; this file does.
+Autograd saves a weight as a view of its bucket's buffer, whose memory is freed when the unit is resharded. So a saved
+view is packed together with its unit. Autograd unpacks the view just before a kernel reads it, in any kind of backward,
+and unpacking gathers the unit. torch does not check packed tensors for in-place changes; this file does.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class _Other(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """Holds what outer hooks (the user's or a checkpoint's) have packed."""
+    """Holds a tensor that outer saved-tensor hooks (the user's or a checkpoint's) have packed, and their unpack."""
 
     packed: object
     unpack: Callable[..., Tensor]
 
 
 class SavedWeights:
-    """Packs tensors that units' forwards save. ``needed(unit)`` gathers, and returns whether weights are present."""
+    """Packs the tensors that autograd saves in units' forwards, and gathers weights when it unpacks them.
+    ``needed(unit)`` gathers the unit inside a backward, and returns whether its weights are present."""
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
@@ -71,7 +72,7 @@ class SavedWeights:
 
     @property
     def alone(self) -> bool:
-        """Return whether no other hooks are active.
+        """Return whether no other saved-tensor hooks are active.
 
         A checkpoint counts the tensors that its hooks see, in the forward and in the recomputation. Ours could make the
         counts differ.
@@ -136,7 +137,7 @@ class SavedWeights:
 
 
 def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
-    """Add the likely cause to an error of a backward, or raise a RuntimeError that explains it."""
+    """Add the likely cause to ``error``, which a backward has raised, or raise a RuntimeError that explains it."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):

@@ -100,7 +100,7 @@ class ShardedGrad(Tensor):
         return incoming
 
     def whole(self) -> Tensor:
-        """Return the values: gathered into a new tensor, or those that a view shows. Collective, except for views."""
+        """Return the values: gathered into a new tensor, or the ones a view shows. Collective, except for views."""
         return self.owner.gather(self.info) if self.gathered is None else self.gathered
 
     @property
@@ -218,7 +218,7 @@ def _refusal(fqn: str) -> RuntimeError:
 
 
 class LazyNorm(Tensor):
-    """Delays norms of gradients, 0-d or stacked, until someone uses them.
+    """Stands for a gradient's norm (0-d), or several stacked norms, and computes them when someone uses them.
 
     ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
     cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
@@ -280,7 +280,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Leave ``param.grad`` to the caller inside the ``with``, and restore it afterwards."""
+        """Set ``param.grad`` to None and leave it to the caller inside the ``with``; restore it afterwards."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -358,9 +358,9 @@ class ShardedGrads:
 
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
-        """Apply an in-place elementwise method to this rank's fragment. ``numbers``: numbers, 0-d tensors or None.
+        """Apply an in-place elementwise method to this rank's fragment. ``numbers``: its arguments; tensors are 0-d.
 
-        Raises RuntimeError for a gradient that lacks a backward that raised, or is not reduced yet.
+        Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet.
         """
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
@@ -415,7 +415,7 @@ class ShardedGrads:
     # -- many together ------------------------------------------------------------------------------------------------
 
     def total_norm(self, places: Iterable[Place], norm_type: float = 2.0) -> Tensor:
-        """Call :meth:`GradNorms.total`. Returns 0 inside :meth:`set_aside`. Collective."""
+        """Return the norm of all gradients at ``places``; 0 inside :meth:`set_aside`. Collective."""
         return torch.zeros((), device=self._reducer.comm.device) if self._aside else self.norms.total(places, norm_type)
 
     def clip_by_norm(
@@ -431,7 +431,7 @@ class ShardedGrads:
         on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Let the step multiply a whole bucket on the host, so that the host need not wait for the factor."""
+            """Leave a whole bucket to its step on the host, if it can: then the host need not wait for ``factor``."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -446,7 +446,7 @@ class ShardedGrads:
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of this rank's parts of reduced gradients, unless ``but(bucket, slots)`` is true."""
+        """Return views of this rank's parts of reduced gradients. Skips a bucket if ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
         self.finish_pending()
@@ -458,7 +458,7 @@ class ShardedGrads:
         return views
 
     def overflowed(self, places: Iterable[Place]) -> bool:
-        """Return whether any rank holds a non-finite gradient at ``places``; checked on its tier. Collective."""
+        """Return whether any rank holds a non-finite gradient at ``places``. Reads each on its own tier. Collective."""
         if self._aside:
             return False
         places = list(places)

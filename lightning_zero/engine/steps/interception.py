@@ -1,4 +1,4 @@
-"""Lead `optimizer.step()` of the user's object to the engine, and do what comes before and after each step."""
+"""Replace the user's `optimizer.step()` by the engine's step, and do what comes before and after each step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Stepping:
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
-        self._given = optimizer.__dict__.get("step")  # a scheduler's wrapper that counts steps
+        self._given = optimizer.__dict__.get("step")  # a learning-rate scheduler's wrapper that counts steps
         self._inner = optimizer.step
         optimizer.step = types.MethodType(_step_of(optimizer.step, _weak(step)), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
 
     def inner(self, between: Callable[[], None]) -> None:
-        """Run the step of the optimizer's own class, on the tensors that its param groups list.
+        """Run the replaced step, that of the optimizer's own class, on the tensors that its param groups list.
 
-        `between` is called just before, and after the user's step pre-hooks, which may set a learning rate.
+        Call `between` just before it. The user's step pre-hooks, which may set a learning rate, run earlier.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks
         hooks[_BETWEEN] = lambda *_: between()
@@ -54,7 +54,7 @@ class Stepping:
 
 
 def _weak(step: Any) -> Step:
-    """Wrap `step` so that the optimizer does not keep the engine alive."""
+    """Wrap the bound method `step`, with a weak reference to its object: the optimizer must not keep it alive."""
     reference, function = ref(step.__self__), step.__func__
 
     def call(closure: Callable[[], object] | None) -> object:
@@ -67,7 +67,7 @@ def _weak(step: Any) -> Step:
 
 
 def _step_of(given: object, engine: Step) -> Callable[..., object]:
-    """Make a `step` method that calls `engine`. It copies the mark that a scheduler has set on `given`."""
+    """Make a `step` method that calls `engine`. It gets the mark that a learning-rate scheduler has set on `given`."""
 
     def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
         return engine(closure)
@@ -93,7 +93,7 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
 
 
 class AroundStep:
-    """Prepare and finish the steps of all optimizers of one engine. A step calls the methods in this order."""
+    """Prepares and finishes the steps of all optimizers of one engine. A step calls `begins`, then `ends`."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._units = units
@@ -103,7 +103,7 @@ class AroundStep:
 
     @outside_autograd
     def begins(self, places: Sequence[Place]) -> None:
-        """Wait for earlier steps and gathers, and take over user writes, before masters change. Collective.
+        """Wait for earlier steps and gathers, and copy users' writes into the masters, before a step. Collective.
 
         Raises RuntimeError inside `gather()`, between runs, and while gradients wait for a backward that reduces them.
         """
@@ -121,13 +121,13 @@ class AroundStep:
         self.passes.forget_failed()
         self.after_step.wait_for_all()
         self.passes.sharded_grads.forget_cleared()
-        # Before masters change: later, the written values would be compared with values of after the step.
+        # Before masters change: later, the written values would be compared with values from after the step.
         self.passes.writes.take_all_over()
         self.passes.reducer.refuse_unreduced(places)
 
     @outside_autograd
     def ends(self, changed: set[Bucket], stepped: Sequence[ParamInfo]) -> None:
-        """Update versions and start param syncs after a step of the `stepped` parameters. Collective.
+        """Raise the versions of the `stepped` parameters, and schedule the gathers that follow a step. Collective.
 
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """

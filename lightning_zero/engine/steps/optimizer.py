@@ -1,8 +1,8 @@
 """Make the user's optimizer step shards.
 
-Inside the patched `step` the param groups list *runs*: flat slices of the masters, of adjacent fragments that share
-param group and step count. A parameter that no rank gave a gradient is not stepped, as under DDP: no decay, no state,
-no step count. From then on its step count differs from its neighbours', and the run is cut beside it.
+Inside the patched `step` the param groups list *runs* in place of parameters: flat slices of the masters, made of
+adjacent fragments that share param group and step count. A parameter that got no gradient on any rank is not stepped,
+as under DDP: no decay, no state, no step count. From then on its step count differs, and runs are cut at its ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class Stepper(ABC):
-    """Make `optimizer.step` step the shards of an engine."""
+    """Makes a user's `optimizer.step` step the shards of an engine. Subclasses step slices or whole parameters."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         self.optimizer = optimizer
@@ -63,7 +63,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Find the bucket of each parameter by param group. Raises ConfigError for parameters of other modules."""
+        """Return (bucket, slot) of each parameter, by param group. Raises ConfigError if a parameter is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
@@ -71,7 +71,7 @@ class Stepper(ABC):
         return list(self.groups())
 
     def groups(self) -> dict[Bucket, dict[int, int]]:
-        """Map each bucket to its slots, and each slot to its param group."""
+        """Map each bucket to the slots that the optimizer steps, and each slot to the index of its param group."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
             for place in group:
@@ -79,7 +79,7 @@ class Stepper(ABC):
         return result
 
     def _pop_states(self) -> dict[tuple[Bucket, int], State]:
-        """Take the optimizer's state for whole parameters, from earlier steps or from its constructor."""
+        """Remove and return the optimizer's state for whole parameters, from earlier steps or its constructor."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -88,7 +88,7 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's own param groups, then step the shards. Collective."""
+        """Run the closure, if any, on the user's own param groups, then step the shards. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
@@ -113,12 +113,12 @@ class Stepper(ABC):
         return
 
     def replanned(self) -> None:
-        """Drop what depends on the plans of the buckets, after the plans have changed."""
+        """Drop what depends on the plans of the buckets, after a restage has changed the plans."""
         self._around.pieces.clear()
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Load whole `states` for a bucket, after the bucket has got a new storage."""
+        """Cut this rank's state of a bucket out of whole `states`, after a restage gave the bucket a new storage."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -128,19 +128,19 @@ class Stepper(ABC):
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Map slots to the state that this rank saves, with a :class:`Leaf` for each tensor.
+        """Return, by slot, the state that this rank saves, with a :class:`Leaf` for each tensor.
 
-        The rank with the first element of a parameter saves what is kept once for it (a step count). With `once` only
-        the first rank saves the state of empty parameters; else every rank that has it.
+        The rank with the first element of a parameter saves what is kept once for it (a step count). The state of empty
+        parameters is saved by every rank that has it, with `once` by the first rank only.
         """
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield slot, name, first element and values of the state that this rank saves. The storage may be closed."""
+        """Yield (slot, state name, first element, values) that this rank saves. The storage may be closed."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Yield slot, leaf and whole values of the state in `slots`, which is the same on all ranks. Collective."""
+        """Gather the state tensors `slots`, equal on all ranks, and yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError, naming the source `what`, if a parameter's state has shapes that do not fit it."""
@@ -158,7 +158,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for a bucket, once steps were made."""
+        """Yield the bytes of each state tensor that this rank has for a bucket; none before its first step."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
@@ -169,7 +169,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the bytes of state of the bucket's whole tensors, at present or under another `plan`."""
+        """Return the state bytes of the bucket's parameters stepped whole, at present or under another `plan`."""
         return 0
 
     def step_peak(self) -> int:
@@ -178,7 +178,7 @@ class Stepper(ABC):
 
 
 class ShardedOptimizer(Stepper):
-    """Step slices of parameters, listed as runs in the param groups."""
+    """Steps this rank's slices of parameters: a step lists them as runs in the optimizer's param groups."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class ShardedOptimizer(Stepper):
 
     def _step(self, used: set[int]) -> set[Bucket]:
         changed = self._arrange(used)
-        # The worker steps buckets on the host. Unknown optimizers may count steps per group, and step eagerly.
+        # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
         for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
         eager = [bucket for bucket in buckets if bucket not in for_worker]
@@ -329,7 +329,7 @@ class ShardedOptimizer(Stepper):
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Hold masters and state in memory for an eager step, then update the compute parameters."""
+        """Open the storages for a step in this thread; after the step, update the compute parameters."""
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 stack.enter_context(opened(bucket.storage, changed=True))
@@ -361,7 +361,7 @@ class ShardedOptimizer(Stepper):
         return StepJob(bucket, run)
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Cut the runs for the present param groups and step counts. Return the buckets that change on any rank."""
+        """Cut runs by the present param groups and step counts. Return the buckets that change on any rank."""
         group_of = self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
@@ -379,7 +379,7 @@ class ShardedOptimizer(Stepper):
     def _runs_in_groups(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
-        """Put the runs of `buckets` that got a gradient into the param groups, for the body of the `with`.
+        """Put the runs of `buckets` whose parameters got a gradient into the param groups, inside the `with`.
 
         `claimed` is the gradient of the only bucket, if a job has claimed it.
         """
@@ -430,7 +430,7 @@ class ShardedOptimizer(Stepper):
         runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
         memory: PieceMemory,
     ) -> None:
-        """Step runs in chunks: those whose arithmetic needs another dtype, or whose gradient needs a factor."""
+        """Step `runs` chunk by chunk, because the arithmetic needs another dtype or the gradients need a factor."""
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:

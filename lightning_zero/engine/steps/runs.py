@@ -1,6 +1,6 @@
 """Runs: the flat slices of the masters that an optimizer steps, and their state.
 
-A run holds adjacent fragments of one param group with one step count. When cuts change, state follows its elements.
+A run holds adjacent fragments of one param group with one step count. When cuts change, elements keep their state.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False)
 class Runs:
+    """The runs of one optimizer in all buckets, with the step count of each parameter. Cuts runs and moves state."""
+
     optimizer: Optimizer  # holds the state, keyed by the runs' tensors
     per_fragment: bool  # every fragment is a run of its own
     formats: Mapping[str, Format]  # by name, of states that rest in fewer bits than the master
@@ -55,7 +57,7 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Return the runs with their param groups. Empty where this rank owns nothing of the bucket."""
+        """Return (param group, run) for each run of the bucket; none if this rank owns nothing of the bucket."""
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
@@ -65,7 +67,7 @@ class Runs:
         return self._steps[run.bucket, run.run.fragments[0].index]
 
     def attach_state(self, bucket: Bucket) -> None:
-        """Tell the bucket's open storage which state tensors rest beside the master."""
+        """Hand the bucket's state tensors to its open storage, which moves them to the tier of the masters."""
         if not bucket.storage.keeps_state:
             return
         states = [
@@ -85,7 +87,7 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket's runs for a step of the `active` slots, and count the step."""
+        """Cut a bucket into runs for a step of the `active` slots, and count it. `groups`: slots to param groups."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -94,7 +96,7 @@ class Runs:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
-        """Cut a bucket into runs by param group, step count and whether the fragments are in `active`."""
+        """Cut a bucket into runs by param group, step count and membership in `active`; move state to the runs."""
         present, wanted = self._runs.get(bucket, []), self._wanted(bucket, groups, active)
         before, cut = self._cuts.get(bucket), Cut(groups, active, bucket.master)
         # Runs are tuples of integers: `==` finds changed cuts.
@@ -160,7 +162,7 @@ class Runs:
         return any((bucket, info.slot) in self._steps for info in bucket.params)
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the runs of a bucket whose storage is gone."""
+        """Drop the runs and the state of a bucket whose storage is gone."""
         self._cuts.pop(bucket, None)
         for _, run in self._runs.pop(bucket, []):
             self.optimizer.state.pop(run.tensor, None)
@@ -256,7 +258,7 @@ class Runs:
         self.optimizer.state[run.tensor] = state
 
     def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: object) -> Tensor:
-        """Store one state of a run in `form`. Values that the format can represent stay exact."""
+        """Round one state of a run, cut from whole `states`, to `form`. Values that `form` can represent stay exact."""
         flat = form.zeros(run.tensor.numel(), run.tensor.device)
         if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
             flat = held.zero_()
@@ -272,7 +274,7 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Copy a value that is kept once for a run. It moves to `target`'s device if it was on `source`'s."""
+    """Copy a value that a run keeps once (a step count). It moves to `target`'s device if it was on `source`'s."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device

@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Return the threads for the offloaded step of a rank with `share` cores. From three on, transfers get one."""
+    """Return how many threads step on a rank with `share` cores: all, or from three on all but one, for transfers."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -51,7 +51,7 @@ class _Queued(NamedTuple):
 
 
 class StepWorker:
-    """Run step jobs in one thread, first the one whose bucket the next forward needs first."""
+    """Runs step jobs in one thread, in the order in which the next forward needs their buckets."""
 
     def __init__(self, threads: int, accelerator: Accelerator) -> None:
         self._threads, self._accelerator = threads, accelerator
@@ -118,7 +118,7 @@ class StepWorker:
             raise
 
     def _next_or_stop(self, storage: MasterStorage) -> _Queued | None:
-        """Take the next job, or bring the last storage to rest and stop. A job may arrive meanwhile."""
+        """Return the next job. If there is none, wait for the write of `storage`, then look again before stopping."""
         if (following := self._take()) is None:
             storage.wait_for_rest()
             with self._lock:
@@ -147,13 +147,13 @@ class StepWorker:
             raise self._error
 
     def close(self) -> None:
-        """End the thread after its jobs."""
+        """Stop the thread after the jobs that are queued."""
         # Waits in the main thread only: a thread cannot wait for its own end.
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
 
 
 class AfterStep:
-    """Hold the unfinished steps and param syncs of one engine. The worker's torch kernels use `threads` threads."""
+    """Runs one engine's offloaded steps, and issues the param syncs after steps. Steps use `threads` torch threads."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams, threads: int) -> None:
         self._units = units
@@ -167,7 +167,7 @@ class AfterStep:
         goes_on_in_waits(self)
 
     def use_threads(self, threads: int) -> None:
-        """Run later steps with `threads`, after a wait for those under way."""
+        """Run later steps with `threads` threads. First wait for the steps under way."""
         if threads != self._threads:
             self.close()
             self._threads, self._worker = threads, None
@@ -186,12 +186,12 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of the `changed` buckets: masters are new, or will be after their steps. Collective."""
+        """Schedule param syncs of `changed` buckets, whose masters are new or will be after steps. Collective."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
             synced = [b for b in buckets if b.gathers_after_step]
-            # Now, although the param sync may be issued much later: a read in between must wait, and not see old
-            # values.
+            # Show placeholders now, although the param sync may be issued much later: a read in between must wait, and
+            # not see old values.
             for bucket in synced:
                 bucket.show(gathered=False)
             if synced:
@@ -209,10 +209,10 @@ class AfterStep:
         self.sync_params()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue param syncs in the order of units: up to `needed`, waiting for its step, then while steps have ended.
+        """Issue param syncs up to that of `needed` (if given), with waits for steps; then all whose steps have ended.
 
-        Ranks may issue different numbers of param syncs per call. The order is the same, as gathers on one group
-        require.
+        They go in the order of units on all ranks, as gathers on one group require. How many a call issues may differ
+        between ranks.
         """
         if self._failed is not None:
             raise self._failed

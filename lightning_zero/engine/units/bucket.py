@@ -1,11 +1,11 @@
-"""A bucket: parameters that share one flat buffer, and where each of the bucket's roles rests.
+"""A bucket: parameters that share one flat buffer, and the memory of each of the bucket's roles.
 
 ::
 
-    full    compute_param  [numel]        memory while gathered; parameters are views of it
-    storage    master_param   [owned numel]  with the optimizer state: storage.py
-    rest    compute_param  [owned numel]  between uses: param_store.py
-    grad    grad           [owned numel]  from a backward until gradients are cleared: grad_store.py
+    full         compute_param  [numel]        memory while gathered; parameters are views of it
+    storage      master_param   [owned numel]  with the optimizer state: master_storage.py
+    param_store  compute_param  [owned numel]  between uses: param_store.py
+    grad_store   grad           [owned numel]  from a backward until gradients are cleared: grad_store.py
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
-    """Track the offloaded step of a bucket. Between `ask` and `wait` only the step may touch the bucket's masters.
+    """Tracks a bucket's offloaded step from its submission: until `wait` only the step may use the bucket's masters.
 
-    On a GPU the step overwrites device memory only after `event`, which is recorded when the step is asked for.
+    On a GPU the step overwrites device memory only after `event`, which is recorded when the step is submitted.
     """
 
     def __init__(self) -> None:
         self.event: Event = None
-        self.future: Future[None] | None = None  # of the step that was asked for; on all ranks or on none
+        self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def ask(self, event: Event) -> Future[None]:
-        """Ask for a step. Whoever runs the step completes the returned future."""
+        """Note that a step is submitted. Whoever runs the step completes the returned future."""
         self.event = event
         self.future = Future()
         return self.future
 
     def nothing_to_do(self) -> None:
-        # Asked all the same: this decides which units are gathered ahead, and must be the same on all ranks.
+        # Note a step all the same: this decides which units are gathered ahead, and must be the same on all ranks.
         self.ask(None).set_result(None)
 
     @property
@@ -93,13 +93,13 @@ class Dtypes:
 
 
 class GradFragment(NamedTuple):
-    offset: int  # of its first element, in the parameter
+    offset: int  # of the first element, in the parameter
     values: Tensor
 
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
+    """Parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
 
     Attributes:
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
@@ -170,13 +170,13 @@ class Bucket:
         return list(self.layout.cut(*self.owned_range))
 
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
-        """View one parameter's part of `full` [layout.numel] in the parameter's shape."""
+        """Return a view of one parameter's part of `full` [layout.numel], in the parameter's shape."""
         start = self.layout.slots[info.slot].start
         return full.as_strided(info.shape, info.strides, full.storage_offset() + start)
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """This rank's shard as a slice of the owned range. Sums over ranks then count each element once."""
+        """This rank's shard, as a slice of the owned range. Sums over ranks of such slices count each element once."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -189,7 +189,7 @@ class Bucket:
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """View this rank's part of one parameter's reduced gradient. None where this rank has no part."""
+        """Return this rank's part of one parameter's reduced gradient, or None if this rank has none."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -202,14 +202,14 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Copy first `values` [owned numel] into the full buffer, if it stays gathered, and all-gather. Collective."""
+        """Fill the full buffer from all ranks' first `values` [owned numel], if it stays gathered. Collective."""
         if not self.reshards:
             self._own_part.copy_(values)
             if self.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make storage and stores for `values` [owned numel] in master_dtype. The bucket may keep the tensor itself."""
+        """Make the storage and the stores from masters `values` [owned numel]. The storage may use their memory."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -257,7 +257,7 @@ class Bucket:
         grad: Tensor | None,
         keeps_grad: bool,
     ) -> None:
-        """Move the bucket to another `plan` of the same layout, without messages. :meth:`show_at_rest` must follow.
+        """Move the bucket to another `plan` of the same layout, without messages. Then call :meth:`show_at_rest`.
 
         The caller frees the old storage, which is open, and moves the optimizer state.
 
@@ -287,9 +287,9 @@ class Bucket:
             before.free()
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
-        """Show the parameters after :meth:`rest_as` with the same `values`. Collective.
+        """Point the parameters at values or placeholders after :meth:`rest_as`, with the same `values`. Collective.
 
-        With `came_whole` the full buffer has held all compute parameters since before `rest_as`.
+        With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather.
         """
         if not self.reshards and not came_whole:
             self.share(values)
@@ -298,7 +298,7 @@ class Bucket:
             self.full.release()
 
     def copy_master_to_params(self) -> None:
-        """Update the compute parameters at rest after a step. The storage must be open."""
+        """Update the compute parameters at rest from the masters, after a step. The storage must be open."""
         self.param_store.update(self.storage.master)
         if not self.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
@@ -336,17 +336,18 @@ class Bucket:
 
     @contextlib.contextmanager
     def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
-        """Run the body on the host-to-device stream, after the last step's copies. With `into_free_memory` the body
-        does not wait for the current stream."""
+        """Run the body on the host-to-device stream, after the copies of the last offloaded step. With
+        `into_free_memory` the body does not wait for the current stream."""
         streams = self.comm.streams
         with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._copied)
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Write a full value of one parameter to masters and node shard: each rank takes its own part.
+        """Write this rank's part of `value`, a whole parameter, to the masters and to the slice kept for the node.
 
-        Where `value` equals `before`, the compute parameters of the owned range, masters keep their full precision.
+        `before` [owned numel] are the compute parameters before the write. Where `value` equals them, masters stay as
+        they are: compute parameters are rounded, and masters would lose precision.
         """
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.storage, changed=True) as master:
@@ -362,7 +363,7 @@ class Bucket:
                 master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     def write(self, info: ParamInfo, value: Tensor) -> None:
-        """Write one parameter from a full value of its shape. Each rank takes its own part."""
+        """Write a whole parameter: this rank's part to the masters, all to the full buffer if that stays gathered."""
         self.write_master(info, value.detach())
         if not self.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
             assert info.gathered is not None
@@ -374,7 +375,7 @@ class Bucket:
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective.
 
-        On a device with streams, :func:`gather_together` gathers what is on the device.
+        On a device with streams, :func:`gather_together` gathers the buckets that rest on the device.
         """
         if of_node:
             data, label = self.prepare_gather(of_node=True)
@@ -405,7 +406,7 @@ class Bucket:
         return self.full.data, self.label
 
     def leave_memory(self) -> None:
-        """Leave the full buffer's memory to a gather that was given up, and take new memory."""
+        """Give the full buffer new memory, because an abandoned gather may still write to the old memory."""
         # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
         assert self.reshards and not self.shows_values
         self.full.renew()
@@ -417,9 +418,9 @@ class Bucket:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
-        """Gather values of the whole bucket into a new tensor [layout.numel] on the device. Blocks. Collective.
+        """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective.
 
-        Each part in `own` comes with its start in the owned range. Elements that no rank has are zero.
+        `own` has pairs of a start in the owned range and values. Elements that no rank has are zero.
         """
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
@@ -452,7 +453,7 @@ class Bucket:
         self.show(gathered)
 
     def _values_are(self, *, here: bool) -> None:
-        """Set the parameters' version counters when values come or go.
+        """Change the parameters' version counters when placeholders replace their values, and when values return.
 
         `.data =` does not change a version. A graph that saved a parameter itself (`saved_weights.py` packs only views)
         would silently read the placeholder. So the version rises when values go, and torch refuses the backward. When
@@ -470,7 +471,7 @@ class Bucket:
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of several buckets as one message. Collective.
 
-    All are on a device with streams, and all or none reshard. `of_node` gathers kept slices.
+    The device must have streams, and all buckets or none reshard. `of_node`: gather the slices kept for the node.
     """
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,

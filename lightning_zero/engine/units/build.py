@@ -1,4 +1,4 @@
-"""Build units, whose buckets hold rank 0's values, from the description of a module.
+"""Build the units of a module from their descriptions, and fill their buckets with rank 0's values.
 
 Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
 get rank 0's values at the start and before steps, as under DDP. In between ranks may differ.
@@ -35,8 +35,8 @@ def materialise(
 ) -> None:
     """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
 
-    Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. On an
-    engine whose own device is meta (simulated scale) nothing changes.
+    Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. If the
+    engine's own `device` is meta (simulated scale), nothing changes.
     """
     if device.type == "meta":
         return
@@ -62,7 +62,7 @@ def materialise(
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give `lacking` tensors of `inner` memory, and let `inner` initialise them."""
+    """Allocate the `lacking` tensors of `inner`, then call its reset method. Raise ConfigError if it has none."""
     reset = resetter(module, name, inner)
     if reset is None:
         key = next(iter(lacking))
@@ -112,7 +112,7 @@ def move_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of `unit` that are in no unit inside it."""
+    """Yield the modules of `unit` with their names, without the modules of units nested in it."""
     for name, inner in module.named_modules():
         parts = name.split(".") if name else []
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
@@ -129,7 +129,7 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values. `dtype` is for floating-point ones. Collective."""
+    """Move all buffers to the engine's device with rank 0's values, floating-point ones in `dtype`. Collective."""
     moved: dict[int, Tensor] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -162,7 +162,7 @@ class BufferSync:
 
     @outside_autograd
     def sync(self) -> None:
-        """Send rank 0's buffers to all ranks if any rank's have changed, by a small agreement. Collective."""
+        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective."""
         module = self._module()
         assert module is not None
         now = self._now(module)
@@ -171,7 +171,7 @@ class BufferSync:
         same = len(now) == len(self._seen) and all(
             b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
         )
-        # Agreed, because a rank that broadcast alone would wait for the others for ever.
+        # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
         if self._comm.max_(torch.tensor([not same], dtype=torch.uint8)).item():
             for dtype in sorted({b.dtype for b, _ in now}, key=str):
                 self._send([b for b, _ in now if b.dtype == dtype])
@@ -196,7 +196,7 @@ def build_units(
     tiers: Tiers,
     sources: Mapping[str, Tensor] | None = None,
 ) -> list[Unit]:
-    """Build the units of `module` with filled buckets, at rest, the root first. Collective.
+    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
 
     `rows` has the tiers of each unit, and `sources` first values by name, of which a rank reads its own parts. Raises
     ConfigError for meta modules without `reset_parameters` and sources, and for a full disk on any rank.
@@ -277,7 +277,7 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
 
 
 def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
-    """Fill the parts of `own` [owned numel] whose slots are in `found`."""
+    """Read this rank's parts of the first values `found` (by slot) into `own` [owned numel]."""
     for fragment in bucket.owned_fragments():
         if fragment.index in found:
             target = own[fragment.start : fragment.start + fragment.numel]

@@ -1,4 +1,4 @@
-"""Make the tiers of an engine, after a check that they have room.
+"""Choose and make the tiers of an engine, after a check that the tiers have enough free bytes.
 
 Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has, so
 all ranks raise the same error.
@@ -52,9 +52,9 @@ _NONE = Tiers()
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Make the tiers that the configuration asks for, and choose each unit's row of tiers. Collective.
+    """Choose each unit's row of tiers, and make the tiers that these rows use. Collective.
 
-    `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier has no room for masters and
+    `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
     parameters, or the folder for files cannot be used.
     """
     offload = config.offload
@@ -76,7 +76,7 @@ def make_tiers(
 
 
 def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
-    """Return this rank's folder for files, or None. Collective."""
+    """Return this rank's folder for offloaded files, or None if the user gave no path. Collective."""
     given = offload.nvme_path
     return comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
 
@@ -89,7 +89,7 @@ def choose_rows(
     path: str | None,
     held: memory.Bytes | None = None,
 ) -> list[TierRow]:
-    """Choose each unit's row of tiers. `held` are bytes that this rank holds now and will free. Collective."""
+    """Choose each unit's row of tiers. `held` are the bytes that this rank holds now and will free. Collective."""
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
@@ -104,7 +104,7 @@ def with_ways(
     share: Share,
     before: Tiers = _NONE,
 ) -> Tiers:
-    """Make a :class:`Tiers` with the threads and buffers that move data. Reuse those of `before`."""
+    """Make a :class:`Tiers` of `host` and `nvme`, with threads and buffers for copies, if possible from `before`."""
     landing = sender = read_ahead = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
@@ -125,9 +125,9 @@ def _files(
     needed: int,
     held: int = 0,
 ) -> NvmeTier:
-    """Make a file tier, or take `before`, with room for `needed` bytes, of which it holds `held`. Collective.
+    """Return a file tier, new or `before`, after a check that `needed` bytes fit; it has `held` of them. Collective.
 
-    Raises ConfigError if the folder cannot be used, or has no room.
+    Raises ConfigError if the folder cannot be used, or the disk or the budget is too small.
     """
     nvme = before
     if nvme is None:
@@ -152,7 +152,7 @@ def _files(
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Raise ConfigError if host memory or files lack room for the state, `needed` bytes by tier. Collective."""
+    """Raise ConfigError if host memory or files lack `needed(tier)` bytes for new optimizer state. Collective."""
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
@@ -193,8 +193,8 @@ DEVICE_MEMORY = _Kind(
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
     """Check each rank's need against its budget or, without one, the summed needs of each host. Collective.
 
-    `needed` bytes will rest beside `held`. `staging` bytes are transfer buffers, which the budget does not count.
-    Raises ConfigError, the same on all ranks.
+    `needed` more bytes will rest beside the `held` bytes. `staging` bytes are transfer buffers, which the budget does
+    not count. Raises ConfigError, the same on all ranks.
     """
     available = available_host_memory() - staging if budget is None else None
     check_room(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
@@ -203,7 +203,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check room in files as :func:`check_host_memory` does. `held` bytes in files stay; default: all. Collective."""
+    """Check disk space as :func:`check_host_memory` does memory. `held` bytes stay in files; None: all. Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -226,10 +226,10 @@ def check_room(
     available: int | None,
     spare: int = 0,
 ) -> None:
-    """Check needs on all ranks against budgets and free bytes. Collective.
+    """Raise ConfigError on all ranks if the bytes that ranks need exceed a budget or the free bytes. Collective.
 
-    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None: there are enough. `spare` bytes
-    were reserved by this rank earlier and can be reused.
+    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None: no limit. This rank reserved
+    `spare` bytes earlier and can reuse them.
     """
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
@@ -260,8 +260,8 @@ def placed(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Return byte budgets, the same on all ranks: where free memory decides, the minimum over ranks. Collective."""
-    # Equal, because budgets decide how units split over tiers. Ranks with other splits would issue other gathers.
+    """Return byte budgets, equal on all ranks: the user's, else from the least free memory of any rank. Collective."""
+    # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
     device, host, files = (memory.on_tier(held, tier) for tier in (Tier.device, Tier.host, Tier.nvme))
@@ -317,13 +317,13 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """What a bucket holds at rest."""
+    """The plan of a bucket and the optimizer state that it holds, before a restage."""
 
     plan: BucketPlan
-    states: int  # element-wise state tensors for each parameter
-    later: int  # the same after the first step
-    whole: int = 0  # bytes of state of tensors that are stepped whole
-    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # the same under another plan
+    states: int  # number of state tensors as large as the masters
+    later: int  # this number after the first step
+    whole: int = 0  # bytes of the state of parameters that are stepped whole
+    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
 
 
 def change_tiers(
@@ -338,7 +338,7 @@ def change_tiers(
     """Make the tiers for another configuration of a sharded module, and plan each bucket. Collective.
 
     Host memory and files are reused; the caller sets their budgets. `buckets` are in the order of `groups`. Raises
-    ConfigError, before any change, if there is no room or the folder for files cannot be used.
+    ConfigError, before any change, if bytes are lacking or the folder for files cannot be used.
     """
     offload, accelerator = config.offload, comm.streams.accelerator
     path = path_of(offload, comm, share)
@@ -353,7 +353,7 @@ def change_tiers(
     if free := accelerator.free_nbytes():
         on_device += max(
             (2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0
-        )  # while they move
+        )  # bytes of a bucket's old and new values during its move
         gpu = f"GPU of rank {comm.rank}"
         check_room(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
         on_device = 0

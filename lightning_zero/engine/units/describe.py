@@ -149,14 +149,14 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Find modules whose class name matches a pattern. They keep fp32 under bf16."""
+    """Yield the modules whose class name matches a pattern. They keep fp32 under bf16."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Find parameters from which weights are computed (spectral and weight norm, parametrizations).
+    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations).
 
     They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype.
     """
@@ -175,7 +175,7 @@ def _group(
     config: ZeroConfig,
     precision: Precision,
 ) -> list[BucketGroup]:
-    # The same buckets at every stage, because norms add bucket by bucket. Otherwise stages would not agree to the bit.
+    # Buckets are the same at every stage: norms are summed by bucket, so other buckets would change their last bits.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
@@ -227,7 +227,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """Set the dtype in which gradients are sent, by `zero.comm.grad_comm_dtype`."""
+    """Set the dtype in which gradients are sent, from `zero.comm.grad_comm_dtype`."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
@@ -237,7 +237,7 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
     return replace(dtypes, wire=wire, exchanged=True)
 
 
-_Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
+_Described = tuple[str, str, tuple[int, ...]]  # names; shape, dtype and unit in words; strides
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
@@ -264,7 +264,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError, on all ranks, if a rank lacks first values: a node's folder may lack a file. Collective."""
+    """Raise ConfigError on all ranks unless all found first values of the same tensors, in `names`. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()
     if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:

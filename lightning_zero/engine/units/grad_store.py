@@ -1,4 +1,4 @@
-"""Stores of a bucket's reduced gradient, from a backward until it is cleared: on the device or in host memory.
+"""Hold a bucket's reduced gradient from a backward until it is cleared: on the device or in host memory.
 
 ::
 
@@ -7,7 +7,8 @@
     OnHost     norms taken, copied to host      copied in pieces,         scaled in pieces by the step,
                memory without a host wait       added by a thread         or at the next read
 
-Gradients are [owned numel] in grad_dtype. A store belongs to the main thread, except for what a step has claimed.
+Gradients are [owned numel] in grad_dtype. Only the main thread uses a store. The thread of an offloaded step reads only
+the gradient that the step has claimed.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from lightning_zero.tiers.pinned import PinnedPair
 
 
 class Factor(NamedTuple):
-    """Factor for gradients, on its way to the host."""
+    """A factor to multiply gradients by. Its copy to the host ends at `event`."""
 
     value: Tensor  # 0-d, on the host
     event: Event
 
 
 class Arrived(NamedTuple):
-    """A gradient and the factor to multiply it by, or None."""
+    """A complete gradient and a factor to multiply it by. None: there is no gradient, or no factor."""
 
     grad: Tensor | None
     factor: Tensor | None
 
 
 class Claimed(NamedTuple):
-    """A bucket's gradient as an offloaded step claimed it. The step's thread reads and never changes it."""
+    """A gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads it."""
 
     streams: Streams
     grad: Tensor | None
@@ -64,9 +65,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """A store on the device.
+    """Holds a reduced gradient on the device. :class:`OnHost` has the same methods.
 
-    ``value`` is the gradient; for one on its way to host memory the host waits. ``memory`` is what the gradient takes.
+    ``value`` is the gradient or None; a read waits for a copy to the host. ``memory`` is the tensor that takes memory.
     """
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
@@ -75,7 +76,7 @@ class GradStore:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a gradient, arrived or on its way."""
+        """Whether the store has a gradient, which may still be on its way to the host."""
         return self.value is not None
 
     @property
@@ -83,9 +84,9 @@ class GradStore:
         return self.value
 
     def add(self, reduced: Tensor) -> None:
-        """Add a reduced gradient in any dtype on the device."""
+        """Store a reduced gradient, in any dtype on the device, or add it to the gradient that is here already."""
         if self.value is None:
-            # A transport may return a view of what it received, which would keep the whole bucket's memory.
+            # A transport may return a view of its receive buffer, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
             is_it = reduced.dtype == self._dtype and own_memory
             self.value = reduced if is_it else reduced.to(self._dtype, copy=True)
@@ -97,29 +98,29 @@ class GradStore:
         self.value = None
 
     def free(self) -> None:
-        """Free the store's place on a tier. The store is not used after that."""
+        """Free the gradient and the host memory reserved for it. The store is not used after that."""
         self.clear()
 
     def claim(self) -> Claimed:
-        """Take the present gradient for an offloaded step, before which the gradient may be cleared."""
+        """Return the present gradient for an offloaded step, which may run after the user has cleared gradients."""
         return Claimed(self._streams, self.value, None, None)
 
     def norm(self, norm_type: float) -> Tensor | None:
-        """Return the norm taken on the way to the host, 0-d on the device; None: compute it from `value`."""
+        """Return the norm [0-d, on the device] computed before the copy to the host. None: compute it from `value`."""
         return None
 
     def all_finite(self) -> Tensor | None:
-        """Return a 0-d bool: all elements were finite on the way to the host. None: look at `value`."""
+        """Return whether all elements were finite before the copy to the host: 0-d bool. None: look at `value`."""
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Multiply the gradient before its next use. Return False where the caller has to multiply `value` itself."""
+        """Multiply the gradient by `factor()` at its next use. Return False if the caller has to scale `value` now."""
         return False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The results computed of a gradient on its way to the host. Valid while the gradient is unchanged."""
+    """Norms and finite check of a gradient, computed before its copy to the host. Valid until the gradient changes."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)
@@ -127,10 +128,10 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Store in host memory, pinned for a GPU, and of the gradient's size to the byte.
+    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size.
 
-    Norms and the finite check that callers have asked for before are computed on the device before the copy. On the
-    host each would be a pass over memory after the backward.
+    The norms and the finite check that callers have asked for earlier are computed on the device before the copy. On
+    the host each would take another pass over memory after the backward.
     """
 
     is_there = False  # type: ignore[assignment]
@@ -187,11 +188,11 @@ class OnHost(GradStore):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()
         self._seen = _Seen(self.memory._version, norms, all_finite)
-        # The copy's stream reads memory of another stream's pool, which would not wait for it.
+        # Keep both until the copy ends: their memory is of another stream's pool, which would reuse it without a wait.
         self._streams.hold((reduced, source), self._arrival)
 
     def clear(self) -> None:
-        # The next copy queues behind one under way. A thread that still adds must be waited for.
+        # The next copy queues behind a copy under way, but a thread that still adds must be waited for.
         if isinstance(self._arrival, Future):
             _wait(self._streams, self._arrival)
         self.is_there, self._arrival, self._factor = False, None, None
@@ -242,7 +243,7 @@ def make_grad_store(
 
 
 class Landing:
-    """Bring the gradients of one engine to the host, and add those of further micro-batches in a thread.
+    """Copies one engine's gradients to host memory, and adds those of further micro-batches to them in a thread.
 
     ::
 
@@ -250,11 +251,11 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    `asked_norms` and `asked_finite` say what callers have asked of gradients.
+    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check.
     """
 
     def __init__(self, streams: Streams, threads: int) -> None:
-        """`threads` are those of torch's kernels in the thread that adds."""
+        """`threads` is the number of threads that torch's kernels use in the thread that adds."""
         self.streams = streams
         self.asked_norms: set[float] = set()
         self.asked_finite = False
@@ -264,13 +265,13 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def look(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Compute on the device what callers have asked of gradients: norms, and whether all elements are finite."""
+        """Compute, on the device, the norms and the finite check of `grad` that callers have asked for earlier."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None
 
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
-        """Add `reduced` [n], on the device, to pinned `target` [n]. Both are in use until the future is done.
+        """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
 
         Earlier copies to `target` must be queued or over.
         """

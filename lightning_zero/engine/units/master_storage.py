@@ -1,11 +1,11 @@
-"""Where the masters of a bucket rest, with their optimizer state.
+"""Storages for the masters and the optimizer state of a bucket: on the device, in host memory or in files.
 
-A storage's tensors stay the same objects for ever, so runs, state and views need not know where values rest. On the
-device and the host they are always readable. In files they have memory only while the storage is open; `open` and
-`close` nest.
+A storage's tensors stay the same objects for ever, so runs, state and views need not know where the values rest. On the
+device and the host the tensors are always readable. In files they have memory only while the storage is open; `open`
+and `close` nest.
 
-A storage belongs to the worker during a step of its bucket, else to the main thread. The worker brings a storage in
-files to rest after the step, so a :class:`FileStorage` locks its methods.
+During an offloaded step only the step's thread uses the storage of its bucket, otherwise only the main thread. The
+step's thread also waits for the write to files that follows, so a :class:`FileStorage` locks its methods.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of one engine beside the device, with their helpers.
+    """The host memory and the files of one engine, with the helpers that copy to and from them.
 
-    `landing` brings gradients to the host, `sender` sends masters in files to a device with streams, and `read_ahead`
-    is memory for parameters in files.
+    `landing` copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead`
+    has buffers for parameters that are read from files.
     """
 
     host: HostTier | None = None
@@ -55,7 +55,7 @@ class Tiers:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, *, but: Tiers | None = None) -> None:
-        """Close all parts that `but` does not share. May be called twice."""
+        """Close all parts, except those that are in `but` too. May be called twice."""
         if os.getpid() != self.pid:  # a forked child would remove its parent's files and locks
             return
         kept = () if but is None else but._parts()
@@ -64,7 +64,7 @@ class Tiers:
                 part.close()
 
     def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
-        return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # users before what they use
+        return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # first the parts that use others
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
         """Limit the bytes that this rank may hold. None: limited only by what is available."""
@@ -75,12 +75,12 @@ class Tiers:
 
 
 class MasterStorage:
-    """Masters [owned numel] and optimizer state of a bucket on a tier. `master` is readable while the storage is open.
+    """Holds a bucket's masters [owned numel] and optimizer state on a tier. Read `master` while the storage is open.
 
-    `changes` becomes another object whenever the masters may have changed.
+    `changes` is replaced by another object whenever the masters may have changed.
     """
 
-    keeps_state = False  # `attach_state` does something
+    keeps_state = False  # `attach_state` moves state to the tier
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
@@ -88,10 +88,10 @@ class MasterStorage:
         self._lent: list[Future[None]] = []
 
     def begin_open(self) -> None:
-        """Start to bring the tensors into memory."""
+        """Start to read the tensors from files, if they rest there, for a later `open`. Does not wait."""
 
     def open(self, *, to_write: bool = False) -> None:
-        """Bring the tensors into memory until the matching `close`. With `to_write`, wait for all readers too."""
+        """Have the tensors in memory until the matching `close`. With `to_write`, first wait for all who read them."""
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
@@ -99,31 +99,31 @@ class MasterStorage:
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Delay writes to the master until `event`, because a stream reads the master. None: no stream does."""
+        """Note that a stream reads the master until `event`, for which writes then wait. None: no stream reads it."""
 
     def lend(self, reading: Future[None]) -> None:
-        """Delay writes to the tensors until `reading` is done."""
+        """Note that another thread reads the tensors until `reading` is done. Writing and freeing them wait for it."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
-        """End one `open`; the last `close` brings the tensors to rest. Pass `changed` after writes."""
+        """End one `open`. The last `close` starts to write changed tensors to files. Pass `changed` after writes."""
 
     def wait_for_rest(self) -> None:
-        """Wait until the tensors of a closed storage are at rest."""
+        """Wait until a closed storage is written back to its files, then free the tensors' memory."""
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Keep `states` beside the master as the state of `owner` (a :class:`Runs`). The storage must be open.
+        """Move `states`, the optimizer state of `owner` (a :class:`Runs`), to the tier. The storage must be open.
 
-        Earlier states of `owner` are dropped. Several optimizers may step one master.
+        Earlier states of `owner` are dropped. There are several owners if several optimizers step one master.
         """
 
     def free(self) -> None:
-        """Free the storage's place. The master is not readable after that."""
+        """Free the storage's memory or file space. The master is not readable after that."""
 
 
 @contextlib.contextmanager
 def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open `storage`, yield the master, and bring the storage to rest again. Pass `changed` to write."""
+    """Open `storage` and yield the master; then close it and wait for the write to files. Pass `changed` to write."""
     storage.open(to_write=changed)
     try:
         yield storage.master
@@ -133,10 +133,10 @@ def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]
 
 
 class ResidentStorage(MasterStorage):
-    """A storage in device memory, always readable. Optimizer state lies beside its parameter."""
+    """A storage in device memory, always readable. Optimizer state stays where the optimizer has made it."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
-        """With `is_exposed`, users' code may change the master itself, without `open`."""
+        """With `is_exposed`, parameters are views of the master, which users' code may change without `open`."""
         super().__init__(master)
         self.is_exposed = is_exposed
 
@@ -151,7 +151,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in slabs of the host tier, always readable. It holds copies even where the device is the host."""
+    """A storage in slabs of the host tier, always readable. It copies the values even if the device is the host."""
 
     keeps_state = True
 
@@ -175,7 +175,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move new states into slabs. The optimizer keeps the same tensor objects."""
+        """Move new states into slabs of the host tier. The optimizer keeps the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -337,7 +337,7 @@ class FileStorage(MasterStorage):
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Give each tensor an extent, and reuse present extents of the right size."""
+        """Give each tensor an extent (a range in the files). Reuse this storage's extents of the right size."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -363,8 +363,8 @@ class FileStorage(MasterStorage):
 def make_storage(
     tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False
 ) -> MasterStorage:
-    """Make a storage on `tier` for `values` [owned numel], in `dtype`. With `taken`, `values` may become the
-    storage."""
+    """Make a storage of masters on `tier` from `values` [owned numel], in `dtype`. With `taken` the storage may use the
+    memory of `values`."""
     if tier is Tier.host:
         assert tiers.host is not None
         return HostStorage(tiers.host, label, values, dtype)
@@ -394,7 +394,7 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 class FlatSlice(NamedTuple):
     """Adjacent elements of a flat tensor in a storage, such as those of a fragment. The tensor may rest in a file.
 
-    With a `packed` format, `whole` has a row for each block of elements (optimizers/low_bits.py).
+    With a `packed` format, `whole` has one row for each block of elements (optimizers/low_bits.py).
     """
 
     whole: Tensor
@@ -414,13 +414,13 @@ class FlatSlice(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the range of the first dimension of `whole` that holds the elements."""
+        """Return the first and the last row (exclusive) of `whole` that hold the elements."""
         if self.packed is None:
             return self.start, self.start + self.numel
         return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Unpack the values [numel] from a copy of `rows`."""
+        """Return the values [numel] from `rows`, a copy of the slice's rows of `whole`, unpacked if they are packed."""
         if self.packed is None:
             return rows
         first = self.start % BLOCK

@@ -1,4 +1,4 @@
-"""What the engine knows of a parameter, and the classes that decide what happens when users' code touches one.
+"""The engine's record of a parameter, and the classes of parameters that call the engine when users' code uses them.
 
 An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change (docs/architecture.md).
 `PresentParameter` keeps torch's disabled `__torch_function__`, so operators and `torch.compile` treat it as a plain
@@ -39,25 +39,25 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """An engine, which is called when users' code touches its parameters."""
+    """The interface by which a parameter calls its engine when users' code reads or writes it."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
-        """Gather the values of absent `params`, and return the result of `run`, an operation on them.
+        """Gather `params`, which hold placeholders; then return the result of `run`, the user's operation on them.
 
-        Raises RuntimeError, which names the parameter and the way out, if that is not possible now.
+        Raises RuntimeError if they cannot be gathered now. It names the parameter and the call to make instead.
         """
         ...
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
-        """Return the strides of the parameter's values."""
+        """Return the strides of the parameter's values. The placeholder has other strides."""
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """Note that users' code reads `param.data`, and may then write to the values unseen."""
+        """Prepare a read of `param.data`: gather it and note a checksum, as users may write to the tensor unseen."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Take over `param.data = value`. Return False where torch has to make the assignment."""
+        """Write `value` to the masters for `param.data = value`. Return False if torch has to make the assignment."""
         ...
 
 
@@ -102,7 +102,7 @@ class _Owned:
 
 
 class _Absent:
-    """Base of absent parameters, which hold a placeholder."""
+    """Base class of parameters that hold a placeholder: an operation that needs values asks the engine for them."""
 
     __slots__ = ()
 
@@ -114,7 +114,7 @@ class _Absent:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        # Torch functions are disabled inside, or the operation would call this method again for ever.
+        # Torch functions are disabled inside `run`, or the operation would call this method again for ever.
         def run() -> object:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -138,7 +138,7 @@ class _Absent:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        """torch's own `grad` without `__torch_function__`, which takes ten times as long, at every step."""
+        """Return torch's own `grad`, without `__torch_function__`: with it a read takes ten times as long."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = get_grad(self)
         return grad
@@ -171,7 +171,7 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the classes for a plain parameter. A class with its own `__torch_function__` never changes."""
+    """Return the classes for a plain `param` in each state. A class with its own `__torch_function__` never changes."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def classes_of(param: nn.Parameter) -> Classes:
 
 
 def own(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Call `owner`, which is held weakly, when users' code touches `params`."""
+    """Register `owner` (held weakly) to be called when users' code reads or writes `params`."""
     for param in params:
         _OWNERS[param] = ref(owner)
 
@@ -198,7 +198,7 @@ def disown(params: Iterable[nn.Parameter]) -> None:
 
 
 def make_plain(params: Iterable[nn.Parameter]) -> None:
-    """Give parameters their own class back. Their `.data` stays."""
+    """Restore the classes that parameters had before they were sharded. Their `.data` stays."""
     for param in params:
         param.__class__ = _PLAIN.get(type(param), type(param))
 
@@ -239,7 +239,7 @@ READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 @dataclass(slots=True, eq=False)
 class ParamInfo:
-    """A parameter that the engine owns. Nothing is stored on the `nn.Parameter` itself."""
+    """What the engine records of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
@@ -249,7 +249,7 @@ class ParamInfo:
     classes: Classes
     slot: int = 0  # position in the bucket
     gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
-    version: int = 0  # the masters have users' writes up to this version of the parameter
+    version: int = 0  # version of the parameter up to which users' writes have been copied to the masters
 
     @property
     def fqn(self) -> str:
@@ -260,7 +260,7 @@ class ParamInfo:
         return math.prod(self.shape)
 
     def check_shape(self, shape: torch.Size) -> None:
-        """Raise RuntimeError for `param.data` of another shape."""
+        """Raise RuntimeError if `shape`, that of a new `param.data`, is not the parameter's shape."""
         if shape != self.shape:
             raise RuntimeError(
                 f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
@@ -277,7 +277,7 @@ class ParamInfo:
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy elements of :meth:`flattened` from `start` on to `target` [n]. Of a file, read only these."""
+        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. Of a file, read only these."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return
@@ -287,7 +287,7 @@ class ParamInfo:
 
 
 def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind) -> None:
-    """Point parameters at `values`, one for each, and change their classes to those of `kind`."""
+    """Set each parameter's `.data` to one of `values`, and its class to the one for `kind`."""
     for info, value in zip(infos, values, strict=True):
         # The plain class first: an absent parameter would ask the owner, who is calling this.
         info.param.__class__ = info.classes.plain
@@ -296,10 +296,10 @@ def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind)
 
 
 def values_changed(infos: Sequence[ParamInfo]) -> None:
-    """Raise the versions of parameters whose values were replaced without an operation on the parameter.
+    """Raise the autograd versions of parameters whose values the engine has replaced or changed.
 
     As after an in-place operation, torch then refuses a backward that saved the old values. The versions in `infos`
-    rise too, so that `passes.access.Writes` sees no write.
+    rise too, so that `passes.access.Writes` does not take the change for a user's write.
     """
     increment_version([info.param for info in infos])
     for info in infos:

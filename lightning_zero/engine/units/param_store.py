@@ -1,10 +1,10 @@
-"""The memory of a bucket's compute parameters: gathered, kept for the node, and between uses.
+"""The memory of a bucket's compute parameters: the full buffer, slices kept for the node, and shards between uses.
 
 A :class:`FlatBuffer` frees its memory and takes it again under the same storage object. `untyped_storage().resize_(0)`
 keeps autograd right: views of weights that it saved (`weight.t()` in a linear layer) hold the storage object, not its
 memory. On CUDA the memory belongs to the gather stream's pool; `comm/streams.py` says who waits for whom.
 
-Between uses there is one class of :class:`ParamStore` for each :class:`ParamsRest`::
+Between uses a :class:`ParamStore` holds the parameters. Its class depends on the plan's :class:`ParamsRest`::
 
                      prepare: before a gather          update: after a step
     FullIsMaster     nothing                           nothing
@@ -35,7 +35,7 @@ from lightning_zero.tiers.pinned import ReadAhead
 
 
 class FlatBuffer:
-    """One flat tensor `data` [numel], readable only while `allocated`."""
+    """A flat tensor `data` [numel] whose memory can be freed and allocated again. Readable only while `allocated`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         # A tensor made under inference mode can never be used in training.
@@ -44,7 +44,7 @@ class FlatBuffer:
         self.nbytes = self.data.numel() * self.data.element_size()
 
     def renew(self) -> None:
-        """Take a new storage, and leave the old one with its memory to whoever holds it. Views must be made again."""
+        """Replace `data` by a tensor with new memory. Old views keep the old memory, so views must be made again."""
         with torch.inference_mode(False):
             self.data = torch.empty_like(self.data)
 
@@ -53,7 +53,7 @@ class FlatBuffer:
         return self.data.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
-        """Take memory with undefined contents, unless the buffer has memory. All views get it too."""
+        """Allocate memory with undefined contents, unless the buffer has memory. Existing views get the memory too."""
         storage = self.data.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -66,14 +66,14 @@ class FlatBuffer:
             storage.resize_(0)
 
     def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
-        """View `shape` at element `start`. The view survives `release` and `allocate`."""
+        """Return a view of `shape` from element `start` on. It stays valid after `release` and `allocate`."""
         if self.allocated:
             return self.data.as_strided(shape, strides, start)
         raise RuntimeError("views are made while the buffer has memory")
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make a placeholder for each shape: one NaN element, expanded. All elements share one small vector."""
+    """Make a placeholder for each shape: one NaN, expanded to the shape. The NaNs lie in one small tensor."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
         cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
         return [cells[index].expand(shape) for index, shape in enumerate(shapes)]
@@ -88,11 +88,11 @@ class NodeShard:
         kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
 
     `values` [numel / ranks of the node] are kept from the unit's drop in the forward until the pass ends or masters
-    change; else they are None. The gather for the backward takes them.
+    change; else they are None. The gather for the backward sends them in place of the shards.
     """
 
     def __init__(self, numel: int, rank: int, size: int) -> None:
-        """`rank` is this rank's position in its node, of `size` ranks. With size 0 nothing is ever kept."""
+        """`rank` is this rank's position among the `size` ranks of its node. With size 0 nothing is ever kept."""
         each = numel // size if size else 0
         self._range = slice(rank * each, (rank + 1) * each)
         self.values: Tensor | None = None
@@ -115,7 +115,7 @@ class NodeShard:
             self.values.copy_(self.of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
-        """Write one parameter, whose place in the bucket begins at `start`, to the kept slice."""
+        """Write `value`, a whole parameter that begins at element `start` of the bucket, to the kept slice, if any."""
         first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
         if self.values is not None and first < last:
             low = self._range.start
@@ -123,15 +123,15 @@ class NodeShard:
 
 
 class ParamStore:
-    """Compute parameters of the range that a rank owns: tensors are [owned numel] in compute_dtype.
+    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype.
 
-    `memory` is device memory for the parameters beside full buffer and storage, or None.
+    `memory` is the device memory that the store takes beside the full buffer and the storage, or None.
     """
 
     memory: Tensor | None = None
 
     def stage_ahead(self) -> None:
-        """Start to read from files, before the parameters are needed."""
+        """Start to read the parameters from files, if they rest there, before a gather needs them. Does not wait."""
 
     def prepare(self, own: Tensor) -> None:
         """Fill `own`, this rank's slice of the full buffer, before a gather."""
@@ -142,17 +142,17 @@ class ParamStore:
         raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
-        """Take new values from `master` after a step. `master` is readable."""
+        """Update the parameters from `master` after a step. `master` is readable, because the storage is open."""
 
     def wait_for_rest(self) -> None:
-        """Wait until all parameters are in their place, and raise the error of a failed write."""
+        """Wait until the last update is written to its file, and raise the error of a failed write."""
 
     def free(self) -> None:
-        """Free the store's place on a tier. The store is not used after that."""
+        """Free the store's memory or file space on its tier. The store is not used after that."""
 
 
 class InMasterStorage(ParamStore):
-    """The parameters are cast from the masters for each use. Frozen parameters are in the storage themselves."""
+    """Stores nothing: parameters are cast from the masters for each use. For frozen ones the storage has them as is."""
 
     def __init__(self, storage: MasterStorage) -> None:
         self._storage = storage
@@ -166,11 +166,11 @@ class InMasterStorage(ParamStore):
 
 class FullIsMaster(InMasterStorage):
     def prepare(self, own: Tensor) -> None:
-        """Do nothing: the slice is up to date."""
+        """Do nothing: this rank's slice of the full buffer is always up to date."""
 
 
 class FullCopy(FullIsMaster):
-    """The full buffer is a copy of the masters. Users' code may write to the buffer, so reads use the storage."""
+    """The full buffer is a copy of the masters. `read` uses the storage, because users may write to the buffer."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)
@@ -240,7 +240,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """Drop values that were read ahead, because the file may change."""
+        """End a read ahead, if any, and give its buffer back: after its use, or because the file changes."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

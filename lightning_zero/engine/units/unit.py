@@ -1,8 +1,8 @@
 """A unit: buckets that are gathered and dropped together, and the states of a unit.
 
-docs/architecture.md draws the states. At stages 1 and 2 compute parameters are replicated: a unit is never SHARDED, and
-is GATHERING from the optimizer step, which changes this rank's slice, until the other slices arrive. At stage 0 a unit
-stays GATHERED.
+docs/architecture.md draws the states. At stages 1 and 2 compute parameters are replicated, and a unit is never SHARDED.
+It is GATHERING from the optimizer step, which changes this rank's slice, until the other ranks' slices arrive. At stage
+0 a unit stays GATHERED.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Buckets that are gathered and dropped together. Reductions and offloaded steps go bucket by bucket."""
+    """The buckets of a module, which are gathered and dropped at once. Reductions and steps run bucket by bucket."""
 
     name: str  # fqn of the module, "" for the root
     index: int
@@ -49,13 +49,13 @@ class Unit:
     gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
-    expected: int = 0  # gradients of parameters that this backward brings
-    arrived: int = 0  # those of them that came since the unit was last dropped
-    calls: set[int] = field(default_factory=set)  # that wait for gradients of their inputs, which need frozen weights
-    is_held: bool = False  # users' code holds values until the pass ends
-    keeps_node_slices: bool = False  # a pass with a backward is open: dropping keeps a slice for the node
-    gathers_in_node: bool = False  # gathered in this pass: the next gather takes the node's kept slices
-    before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values still have memory
+    expected: int = 0  # number of gradients that this backward brings for the unit's parameters
+    arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
+    calls: set[int] = field(default_factory=set)  # calls whose inputs lack gradients, which need the frozen weights
+    is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
+    keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
+    gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
+    before_drop: Callable[[Bucket], None] = lambda _: None  # called before the memory of gathered values is freed
 
     def __post_init__(self) -> None:
         self.title = self.name or "(root)"
@@ -78,7 +78,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Update the state after the buckets, which are at rest, have got new plans."""
+        """Update the unit's state after a restage has given its buckets new plans. No gather is under way."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -86,12 +86,12 @@ class Unit:
             bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that reshard, as one message where possible. Collective."""
+        """Issue the gathers of all buckets that are dropped after use, as one message where possible. Collective."""
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
             self.pending = []
             self._issue(self.resharded, of_node=self.gathers_in_node)
-        # Set by gathers, whose order is the same on all ranks: all must use the same group for the next gather.
+        # Set at a gather, because gathers have one order on all ranks, and all must use one group for the next gather.
         self.gathers_in_node = self.keeps_node_slices
 
     def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
@@ -107,7 +107,7 @@ class Unit:
 
     def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
         """Issue the gathers of `buckets` after a step, and show placeholders until they arrive. Collective."""
-        self.unshard_wait()  # of an earlier param sync, if masters changed twice in a row
+        self.unshard_wait()  # for an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
             self._issue(buckets)
@@ -115,7 +115,7 @@ class Unit:
                 bucket.show(gathered=False)
 
     def unshard_wait(self) -> None:
-        """Wait for gathers under way, if any, and show the values."""
+        """Wait for the gathers under way, if any, then point the parameters at the gathered values."""
         if self.state is State.GATHERING:
             with recording.profiled("wait for", self.title):
                 for pending in self.pending:
@@ -128,7 +128,7 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """Bring the unit to rest after an exception, whatever is in flight."""
+        """Drop the unit after an exception. Wait for its gathers under way only until `deadline` (monotonic time)."""
         # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
@@ -143,7 +143,7 @@ class Unit:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Drop the gathered parameters. Views that autograd saved get their values from the next gather."""
+        """Free the gathered values. Views that autograd saved stay valid: the next gather fills their memory again."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -159,17 +159,17 @@ class Unit:
         self.resharded[0].comm.streams.give_back()
 
     def drop(self) -> None:
-        """Bring the unit to rest, even during its gather. A unit that never reshards stays as it is."""
+        """Drop the unit, after a wait for its gather if one is under way. A unit that never reshards stays gathered."""
         if self.reshards and self.state is not State.SHARDED:
             self.unshard_wait()  # a gather in flight still writes to the memory
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward. Under `node_backward` each drop keeps a slice for the node."""
+        """Begin a pass with a backward: under `node_backward` each drop keeps a slice for gathers in the node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """Bring the unit to rest, and drop the node's slice. A `deadline` says that an exception has ended the pass."""
+        """Drop the unit and its node slices at a pass's end. A `deadline`: an exception ended it (see `abandon`)."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:
@@ -179,13 +179,13 @@ class Unit:
         self.forget_node_slices()
 
     def forget_node_slices(self) -> None:
-        """Drop the node-local copy, because the masters have changed or the pass has ended. Collective."""
+        """Free the slices kept for the node, because masters have changed or the pass has ended. Collective."""
         self.gathers_in_node = False
         for bucket in self.buckets:
             bucket.node_shard.values = None
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need while this rank has gathered the unit already. Collective."""
+        """Send this rank's slices for a gather that other ranks need while the unit is gathered here. Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
@@ -199,12 +199,12 @@ class Unit:
 
     @property
     def step_done(self) -> bool:
-        """Return whether a gather need not wait for an offloaded step."""
+        """Return whether the offloaded steps of all buckets have ended, so that a gather need not wait for them."""
         return all(b.awaited_step.is_done for b in self.buckets)
 
     @property
     def awaits_step(self) -> bool:
-        """Return whether an offloaded step was asked for and not yet waited for. The same on all ranks."""
+        """Return whether a bucket's offloaded step was submitted and not yet waited for. The same on all ranks."""
         return any(b.awaited_step.future is not None for b in self.buckets)
 
 

@@ -40,11 +40,11 @@ from lightning_zero.engine.torch_modes import function_modes, under_function_mod
 
 
 class CannotDivide(RuntimeError):
-    """Raised if a call cannot be divided. The message says why, and what helps."""
+    """Raised if a call cannot be divided into chunks of its batch. The message says why, and what helps."""
 
 
 class Changes(RuntimeError):
-    """Raised if a call changes state that chunks must not change. The message says what helps."""
+    """Raised if a call changes a buffer, which chunks would change once each. The message says what helps."""
 
 
 class Division(NamedTuple):
@@ -60,7 +60,7 @@ def first_size(value: object) -> int | None:
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks."""
+    """Divides the arguments of one call into ``count`` chunks of the batch. ``size``: of the batch; None: unknown."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
@@ -68,7 +68,7 @@ class Inputs:
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        # Those whose first dimension is the batch size. At first all of them are divided.
+        # Numbers of tensors whose first dimension is the batch size. At first all of them are divided.
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
         self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 
@@ -125,7 +125,7 @@ class Inputs:
         return args, kwargs
 
     def call(self, function: Callable[..., object], given: Sequence[Tensor]) -> object:
-        """Call ``function`` with part of the tensors. Raises CannotDivide if it changes its arguments."""
+        """Call ``function`` with ``given``, parts of the tensors. Raises CannotDivide if it changes its arguments."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
         result = function(*args, **kwargs)
@@ -162,7 +162,7 @@ def same_form(one: object, other: object) -> bool:
 
 @contextlib.contextmanager
 def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
-    """Add to exceptions what was being run in chunks, and to a CannotDivide the way out (``help``)."""
+    """Add to exceptions of the body that ``title`` was run in chunks, and to a CannotDivide the advice ``help``."""
     try:
         yield
     except CannotDivide as error:
@@ -176,7 +176,7 @@ _TRYING: ContextVar[bool] = ContextVar("a call is tried", default=False)
 
 
 def is_trying() -> bool:
-    """Return whether a trial is running. Counters of work skip its computation."""
+    """Return whether a :class:`~lightning_zero.engine.vertical.trial.Trial` is running. FLOP counters skip trials."""
     return _TRYING.get()
 
 
@@ -208,13 +208,13 @@ class RandomState:
 
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
-        """Restore the generators after the body, as if it had drawn nothing."""
+        """Restore the random generators after the body, as if it had drawn nothing."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
 
 
 class Modes:
-    """Saves autocast's settings of the CPU and of ``device_type``, and the function modes."""
+    """Saves autocast's settings of the CPU and of ``device_type``, and torch's active function modes."""
 
     def __init__(self, device_type: str) -> None:
         kinds = [kind for kind in dict.fromkeys(("cpu", device_type)) if torch.amp.is_autocast_available(kind)]
@@ -243,7 +243,7 @@ class Chunked:
     inputs: Inputs
     _: KW_ONLY
     title: str
-    in_chunk: Context = contextlib.nullcontext  # of each call of ``function``; in a backward gradients are enabled
+    in_chunk: Context = contextlib.nullcontext  # around each call of ``function``; in a backward gradients are enabled
     in_backward: Context = contextlib.nullcontext
     joined: Sequence[bool] | None = None  # results that are concatenated; None: whose size is a multiple of a chunk's
     help: str = ""  # what a user can do if the call cannot be divided
@@ -292,7 +292,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run all chunks again with their backwards, for ``grads`` of the results. Returns gradients of the inputs."""
+        """Run each chunk again and then its backward. ``grads``: of the results. Returns gradients of the inputs."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self.title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
@@ -328,7 +328,7 @@ class Chunked:
             torch.autograd.backward(roots, of_roots)
 
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
-        """Add a chunk's gradient of the input ``whole`` to ``total``: a slice, or an fp32 sum of undivided inputs."""
+        """Put one chunk's gradient of the input ``whole`` into ``total``: as a slice; if undivided, by an fp32 sum."""
         if not self.inputs.divided[number]:
             return (
                 grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)

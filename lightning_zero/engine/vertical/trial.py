@@ -1,8 +1,8 @@
 """Finds by trial which tensors of a call are divided into chunks. Sizes cannot tell: a table may be as long as a batch.
 
-A set of tensors may be divided if two consecutive parts give the results of both parts at once. The smallest such set
-is chosen, so a table that has no effect yet (all zeros) is not divided. A tensor that leaves the call other than by
-results (a hook or attribute keeps it) is refused: it would be the last chunk's, and without a gradient.
+A set of tensors may be divided if calls on two consecutive parts of the batch give the results of one call on both. The
+smallest such set is chosen, so a table that has no effect yet (all zeros) is not divided. A tensor that outlives the
+call (a hook or attribute keeps it) is refused: it would hold the last chunk's values, and get no gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST = 8  # candidate tensors; there are too many subsets of more
 
 
 class _Escapes(TorchFunctionMode):
-    """Remembers, weakly, all tensors that functions make in the body."""
+    """Keeps weak references to all tensors that torch functions make in the body, to find those that outlive it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class _Escapes(TorchFunctionMode):
         return result
 
     def kept(self, known: Iterable[Tensor]) -> Tensor | None:
-        """Return a tensor with a history that is alive after its call and not ``known``, if any."""
+        """Return a tensor with a ``grad_fn`` that is still alive and not in ``known``; None if there is none."""
         expected = {id(tensor) for tensor in known}
         if not self._alive(expected):
             return None
@@ -70,7 +70,7 @@ _DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": 
 
 
 class _NothingDrawn(TorchDispatchMode):
-    """Makes random operations deterministic: draws 1/2 (0 for integers), and dropout drops nothing."""
+    """Makes random operations deterministic in the body: they draw 1/2 (0 for integers), and dropout drops nothing."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -87,11 +87,11 @@ class _NothingDrawn(TorchDispatchMode):
 
 
 class _Unequal(Exception):
-    """Raised if two parts, run one by one, give other results than both together; the message says which."""
+    """Raised if calls on two parts give other results than one call on both parts; the message says which."""
 
 
 class Trial:
-    """Runs one call of ``function`` on parts, and keeps no result. ``in_chunk``: context of each run."""
+    """Runs a call of ``function`` on parts of its batch, to find how to divide it. ``in_chunk``: around each run."""
 
     def __init__(self, function: Callable[..., object], inputs: Inputs, in_chunk: Context) -> None:
         self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
@@ -103,7 +103,7 @@ class Trial:
     def division(self, first: Division | None) -> Division:
         """Find how to divide the call. ``first``: the division of a call of the same kind, which is tried first.
 
-        Raises CannotDivide, or what the first part alone raises.
+        Raises CannotDivide, or the call's own error if it fails on the first part.
         """
         inputs = self._inputs
         if len(inputs.candidates) > _MOST:
@@ -143,7 +143,7 @@ class Trial:
                 yield tuple(number in chosen for number in range(len(self._inputs.tensors)))
 
     def _copy(self, number: int) -> Tensor:
-        """Return a tensor for the trial. Equal rows get random values, so that divided rows show in results."""
+        """Return an input for the trial. Equal rows get random values added, else a wrong division would not show."""
         tensor = self._inputs.tensors[number]
         if number not in self._inputs.candidates or not tensor.is_floating_point():
             return tensor
@@ -181,7 +181,7 @@ class Trial:
             return take_tensors(inputs.call(self._function, given), given)
 
     def _watched(self, given: Sequence[Tensor]) -> tuple[object, list[Tensor]]:
-        """Run the call with a graph, drop the graph, and refuse tensors that are still alive."""
+        """Run the call with a graph, drop the graph, and raise CannotDivide if a tensor of the call is still alive."""
         # Detached: other hooks would keep the tensors themselves alive.
         saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with torch.inference_mode(False), torch.enable_grad(), saves:  # also in an evaluation, which runs it whole then
@@ -200,7 +200,7 @@ class Trial:
 
 
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
-    """Return whether a result is concatenated. Raises _Unequal if both parts together give another result."""
+    """Return whether a result's parts are concatenated. Raises _Unequal if ``both``, run in one call, differs."""
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")
     if not one.ndim and one.is_floating_point():

@@ -1,4 +1,4 @@
-"""Runs forwards of units in chunks, except units that are known to couple samples.
+"""Runs forwards of units in chunks, except units that are known to mix the samples of a batch.
 
 A unit is gathered once for all chunks of its forward, and once for its backward. Gradients of all chunks are summed in
 fp32 and reach the reducer as those of one backward.
@@ -43,7 +43,7 @@ _HELP = (
 
 
 class Vertical:
-    """Runs units in chunks, for one engine."""
+    """Holds what the units of one engine share to run in chunks: number of chunks, batch size, known divisions."""
 
     def __init__(self, count: int, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.count = count
@@ -57,7 +57,7 @@ class Vertical:
 
     @contextlib.contextmanager
     def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
-        """Divide units along the samples of ``batch`` during a step. Raises ConfigError if it cannot be divided."""
+        """Take the batch size of a step from ``batch``. Raises ConfigError if a training batch cannot be divided."""
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Vertical:
             self.inside -= 1
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
-        """Run ``call``, with its inputs offloaded to the host if so configured."""
+        """Run ``call`` and return its result. Its inputs are offloaded to the host if so configured."""
         with self._keeping():
             return call(trains=trains)
 
@@ -140,7 +140,7 @@ class UnitInChunks:
     def _divide(
         self, plain: Callable[..., object], module: nn.Module, inputs: Inputs, kind: Hashable, in_chunk: Context
     ) -> tuple[bool, ...]:
-        """Divide ``inputs`` as earlier calls of their kind, or by a trial. Returns which results are joined.
+        """Decide which ``inputs`` to divide: as earlier calls of this kind, or by trial. Returns which results to join.
 
         ``plain``: the uncompiled forward, because one trial is not worth a compilation.
         """
@@ -182,7 +182,7 @@ class UnitInChunks:
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
-    """Name the units that run on the whole batch: the root, units around others, and ``zero.unit.whole_batch``'s."""
+    """Name units that run on the whole batch: the root, holders of units, and those in ``zero.unit.whole_batch``."""
     wanted = set(config.unit.whole_batch)
     classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
     return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
@@ -194,7 +194,7 @@ def units_around(names: Sequence[str]) -> set[str]:
 
 
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
-    """Raise ConfigError if a unit couples samples, no unit is left, or a class of ``whole_batch`` does not occur."""
+    """Raise ConfigError if a unit in chunks mixes samples, none runs in chunks, or a whole_batch class is missing."""
     if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
@@ -223,7 +223,7 @@ def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -
 
 
 def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names of modules in ``unit`` that are known to couple samples, and how they do."""
+    """Yield names of modules in ``unit`` that are known to mix the samples of a batch, and how they do."""
     for name, inner in unit.named_modules():
         if isinstance(inner, _BatchNorm) and (inner.training or not inner.track_running_stats):
             yield name, "normalizes over the samples of a batch"
@@ -239,7 +239,7 @@ def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def keeping_buffers(module: nn.Module, title: str) -> Iterator[None]:
-    """Raise Changes if the forward inside changes buffers of ``module``: chunks would change statistics repeatedly."""
+    """Raise Changes if the forward in the body changes buffers of ``module``: every chunk would change them again."""
     before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
     yield
     now = dict(module.named_buffers()) if before else {}

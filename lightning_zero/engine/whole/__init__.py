@@ -1,10 +1,10 @@
-"""Whole values, put together from all shards.
+"""Collect whole values from all shards, and write whole values into shards.
 
 ::
 
-    whole_params     whole parameters inside of gather() and between runs
-    values           which rank saves which part
+    whole_params     shows whole parameters inside of gather() and between runs
+    values           which rank saves which elements
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
-    snapshot         a host copy of shards for a thread that writes it
+    snapshot         copies shards to the host for a thread that writes them
     restage          changes the stage or offload row
 """

@@ -1,7 +1,7 @@
 """Move a sharded module to another row of ``zero/stage`` or ``zero/offload``, bucket by bucket, without a file.
 
-Buckets, and which ranks share shards, do not depend on rows. A value stays in place, moves to another tier, or is cut
-or gathered where the owned range changes. The old and the new values of only one bucket exist together.
+Buckets, and which ranks share shards, do not depend on rows. The values of a bucket stay in place or move to another
+tier. If the range that a rank owns changes, they are cut or gathered. Only one bucket at a time has old and new values.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Moves values of a bucket from the range that this rank owns to the range that it will own."""
+    """Moves a bucket's values from the range that this rank owns to the range that it owns under the new ``plan``."""
 
     bucket: Bucket
     plan: BucketPlan
 
     @property
     def moves_storage(self) -> bool:
-        """Return whether masters and state change their storage. It is the same on all ranks."""
+        """Return whether masters and state move to a new storage. It is the same on all ranks."""
         old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (self.bucket.plan, self.plan))
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Gather or cut ``values`` of the owned range to the range that will be owned. Collective."""
+        """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
 
 
-Follow = Callable[[int, Move], None]  # moves values of a bucket, given its number, that other objects hold
+Follow = Callable[[int, Move], None]  # called with a bucket's number and move, to move values that other objects hold
 
 
 class _Seen(NamedTuple):
@@ -66,7 +66,7 @@ class _Seen(NamedTuple):
 
 @outside_autograd
 def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """See ``Engine.restage``. ``instances`` are numbers of the file tiers of this process. Collective."""
+    """Move all buckets: see ``Engine.restage``. ``instances``: numbers of this process's file tiers. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
@@ -84,7 +84,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     comm.streams.let_go()
     before, engine.tiers = engine.tiers, tiers
     try:
-        # Lift budgets: they bound values at rest. If the user gave one, available memory is not checked either.
+        # Lift the budgets, which limit values at rest. A large budget still means: do not check available memory.
         tiers.set_budgets(None if config.offload.host_budget is None else sys.maxsize, None)
         _move_all(engine, plans, known, follow)
         for sharded in engine.optimizers:
@@ -95,7 +95,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         before.close(but=tiers)
         engine.passes.after_step.use_threads(default_threads(share.cpus))
     except BaseException as error:
-        weakref.finalize(engine, before.close)  # some values are still there
+        weakref.finalize(engine, before.close)  # the old tiers still hold some values
         engine.passes.after_step.fail(
             RuntimeError(
                 f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its "
@@ -113,7 +113,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
 
 
 def _agree(engine: Engine, config: ZeroConfig) -> bool:
-    """Return whether any rank changes a row. Raise a ConfigError if a rank refuses or rows differ. Collective."""
+    """Return whether any rank changes a row. Raise ConfigError if a rank cannot restage or rows differ. Collective."""
     table: list[_Seen] = engine.comm.all_gather_objects(
         _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )
@@ -141,7 +141,7 @@ def _agree_on_grads(engine: Engine) -> None:
 
 
 def _rows(config: ZeroConfig) -> tuple[object, ...]:
-    """Return the settings that must be equal on all ranks. Nodes may have other folders and threads."""
+    """Return the settings that must be equal on all ranks. Folders and threads may differ between nodes."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
     return config.stage.name.name, offload.name.name, *budgets
@@ -224,7 +224,7 @@ def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> N
     )
     storage, came_whole = bucket.storage, not bucket.reshards
     with opened(storage) as master:
-        # Messages first: the later calls may fail on one rank alone.
+        # Messages first: the calls below may fail on one rank alone.
         values, grad = master, None
         states: list[ParamStates] = [{} for _ in known]
         if not keeps_storage:

@@ -24,9 +24,9 @@ class _Span:
 
 
 class Snapshot:
-    """Copies the values that storages in memory have when the snapshot is made.
+    """Copies the values that storages have when the snapshot is made. :meth:`stage` makes most copies later.
 
-    A change of a storage waits until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` holds
+    Until :meth:`stage` has copied everything, or until :meth:`close`, changes of the storages wait. ``spare`` holds
     buffers of earlier copies for reuse: new memory would double the time of a copy.
     """
 
@@ -41,7 +41,7 @@ class Snapshot:
             span.start, span.stop = min(span.start, low), max(span.stop, high)
         for storage in wanted:
             if isinstance(storage, ResidentStorage) and storage.is_exposed and id(storage.master) in self._spans:
-                self._copy(self._spans[id(storage.master)])  # user code may change it without notice
+                self._copy(self._spans[id(storage.master)])  # at once: user code may change the values without notice
         self._made = streams.mark()  # after the kernels that computed the values
         self._copied: Future[None] = Future()
         for storage in wanted:
@@ -49,11 +49,11 @@ class Snapshot:
 
     @staticmethod
     def nbytes(wanted: Mapping[MasterStorage, Sequence[FlatSlice]]) -> int:
-        """Return about how much host memory the copies take."""
+        """Return about how many bytes of host memory the copies take."""
         return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Make the copies. Called on the writing thread."""
+        """Copy the values to the host, then let the storages change. Called on the writing thread."""
         accelerator = self._streams.accelerator
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):
@@ -84,7 +84,7 @@ class Snapshot:
         return part.of(span.copy[low - span.start : high - span.start])
 
     def close(self) -> None:
-        """Stop holding up changes of storages, and return the buffers to ``spare``. May be called twice."""
+        """Let the storages change if they still wait, and return the buffers to ``spare``. May be called twice."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def module_state(
     engine: Engine, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
-    """See ``Engine.state_dict``. Collective."""
+    """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
     take_writes_over(engine)
     if fakes is not None:
         values = _tensors(engine, lambda value, info: fakes.tensor(value, info, info.dtype), trainable_only)
@@ -61,7 +61,7 @@ def module_state(
 def fake_copy(
     engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
 ) -> State:
-    """Make ``module.state_dict()`` on rank 0 with fake tensors for the copy ``storages`` of the masters."""
+    """Return ``module.state_dict()`` on rank 0, with fake tensors for the copy of the masters in ``storages``."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
@@ -76,7 +76,7 @@ def fake_copy(
 def sharded_state_dict(
     engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
 ) -> State:
-    """Make ``module.state_dict()`` with :class:`TensorParts` of masters, or of their copy ``storages``. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -97,7 +97,7 @@ def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value,
 
 
 def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
-    """Return ``tensor(value, info)`` for each parameter, by its ``id``."""
+    """Call ``tensor(value, info)`` for each parameter. Return the results by ``id`` of the parameter."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
         for number, bucket in enumerate(engine.buckets)
@@ -107,7 +107,7 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
 
 
 def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
-    """Gather every parameter on the host in its checkpoint dtype, by ``id``; empty if not ``wanted``. Collective."""
+    """Gather all parameters to the host in checkpoint dtypes, by ``id``; return none if not ``wanted``. Collective."""
     result: dict[int, Tensor] = {}
     for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
@@ -203,9 +203,9 @@ def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:
 
 @outside_autograd
 def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
-    """Return the state of ``optimizer`` by parameter name, with the parts that this rank holds. Collective.
+    """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` of this rank. Collective.
 
-    Values of a whole parameter, such as a step count, are :class:`Unsharded` on the rank that holds its first element.
+    Values kept once per parameter, such as a step count, are :class:`Unsharded` on the rank with its first element.
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
@@ -260,7 +260,7 @@ class _CopyIntoShards(TorchFunctionMode):
 
 
 def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
-    """See ``Engine.load_state_dict``. Collective."""
+    """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
     own: dict[int, int] = {}
 
     def total() -> int:
@@ -301,7 +301,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
-    """Let ``module.load_state_dict`` write slices. All ranks pass the same full values. Collective."""
+    """Inside the ``with``, ``module.load_state_dict`` writes to shards. All ranks load equal values. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -314,7 +314,7 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
 
 
 def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
-    """Load a full optimizer ``state_dict()`` into the shards. Raise a ConfigError if groups differ. Collective."""
+    """Load a full optimizer ``state_dict()`` into shards. Raise a ConfigError if param groups differ. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     check_optimizer(engine, optimizer, state, "the checkpoint")
@@ -361,7 +361,7 @@ LATER = frozenset(
 def _pairs(
     optimizer: Optimizer, sharded: Stepper, state: Saved, what: str = "the checkpoint"
 ) -> Iterator[tuple[State, Saved, Place | None, Saved | None]]:
-    """Yield each group with its saved group, and then with each parameter and its saved state."""
+    """Yield (group, saved group, None, None), then for each of its parameters (group, saved group, place, state)."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
         for number, place in _matched(saved["params"], places, what):

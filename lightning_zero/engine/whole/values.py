@@ -1,8 +1,8 @@
-"""Find which rank holds which part of the masters and of optimizer state, for each form in which they are saved.
+"""Tell which rank saves which elements of the masters and of optimizer state, and make tensors that stand for them.
 
-Each element is saved once at any stage: a rank saves its shard even of replicated masters, and of several replicas the
-first one saves. ``FakeTensors`` is for one file, into which each rank writes its ranges; ``TensorParts`` is for a
-folder.
+Exactly one rank saves each element, at any stage: a rank saves its shard even of replicated masters, and of several
+replicas the first one saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank writes its ranges;
+``TensorParts`` are for a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Entries = Mapping[int, dict[int, State]]  # state by bucket and slot, with a Lea
 
 
 class Value(NamedTuple):
-    """Names a parameter's masters, an optimizer's state of the parameter, or a copy of the masters."""
+    """Identifies a parameter's masters, an optimizer's state of the parameter, or a copy of the masters."""
 
     bucket: int
     slot: int
@@ -44,7 +44,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of a value, in memory order. Read ``source`` while ``storage`` is open."""
+    """Adjacent elements of a value, from ``start`` on in memory order. Read ``source`` while ``storage`` is open."""
 
     value: Value
     start: int
@@ -83,14 +83,14 @@ def _of_masters(bucket: Bucket, value: Value, storage: MasterStorage) -> Iterato
 
 
 def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
-    """Return the state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
+    """Return the optimizer state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
     buckets = engine.buckets if not engine.comm.replica else ()
     found = {number: sharded.entries(bucket, once=once) for number, bucket in enumerate(buckets)}
     return {number: entries for number, entries in found.items() if entries}
 
 
 def all_entries(engine: Engine, sharded: Stepper) -> Entries:
-    """Return the state that all ranks save, by bucket and slot. Collective."""
+    """Return the optimizer state that all ranks save, by bucket and slot. Collective."""
     known: dict[int, dict[int, State]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
         for number, slots in told.items():
@@ -103,7 +103,10 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """Yield this rank's ranges of ``wanted``, one open storage at a time. Call ``Engine.state_dict`` before it."""
+    """Yield the ``wanted`` elements that this rank saves, with one storage open at a time.
+
+    Call ``Engine.state_dict`` first: it waits for steps, and copies users' writes into the masters.
+    """
     for storage, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.storage):
         if own := [part for part in parts if part.value in wanted]:
             assert storage is not None
@@ -113,7 +116,7 @@ def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iter
 
 
 def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather ``wanted`` (the same on all ranks), each value in one range, bucket by bucket. Collective."""
+    """Gather the ``wanted`` values (the same on all ranks), and yield each in one whole range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -142,7 +145,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[Tensor], Tensor | None]
 ) -> dict[int, State]:
-    """Gather a bucket's state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
+    """Return a bucket's gathered optimizer state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -154,8 +157,8 @@ def full_entries(
 class FakeTensors:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
-    The argument ``last``, an earlier object, gives its tensors away, because making one takes 0.1 ms. ``made`` pairs
-    each tensor with the value that it stands for.
+    Tensors of ``last``, an earlier object, are reused, because making one takes 0.1 ms. ``made`` pairs each tensor with
+    the value that it stands for.
     """
 
     def __init__(self, last: FakeTensors | None = None) -> None:
@@ -170,7 +173,7 @@ class FakeTensors:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
-        """Make a tensor for ``value`` with shape and strides of ``like``."""
+        """Make or reuse a tensor for ``value``, with shape and strides of ``like``."""
         made = self._kept.pop((value, dtype), None)
         if made is None or (made.shape, made.stride()) != (like.shape, like.strides):
             with self._mode:
@@ -220,13 +223,13 @@ class TensorParts(Tensor):
 
 
 class Unsharded(NamedTuple):
-    """A value that only this rank saves."""
+    """A value other than a tensor, which only this rank saves."""
 
     value: object
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy a state with ``tensor_of(leaf)`` for tensors and :class:`Unsharded` for other values and lists."""
+    """Copy a state with ``tensor_of(leaf)`` for each tensor and :class:`Unsharded` for values without tensors."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

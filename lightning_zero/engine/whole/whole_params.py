@@ -42,7 +42,7 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Engine) -> None:
-    """Wait for steps, and move users' writes to parameters into the masters. Collective."""
+    """Wait for steps, and copy users' writes into the masters. Raise RuntimeError if ranks differ. Collective."""
     engine.passes.wait_for_all()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -51,9 +51,9 @@ def take_writes_over(engine: Engine) -> None:
 
 @outside_autograd
 def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
-    """Update compute parameters after masters have changed in buckets ``changed``, already copied to them. Collective.
+    """Update compute parameters on all ranks after the masters of the buckets ``changed`` have changed. Collective.
 
-    None: copy and update all buckets.
+    The caller has copied these masters to the compute parameters of its own range. None: copy and update all buckets.
     """
     if changed is None:
         changed = set(engine.buckets)
@@ -64,7 +64,7 @@ def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
 
 
 def gathered_buckets(engine: Engine) -> list[Bucket]:
-    """Return the buckets that a ``gather()`` shows now."""
+    """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between runs."""
     return [bucket for bucket in engine.buckets if bucket.is_plain]
 
 
@@ -72,7 +72,7 @@ def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
     for unit in engine.units:
         for bucket in unit.buckets:
             if bucket in shown:
-                # Writes are in the masters by now, or an exception has discarded them.
+                # The masters have users' writes by now, or an exception has discarded the writes.
                 engine.passes.writes.forget(bucket)
                 bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
 
@@ -89,8 +89,8 @@ class _Full(NamedTuple):
 def show_gathered(
     engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Show full masters in all parameters of the buckets of ``params``: :func:`lightning_zero.gather`. Collective."""
-    # A rank that is elsewhere must not take a later message of gather() for one of its own.
+    """Show full masters in the buckets of ``params`` inside the ``with``: :func:`lightning_zero.gather`. Collective."""
+    # A rank in another call must not take a later message of gather() for a message of that call.
     engine.comm.meet(None, "gather(), which all ranks must enter")
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
@@ -134,7 +134,7 @@ def _refuse_replaced(engine: Engine) -> None:
 
 @outside_autograd
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
-    """Show full masters in ``buckets``, and full gradients if asked. Fill ``shown``. Collective."""
+    """Show full masters in ``buckets``; with ``grads`` full gradients too. Put both into ``shown``. Collective."""
     take_writes_over(engine)
     engine.passes.sharded_grads.finish_pending()
     if grads:
@@ -155,7 +155,7 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         replaced = []
         for info in bucket.params:
-            # The user may have assigned another tensor to ``.data``; ``full`` lacks its values.
+            # The user may have assigned another tensor to ``.data``: copy its values to ``full``.
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
@@ -210,7 +210,7 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """This rank's mapping of its host's whole copy of the parameters."""
+    """All parameters in the shared memory of the host, as this rank maps them. ``fd``: descriptor of that memory."""
 
     def __init__(self, engine: Engine, fd: int) -> None:
         self.nbytes, start = _nbytes(engine), 0
@@ -225,14 +225,14 @@ class HostCopy:
         self.is_shown = False
         self.put_back: Callable[[], None] = lambda: None
         self.grads: list[tuple[nn.Parameter, ShardedGrad]] = []
-        self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy was equal to the masters
+        self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy equalled the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Note that the copy holds the masters' present values."""
+        """Record that the copy equals the masters now."""
         self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, engine: Engine) -> bool:
-        """Return whether the copy holds the present masters of this rank, which no step is changing."""
+        """Return whether the copy still equals this rank's masters. No step may be under way."""
         if self._seen != [bucket.storage.changes for bucket in engine.buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
@@ -264,7 +264,7 @@ def _nbytes(engine: Engine) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """View the parameter at byte ``start`` of ``memory``, in a storage of its own: a save writes whole storages."""
+    """Return a view of the parameter at byte ``start`` of ``memory``, in its own storage: a save writes storages."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
@@ -272,7 +272,7 @@ def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
-    """Return whether a shard group spans hosts. If not, each host's ranks hold all values together."""
+    """Return whether a shard group spans hosts. If not, the ranks of each host hold all shards between them."""
     groups = engine.comm.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
@@ -291,7 +291,7 @@ def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> 
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Map memory that the first rank of each host allocates; (None, why) on all ranks if one fails. Collective."""
+    """Allocate memory on each host's first rank, and map it on all; (None, why) on all if one fails. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -324,7 +324,7 @@ def _open(pid: int, fd: int) -> int:
 
 
 def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
-    """Fill the copy with the masters. Each rank of a host writes its shards or an equal share. Collective."""
+    """Fill the copy with the masters: a rank writes its shard, or an equal share of gathered masters. Collective."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gathers = _gathers(engine, hosts)
@@ -402,7 +402,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the whole module again if it still equals this rank's masters. Not collective: other ranks may be gone."""
+    """Show the host copy again if it still equals this rank's masters. Sends no message: other ranks may be gone."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
@@ -460,9 +460,9 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 @outside_autograd
 def shard_again(engine: Engine, *, keep: bool = True) -> bool:
-    """Return to shards with users' writes in them. Return whether the module was whole. Collective.
+    """Hide the whole parameters; put users' writes into the shards. Return whether it was whole. Collective.
 
-    With ``keep`` the next ``show_whole`` reuses the copy if masters have not changed.
+    With ``keep`` the next ``show_whole`` reuses the host copy if masters have not changed.
     """
     copy = engine.host_copy
     was_shown = copy is not None and copy.is_shown
@@ -490,7 +490,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Shard the module inside the context; if it was whole, make it whole again at the end. Collective."""
+    """Have the module sharded inside the ``with``. If it was whole before, show it whole again after. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
@@ -502,7 +502,7 @@ def set_aside(engine: Engine) -> Iterator[None]:
         show_whole(engine)
 
 
-# -- between runs: room ----------------------------------------------------------------------------------------------
+# -- between runs: is there enough memory? ---------------------------------------------------------------------------
 
 
 def check_room(engine: Engine) -> None:

@@ -1,5 +1,5 @@
-"""Run Lightning's WeightAveraging (and EMA) callbacks on shards: their copy of the module holds this rank's master
-shards. Checkpoints hold full tensors, as without sharding.
+"""Run Lightning's WeightAveraging (and EMA) callbacks on shards: the averaged model holds averages of this rank's
+master shards. Checkpoints hold full tensors, as without sharding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold the masters of all buckets in memory during the body. The averages take as much memory."""
+    """Hold all masters in memory during the body (the averages need as much). ``changed``: the body writes them."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -49,7 +49,7 @@ class _Tensors(nn.Module):
 
 
 class _AveragedTensors(_Tensors):
-    """The averages. The callback loads plain checkpoints into them."""
+    """The averages of :class:`_Tensors`. The callback loads a plain module's state dict into them."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.load(state, strict)
@@ -58,7 +58,7 @@ class _AveragedTensors(_Tensors):
 
 
 class ShardedAverage(AveragedModel):
-    """An ``AveragedModel`` of shards. Its state dict is that of an AveragedModel of the whole module."""
+    """An ``AveragedModel`` that averages shards. Its state dict is that of an AveragedModel of the whole module."""
 
     @outside_autograd
     def __init__(self, engine: Engine, strategy: Any, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class ShardedAverage(AveragedModel):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
-        self._storages: list[ResidentStorage] = []  # of the averages, made for the last save
+        self._storages: list[ResidentStorage] = []  # the averages that the last save reads, maybe in the background
         self._beside_masters = device is None
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -95,7 +95,7 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return full tensors on rank 0, or each rank's parts if folders are saved. Collective."""
+        """Return the averages: full tensors on rank 0, or each rank's parts if checkpoints are folders. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -115,7 +115,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of bucket ``number`` where a restage is about to move its masters."""
+        """Move the average of bucket ``number`` to the range and tier that a restage is about to give its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
@@ -130,7 +130,7 @@ class ShardedAverage(AveragedModel):
         return self._storages
 
     def _begin_to_change(self) -> None:
-        """Let a background save copy the averages before they change."""
+        """Let a background save copy the averages. Call this before they change."""
         for storage in self._storages:
             storage.open(to_write=True)
         self._storages = []
@@ -155,7 +155,7 @@ class ShardedAverage(AveragedModel):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Give averaging callbacks a sharded copy once the module is sharded. Collective."""
+    """Replace the average of each averaging callback by a :class:`ShardedAverage`, after sharding. Collective."""
     for callback in _averaging(trainer):
         waiting: Any = callback._average_model
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
@@ -184,7 +184,7 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Stands for ``_average_model`` until the module is sharded. ``loaded`` is the checkpoint to load then."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: the checkpoint to load then."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -201,7 +201,7 @@ class NoAverageYet:
 
 class AveragesShards(WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Copy nothing: :func:`average_shards` makes the average."""
+        """Do not copy the module: :func:`average_shards` makes the average once the module is sharded."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif stage == "fit":
@@ -237,7 +237,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """Return the average if it is of shards. Raise RuntimeError if it belongs to another engine."""
+        """Return the average if it is a ShardedAverage, else None. Raise RuntimeError if it is of another engine."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None

@@ -1,4 +1,4 @@
-"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity: they show no values."""
+"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity: these have no values to compare."""
 
 from __future__ import annotations
 

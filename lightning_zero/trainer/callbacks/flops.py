@@ -15,10 +15,10 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention of the body by torch's formulas; ``backward`` includes
-    recomputation.
+    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas, in ``forward`` and
+    ``backward``. The latter includes recomputation.
 
-    torch's own ``FlopCounterMode`` leaves hooks on modules and tensors.
+    torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""ZeroMonitor: logs speed, memory by role and tier, and the time that compute stood still."""
+"""ZeroMonitor: logs speed, memory by role and tier, and the time that compute waited."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class ZeroMonitor(Callback):
         zero/steps_per_s             optimizer steps
         zero/tokens_per_s            of all ranks; zero/samples_per_s where batches are not of tokens
         zero/tflops_per_s            model FLOP/s of one device, in 1e12, where the FLOPs of a batch are known
-        zero/mfu                     of the device's peak, where that is known too
+        zero/mfu                     these FLOP/s as a share of the device's peak, where that is known too
         zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
-        zero/bytes_over_plan         their sum over the planned sum: 1.0
-        zero/peak_bytes/device       the most that tensors have taken of a GPU
-        zero/wait_s_per_step         seconds that compute stood still, of which
+        zero/bytes_over_plan         sum of these bytes divided by the planned sum; 1.0 as planned
+        zero/peak_bytes/device       the most bytes of GPU memory that tensors have taken
+        zero/wait_s_per_step         seconds that compute waited, of which
         zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one),
                                      sequence (the exchange of heads)
         zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
@@ -221,7 +221,7 @@ class ZeroMonitor(Callback):
 
 
 def at_rest(held: Bytes) -> int:
-    """Return the sum of ``held`` without staging buffers."""
+    """Return the sum of the bytes in ``held``, without staging buffers."""
     return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
 
 
@@ -230,13 +230,13 @@ def _engine(trainer: pl.Trainer) -> Engine:
 
 
 def _batches_at_once(trainer: pl.Trainer) -> int:
-    """Count batches that all ranks compute at once: ranks that share a sequence share one."""
+    """Return how many batches all ranks compute at once. Ranks that share a sequence share one batch."""
     batches: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
     return batches
 
 
 def _kinds(engine: Engine) -> set[str]:
-    """Return the kinds of :data:`STANDS` and :data:`MOVES` that can occur in this run."""
+    """Return the kinds of waits (:data:`STANDS`) and transfers (:data:`MOVES`) that can occur in this run."""
     kinds = set(_BETWEEN_RANKS) if engine.comm.world_size > 1 else set()
     if engine.config.offload.name is not Offload.none:
         kinds.update(_OFFLOADED)

@@ -1,7 +1,7 @@
-"""Run Lightning's ModelPruning on shards, while parameters hold whole values.
+"""Run Lightning's ModelPruning on a sharded module, whose parameters are gathered meanwhile.
 
 The callback turns ``weight`` into the parameter ``weight_orig``, the buffer ``weight_mask`` and a hook. The parameter
-object stays, so the engine and the optimizers keep it. Masks and the hook's products are not sharded.
+object stays, so the engine and the optimizers keep it. Masks, and the weights that the hook computes, are not sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_zero.lightning_api import ModelPruning, pl
 
 @contextlib.contextmanager
 def _with_values(engine: Engine | None) -> Generator[None, None, None]:
-    """Show the whole module in the body: global pruning compares the parameters of all layers. Collective."""
+    """Gather all parameters of the module in the body: global pruning compares those of all layers. Collective."""
     if engine is None:
         yield
         return
@@ -47,7 +47,7 @@ class PrunesShards(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply masks to the state dict being saved. The callback would ask the module for a new one."""
+        """Apply masks to the state dict that is being saved. Lightning's callback would make a new one."""
         if engine_of(pl_module) is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return

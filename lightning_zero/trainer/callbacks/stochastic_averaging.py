@@ -1,4 +1,4 @@
-"""Run Lightning's StochasticWeightAveraging on master shards, as ``averaging.py`` does."""
+"""Run Lightning's StochasticWeightAveraging on master shards, as ``averaging.py`` does for WeightAveraging."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_zero.trainer.callbacks.averaging import NoAverageYet, ShardedAver
 
 
 class StochasticAverage(ShardedAverage):
-    """The callback's ``_average_model``. Its state dict is that of the whole module."""
+    """The callback's ``_average_model``, made of shards. Its state dict is that of the whole module."""
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Average with the masters by the element-wise ``avg_fn``; the first time, copy them. Collective."""
+        """Update the averages from the masters by the element-wise ``avg_fn``; the first time copy them. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):
@@ -53,7 +53,7 @@ class StochasticAverage(ShardedAverage):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Give the callbacks a sharded copy once the module is sharded. Collective."""
+    """Replace the average of each such callback by a :class:`StochasticAverage`, after sharding. Collective."""
     for callback in stochastic(trainer):
         waiting: Any = callback._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=callback._device)
@@ -64,7 +64,7 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
 
 class AveragesShardsStochastically(StochasticWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Copy nothing: :func:`average_shards` makes the average."""
+        """Do not copy the module: :func:`average_shards` makes the average once the module is sharded."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif trainer.state.fn == TrainerFn.FITTING:

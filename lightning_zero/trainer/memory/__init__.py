@@ -2,9 +2,9 @@
 
 ::
 
-    activations     what a micro-batch needs, measured on fake tensors without memory
+    activations     memory that a micro-batch needs, measured on fake tensors
     fake_module     the module's copy with fake tensors
-    auto_row        stage=auto: the chosen row, and why
+    auto_row        stage=auto: chooses stage and offload
     held_bytes      bytes that an engine holds now, by role and tier
     planned_states  the state that optimizers will have
 """

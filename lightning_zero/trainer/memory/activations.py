@@ -1,4 +1,4 @@
-"""Measure what a micro-batch needs beside parameters, by one forward and backward on fake tensors without memory.
+"""Measure the memory that a micro-batch needs besides parameters, by one forward and backward on fake tensors.
 
 A copy of the module runs its own ``training_step``; every storage counts until it is freed. Fake tensors are on a fake
 CPU, so scratch memory of GPU kernels does not count.
@@ -51,9 +51,9 @@ class NotMeasured(ConfigError):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations create in the body: ``now``, and ``most`` since :meth:`restart`.
+    """Counts bytes of the storages that the body's operations create: ``now``, and ``most`` since :meth:`restart`.
 
-    ``flops`` is by torch's formulas; torch's own counter keeps tensors of checkpointed calls alive.
+    ``flops``: by torch's formulas. torch's own counter is not used: it keeps tensors of checkpointed calls alive.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = func is torch.ops.aten._local_scalar_dense.default
         if reads and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
-            return 1.0  # a loss read for logging; reading a length or a condition fails
+            return 1.0  # a stand-in for a loss that is logged; reading a length or a condition fails
         result = func(*args, **(kwargs or {}))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
@@ -98,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Begins(torch.autograd.Function):
-    """The identity, which calls ``begins`` in its backward."""
+    """Returns its input unchanged, and calls ``begins`` when the backward reaches it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, begins: Callable[[], None]) -> Tensor:
@@ -112,7 +112,7 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a pass into stretches at the calls of units. ``slots``: the number of gradients of each bucket."""
+    """Divides a step into stretches, in each of which one unit runs. ``slots``: number of gradients of each bucket."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots
@@ -123,7 +123,7 @@ class _Recorder:
         self._done: set[int] = set()
 
     def enter(self, unit: int, *, backward: bool) -> None:
-        """End the current stretch and begin one of ``unit``."""
+        """End the current stretch, with its peak bytes, and begin a stretch of ``unit``."""
         self.stretches.append(
             Stretch(self._unit, self.in_backward, self._live.most, frozenset(self._begun), frozenset(self._done))
         )
@@ -151,8 +151,8 @@ def measure(
     *,
     trainer: Any = None,
 ) -> Activations:
-    """Measure one forward and backward of ``module``, which may be on meta, must not be sharded yet, and stays
-    unchanged.
+    """Measure the activations of one forward and backward of ``module``. It may be on meta, must not be sharded yet,
+    and stays unchanged.
 
     Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
     Raises NotMeasured if ``training_step`` fails on tensors without values.
@@ -173,7 +173,7 @@ def measure(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's lines on a new Trainer, and torch's on fake tensors: the exception has the same text."""
+    """Silence logging in the body: Lightning's on a new Trainer, and torch's on errors, which exceptions report too."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -189,7 +189,7 @@ class _Measurement:
         self._config, self._precision, self._mode = config, precision, mode
         groups = describe_units(module, config, precision)
         dtypes: dict[int, torch.dtype] = {}
-        places: dict[str, tuple[int, int]] = {}  # of parameters: bucket and slot
+        places: dict[str, tuple[int, int]] = {}  # bucket and slot of each parameter, by name
         buckets = [bucket for group in groups for bucket in group.buckets]
         for number, bucket in enumerate(buckets):
             for slot, info in enumerate(bucket.params):
@@ -225,18 +225,18 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit with activation checkpointing, if that is set."""
+        """Run a unit on the whole batch; with activation checkpointing, if the settings ask for it."""
         if self._config.activation_checkpointing is Recompute.none:
             return inner(*args, **kwargs)
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit in chunks, as under ``zero.vertical_chunks``."""
+        """Run a unit chunk by chunk, as the engine does under ``zero.vertical_chunks``."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
-        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # no trial without values
+        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # without the engine's trial, which needs values
         inputs.divided = [divided and tensor.untyped_storage()._cdata not in self._own for divided, tensor in pairs]
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.vertical_chunks: a {type(module).__name__}: {why}.")
@@ -252,7 +252,7 @@ class _Measurement:
         return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any] | None) -> None:
-        """Run ``module`` by ``how`` (``None``: as it is), and tell the recorder when it runs."""
+        """Replace ``module.forward``: tell the recorder when ``unit`` runs, and run it by ``how`` (None: unchanged)."""
         inner, recorder = module.forward, self._recorder
         begins = partial(recorder.enter, unit, backward=True)
 
@@ -303,12 +303,12 @@ class _Measurement:
         return Activations(tuple(self._recorder.stretches), saved, nbytes, total, self._sharers.sent)
 
     def _train(self, batch: Any) -> None:
-        """Run one step, on this rank's part of the batch if ranks share sequences."""
+        """Run one training step on fake tensors: on the batch, or one rank's part of it if ranks share sequences."""
         steps = SequenceSteps(self._module, self._sharers if self._config.sequence_parallel > 1 else None)
         first, *more = self._arguments(batch)
         part, own = steps.cut(first)
         loss = steps.train(part, self._module.training_step, own, *more)
-        if isinstance(loss, Mapping):  # what else it holds is gone before the backward
+        if isinstance(loss, Mapping):  # the other outputs are freed before the backward
             loss = loss.get("loss")
         with steps.backward():
             if loss is not None and self._module.automatic_optimization:
@@ -334,7 +334,7 @@ class _Measurement:
 
 
 def _keep_output_dtype(module: nn.Module) -> None:
-    """Convert inputs and outputs as the engine does for fp32 modules in lower precision."""
+    """Replace ``module.forward``: convert inputs and outputs as the engine does for a module that computes in fp32."""
     before, after = dtype_hooks(module)
     inner = module.forward
 
@@ -352,7 +352,7 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Measure ``batch`` and one of twice its size, from which other sizes follow. May raise NotMeasured."""
+    """Measure ``batch``, and a batch of twice its size, to interpolate other sizes. May raise NotMeasured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
@@ -372,7 +372,7 @@ def measure_sizes(
 
 
 def of_size(batch: Any, size: int, wanted: int) -> Any:
-    """Return ``batch``, of ``size`` samples, with ``wanted`` samples on meta."""
+    """Return ``batch``, which has ``size`` samples, with ``wanted`` samples instead, as tensors on meta."""
     made: dict[int, Any] = {}  # a tensor given twice stays one tensor
 
     def resized(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Decide ``zero/stage=auto`` when a run starts: rank 0 decides for all, from what all ranks have.
+"""Choose stage and offload for ``zero/stage=auto`` when a run starts: rank 0 chooses, from all ranks' free memory.
 
 ::
 
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen row and the reason.
+    """The chosen stage and offload, and the reason.
 
     Attributes:
         samples: the largest micro-batch per rank that fits, by the plan; None if not known.
-        fitting: whether it was made for training.
+        fitting: whether the choice was made for training.
     """
 
     stage: str
@@ -77,14 +77,14 @@ class Decision:
 
 @dataclass
 class Auto:
-    """A strategy's decision. ``asked``: settings that leave rows open, or None."""
+    """A strategy's choice. ``asked``: settings with ``stage=auto``, for which to choose; None if the stage is given."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
 
 
 class _Place(NamedTuple):
-    """The free bytes of one rank, and its host."""
+    """One rank's host, and its free bytes of GPU memory, host memory and disk."""
 
     host: str
     gpu: int  # 0: the rank computes on the host
@@ -93,11 +93,11 @@ class _Place(NamedTuple):
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """Set the strategy's rows if they are open. Raise ConfigError on all ranks if no row fits. Collective."""
+    """Set the strategy's stage and offload if auto. Raise ConfigError on all ranks if nothing fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return
-    if before is not None and engine_of(module) is not None:  # keep it while the module is sharded
+    if before is not None and engine_of(module) is not None:  # keep the choice while the module is sharded
         return
     places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
 
@@ -120,7 +120,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Return the offload settings, with the folder for files that a preset takes from the environment."""
+    """Return the offload settings; the files' folder may come from the variable LIGHTNING_ZERO_NVME_PATH."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -136,7 +136,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """Describe the machine for the plan, as if all hosts had what the poorest host has for each rank."""
+    """Describe the machine for the plan, as if each rank had only the least free memory and disk of any rank."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -180,7 +180,7 @@ def _decide(
 def model_of(
     strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
 ) -> tuple[Model, list[str]]:
-    """Return the model as planning sees it, and a list of what was assumed where facts are not known."""
+    """Return ``module`` as the planner needs it, and a list of assumptions where facts are unknown."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
     found, why_not = None, "" if fitting else "there is no training"

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """The copy's trainer: the run's, else one that was just made, but with optimizers that step nothing."""
+    """Stand-in for the copy's trainer: the run's Trainer, or else a new one, but with optimizers that do nothing."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -36,9 +36,9 @@ class _Stand:
 
 
 def _new_trainer() -> pl.Trainer:
-    """Make a Trainer of one rank, as it is in an epoch of a training without an end."""
+    """Make a Trainer with one rank, in the state of training without a last epoch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of GPUs that it does not use
+        warnings.simplefilter("ignore")  # about GPUs that it does not use
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
@@ -56,7 +56,7 @@ def _new_trainer() -> pl.Trainer:
 def fake_copy(
     module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
 ) -> pl.LightningModule:
-    """Copy ``module`` with fake tensors; ``dtypes`` are by ``id``. Tied parameters stay tied."""
+    """Copy ``module`` with fake tensors. ``dtypes``: the tensors' new dtypes, by ``id``. Tied parameters stay tied."""
     memo: dict[int, Any] = {id(None): None}
     for owner in ("_trainer", "_fabric"):
         held = module.__dict__.get(owner)
@@ -76,7 +76,7 @@ def fake_copy(
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Make the copy log nothing, step nothing, and find a trainer."""
+    """Make the copy ``module`` find a trainer, log nothing, step nothing, and call ``backward`` for a loss."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -90,7 +90,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Give a copy with manual optimization as many optimizers as its own, which do nothing."""
+    """Give a copy with manual optimization optimizers that do nothing, as many as it configures."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -110,7 +110,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Return the planned state of ``module``'s optimizers; if unknown, Adam's number of tensors, and why."""
+    """Return the state that ``module``'s optimizers will have; if unknown, Adam's number of tensors, and the reason."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False):
@@ -145,7 +145,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to meta when a module registers it. Other tensors keep values, which code may read."""
+    """In the body, move parameters to meta when modules register them. Other tensors keep values for code to read."""
 
     def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object

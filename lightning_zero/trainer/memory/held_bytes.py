@@ -26,7 +26,7 @@ from lightning_zero.planning.placement import Tier
 def held_bytes(engine: Engine) -> Bytes:
     """Count this rank's bytes by role and tier: each storage once, and files by their reserved size.
 
-    Gathered parameters and step counts do not count. File tensors in memory count as staging, like the ring's buffers.
+    Gathered parameters and step counters do not count. File tensors read into memory count as staging, like the ring.
     """
     held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     seen: set[int] = set()
@@ -56,7 +56,7 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Divide ``total`` bytes in files by role: bytes that are neither masters nor compute parameters are state."""
+    """Divide ``total`` bytes in files by role. What is neither masters nor compute parameters is optimizer state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):
@@ -71,7 +71,7 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Return how many state tensors a parameter has by now; if tensors are stepped whole, a ``StateOfRank``."""
+    """Return the number of state tensors per parameter now; a ``StateOfRank`` if some optimizer steps whole tensors."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(
@@ -99,7 +99,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned between two steps. Cleared gradients count until the next backward drops them."""
+    """Return the bytes planned between two steps, with gradients if ``held`` still has some."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

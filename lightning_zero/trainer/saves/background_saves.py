@@ -49,7 +49,7 @@ class _Failure(NamedTuple):
 class BackgroundSaves:
     """Runs a strategy's background saves, one at a time.
 
-    ``may_fail``: training goes on if the save fails; the same on all ranks. ``spare``: memory for the next copies.
+    ``may_fail``: training goes on if the save fails; equal on all ranks. ``spare``: memory to use for the next copies.
     """
 
     def __reduce__(self) -> Any:
@@ -89,7 +89,7 @@ class BackgroundSaves:
         """Start a save in this rank's thread. Collective.
 
         Args:
-            key: of the save's mailbox.
+            key: names the save's mailbox in the store.
             write: writes this rank's part, and returns a value for ``end``.
             end: called on rank 0 with the values of all ranks, in rank order.
             close: called last, with the error if the save failed.
@@ -151,7 +151,7 @@ class BackgroundSaves:
             last.result()
 
     def wait_alone(self, long_work: LongWork = SILENT) -> None:
-        """Do :meth:`wait` while other ranks may be gone. Warn of an error instead of raising it."""
+        """Wait as :meth:`wait` does, after an exception: other ranks may be gone, and an error only makes a warning."""
         self._hurry.set()
         try:
             self.wait(long_work)

@@ -25,7 +25,7 @@ _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
 
 class CheckpointFiles(Processes):
-    """The part of a strategy that reads and writes files and folders."""
+    """The part of both strategies that reads and writes checkpoint files and folders."""
 
     _checkpoint_io: CheckpointIO | None
     if TYPE_CHECKING:  # Lightning's
@@ -49,7 +49,9 @@ class CheckpointFiles(Processes):
     def _write_folder(
         self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any
     ) -> None:
-        """Save ``checkpoint`` as a folder; ``settings`` are those of :func:`divide`. Collective.
+        """Save ``checkpoint`` as a folder, in the background with ``behind``. Collective.
+
+        ``settings``: arguments of :func:`divide`.
 
         Raises:
             ConfigError: there are storage ``options``, or the path is not on a mounted file system.
@@ -69,7 +71,7 @@ class CheckpointFiles(Processes):
     ) -> dict[str, Any]:
         """Read a file or a folder, after comparing it with its checksums if ``verified``. Collective.
 
-        ``of_trainer``: give the module's entry the name it has in checkpoints of the Trainer.
+        ``of_trainer``: name the module's entry ``state_dict``, as in checkpoints of the Trainer.
         """
         if verified:
             self._verify(path)
@@ -115,7 +117,7 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Check one of ``parts`` parts against its checksums before loading. Raise ConfigError if it is damaged."""
+    """Compare ``part`` of ``parts`` of checkpoint ``name`` with its checksums. Raise ConfigError if it is damaged."""
     if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:

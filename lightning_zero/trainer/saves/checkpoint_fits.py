@@ -63,7 +63,7 @@ def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
 
 
 class _WritesNothing(TorchFunctionMode):
-    """Makes ``Module.load_state_dict`` a rehearsal that copies nothing."""
+    """Makes ``Module.load_state_dict`` in the body check everything, but copy no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
@@ -106,7 +106,7 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
 
 
 def may_change_optimizers(trainer: pl.Trainer) -> bool:
-    """Return whether user hooks may change param groups before optimizer states are loaded."""
+    """Return whether users' ``on_fit_start`` hooks may change param groups before optimizer states are loaded."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return is_overridden(_HOOK, trainer.lightning_module) or any(
         isinstance(callback, BaseFinetuning)
@@ -119,9 +119,9 @@ def may_change_optimizers(trainer: pl.Trainer) -> bool:
 def warn_of_overruled(
     pairs: Sequence[tuple[Optimizer, Mapping[str, Any]]], scheduled: Sequence[Optimizer], path: object
 ) -> None:
-    """Warn of settings that an optimizer is about to lose to those of its saved state.
+    """Warn of settings of optimizers, such as ``lr``, that their saved states are about to replace.
 
-    ``scheduled``: optimizers whose learning rate a scheduler changes.
+    ``pairs``: each optimizer and its saved state. ``scheduled``: optimizers whose learning rate a scheduler changes.
     """
     changed = []
     for optimizer, state in pairs:

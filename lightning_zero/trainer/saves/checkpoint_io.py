@@ -1,4 +1,4 @@
-"""Write, read and remove checkpoints. ``checkpoint/durable.py`` says why torch's way of writing is not used."""
+"""Write, read and remove checkpoint files. ``checkpoint/durable.py`` says why torch's way of writing is not used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes a file whole or not at all. Paths that are not local go to Lightning. ``long_work`` shows the progress."""
+    """Writes files whole or not at all. Lightning writes paths that are not local. ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
@@ -45,7 +45,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file with weights and optimizer states mapped, so that each rank reads only its ranges."""
+        """Load a file. Weights and optimizer states are memory-mapped, so that each rank reads only its ranges."""
         name = get_filesystem(path)._strip_protocol(str(path)) if is_local(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only is not False)
@@ -99,7 +99,7 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
-    """Return whether ``io`` is ours, and so only writes files in torch.save's format."""
+    """Return whether ``io`` saves as ZeroCheckpointIO does: only files, in torch.save's format."""
     return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
 
 
@@ -107,12 +107,12 @@ _TORCHS = torch.save
 
 
 def saves_as_torch() -> bool:
-    """Return whether ``torch.save`` is torch's own. A mock of it must be called with all values."""
+    """Return whether ``torch.save`` is torch's own. A mock of it must be called, and with all values."""
     return torch.save is _TORCHS
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or ours if the user chose none, also inside a wrapper such as AsyncCheckpointIO."""
+    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper without an inner CheckpointIO also gets one."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -121,7 +121,7 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_wrapper(io: CheckpointIO | None) -> bool:
-    """Return whether ``io`` is a plugin of Lightning's that hands over to another one."""
+    """Return whether ``io`` is a wrapper of Lightning's around another CheckpointIO, such as AsyncCheckpointIO."""
     return hasattr(type(io), "checkpoint_io")
 
 
@@ -192,7 +192,7 @@ def _classes(path: Any) -> list[str]:
 
 
 def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
-    """Wait until an asynchronous writer's queue, which holds whole checkpoints, is empty. Raise the writer's error."""
+    """If ``io`` writes asynchronously, wait until its queue of whole checkpoints is empty. Raise the writer's error."""
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
@@ -205,7 +205,7 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
     """Call ``act`` after the queued writes; never if one of them failed. The executor's single thread keeps the order.
 
-    AsyncCheckpointIO removes files at once: a process killed then would have neither the old nor the new checkpoint.
+    AsyncCheckpointIO removes old files at once: a process killed then would have neither the old nor the new file.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None

@@ -1,7 +1,7 @@
 """Save and load the Trainer's checkpoints, as one file (``range_saves.py``) or as a folder
 (``sharded_checkpoints.py``).
 
-They also hold the random numbers of all ranks and the model's Hugging Face record.
+Checkpoints also hold the states of all ranks' random number generators, and the model's Hugging Face record.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Saves and loads a strategy's checkpoints. ``range_save`` is set while the Trainer writes one by ranges.
+    """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
 
-    ``fakes``: its tensors without values. ``next_may_fail``: training goes on if the next background save fails.
+    ``range_save``: the save under way if all ranks write ranges of one file. ``fakes``: its tensors without values.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -92,7 +92,7 @@ class Checkpoints:
         self.saved_rng: Saved | None = None
 
     def before_save(self) -> None:
-        """Wait for the previous save. Raise RuntimeError if only some ranks save. Collective."""
+        """Wait for the previous save. Raise RuntimeError if, after an exception, only some ranks save. Collective."""
         module = self._strategy.lightning_module
         if module is not None and (engine := engine_of(module)) is not None:
             refuse_lonely_save(engine)  # before any collective
@@ -124,7 +124,7 @@ class Checkpoints:
         return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` with the run's random numbers and records. Raise on all ranks on failure. Collective."""
+        """Write ``checkpoint``, with random number states and records. On failure, raise on all ranks. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             row, waits = self._strategy._random_numbers.row(), self._strategy._waits
             what = "states of random numbers"
@@ -154,7 +154,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
-        """Mark an exception of the body as a save that failed on all ranks, so that all can go on together."""
+        """Mark an exception of the body as a save that failed on all ranks, so that all of them can continue."""
         try:
             yield
         except (StallError, PeerError, ApartError):  # after these the ranks cannot go on
@@ -165,7 +165,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """Return what the next save needs to run in the background; None if training waits for it."""
+        """Return what the next save needs to run in the background; None if training must wait for the save."""
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
@@ -221,7 +221,7 @@ class Checkpoints:
             self._strategy._together("the last writes of checkpoints", finish)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank, and keep its random numbers for the run. Collective.
+        """Read a checkpoint on every rank, and keep its random number states for this run. Collective.
 
         Raises:
             ConfigError: the file is damaged, no checkpoint, or would run code without ``weights_only=False``; on all
@@ -254,7 +254,7 @@ class Checkpoints:
                 )
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Check a checkpoint's weights, and load them now or in setup. Collective.
+        """Check that a checkpoint's weights fit the model. Load them now, or in setup if the run resumes. Collective.
 
         Raises:
             OtherModelError: they are weights of another model; on all ranks. Nothing is loaded.
@@ -279,7 +279,7 @@ class Checkpoints:
 
     @property
     def _goes_on(self) -> bool:
-        """Return whether this run loads optimizer states from its checkpoint."""
+        """Return whether this run resumes: it will also load optimizer states from its checkpoint."""
         assert self._strategy.lightning_module is not None
         return (
             self._strategy.lightning_restore_optimizer
@@ -287,7 +287,7 @@ class Checkpoints:
         )
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights of :meth:`load_model`. Raise ConfigError first if optimizers do not match. Collective."""
+        """Load the weights that were left for setup. Raise ConfigError if optimizers do not match. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -298,9 +298,9 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the checkpoint's tensors if some rank's module is on meta, else None. Collective.
+        """Return the checkpoint's tensors, to shard with, if some rank's module is on meta; else None. Collective.
 
-        Raises ConfigError if frozen parameters on meta have no values from anywhere.
+        Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """
         if self._to_load is None:
             return None

@@ -1,4 +1,4 @@
-"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a dead run has left."""
+"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a killed run has left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Keep a checkpoint that ``last.ckpt`` links to until the link moves on."""
+        """Remove a checkpoint; if ``last.ckpt`` links to it, only when the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -38,7 +38,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link atomically, after background writes. Lightning would remove the old one at once."""
+        """Replace the link atomically, after background writes. Lightning would remove the old link at once."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -54,7 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Let a job remove the checkpoint it resumed from if it is its own. Lightning keeps it, as the user's."""
+        """Let a job remove the checkpoint it resumed from if the job wrote it. Lightning would keep it as a user's."""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -107,7 +107,7 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Find each ``last.ckpt`` of this job. A callback that does not know it would make ``last-v1.ckpt``."""
+        """Return the paths of this job's ``last.ckpt``. A callback that lacks its path would write ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
@@ -127,7 +127,7 @@ class NoteJob(Callback):
                 os.path.realpath(path) for path in {*known, *callback.best_k_models, trainer.ckpt_path or ""} if path
             }
             last = os.path.abspath(callback.last_model_path)
-            # Files that the earlier start kept for the link until it was killed are kept for it again.
+            # Checkpoints that the killed run kept because ``last.ckpt`` links to them are kept again.
             files = written.get(callback.state_key, set())
             _held.setdefault(callback, []).extend(self._held_by_link(callback, trainer, files))
             for path in sorted(written.get(callback.state_key, ())):
@@ -151,13 +151,13 @@ class NoteJob(Callback):
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """Return the folder in which this job's files are noted, or None."""
+    """Return the run folder in which NoteJob notes this job's files, or None."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 
 
 def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
-    """Note a checkpoint's name. All ranks raise if the disk is full. Collective."""
+    """Note in the run folder that this job writes the checkpoint ``path``. All ranks raise on failure. Collective."""
     run_dir = _noted_in(trainer)
     if run_dir is None:
         return

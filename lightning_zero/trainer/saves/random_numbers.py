@@ -1,14 +1,14 @@
 """Make a resumed run draw the random numbers that the saved run would have drawn.
 
-The moment of the save decides which state counts; a batch that was fetched but not trained is fetched again::
+A save keeps the states "now" and "epoch". A batch that was fetched but not trained before the save is fetched again::
 
     epoch |  iterator is made  | fetch | step | fetch | step | ...         | validation, hooks | next epoch
           ^ "epoch"            ^ "now" of a save during this step            ^ "now" of a save here
 
 Making an iterator draws too: the seed of workers and the order of a shuffling sampler. In a resumed run Lightning makes
-the first iterator early, in ``setup_data``, before hooks that the saved run had behind it. So generators are set three
+the first iterator early, in ``setup_data``, before start hooks that may also draw. So the generators are set three
 times: before that iterator, after the last start hook, and at the first fetch. If Lightning makes another iterator
-before the first fetch, that one counts.
+before the first fetch, the third time is left out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ KEY = "lightning_zero_rng"  # key in a checkpoint
 
 
 class Saved(NamedTuple):
-    """The states with which one rank goes on: before the next draw, and before the epoch's iterator was made.
-
-    ``in_epoch``: the next batch comes from that iterator.
+    """The generators' states with which one rank resumes: ``now``, before its next draw, and ``epoch``, before the
+    epoch's iterator was made. ``in_epoch``: the next batch comes from that iterator.
     """
 
     now: Generators
@@ -53,7 +52,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 class RandomNumbers:
-    """Watches the loops of a fit, and sets the generators if it resumes, from ``saved``."""
+    """Notes generator states during a fit, for its saves, and sets the generators from ``saved`` if the fit resumes."""
 
     def __init__(self, trainer: pl.Trainer, device: torch.device, saved: Saved | None) -> None:
         self._fit_loop = trainer.fit_loop
@@ -67,14 +66,14 @@ class RandomNumbers:
         self.watches = True
 
     def let_go(self) -> None:
-        """Stop watching after the run. The run can still be saved."""
+        """Stop following the loops when the run ends. The run can still be saved."""
         self.watches = False
         self._made = None
 
     # -- what Lightning does, in this order -----------------------------------------------------------------------
 
     def before_iterator(self, loader: Any) -> None:
-        """Set the generators for the first iterators. Called for each loader of batches to train on."""
+        """Set the generators before a training loader makes its first iterator. Called for each training loader."""
         if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
             _set_epoch(loader, self._next_epoch())
         if self._saved is not None:
@@ -142,7 +141,7 @@ class RandomNumbers:
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
-        """Make the record in the checkpoint from :meth:`row` of all ranks."""
+        """Make the checkpoint's record from ``rows``, which :meth:`row` gave on each rank."""
         progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
         sizes = {name: len(part) for name, part in self._now().packed().items()}

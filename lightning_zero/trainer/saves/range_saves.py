@@ -7,8 +7,8 @@
       users have hooks           values in a file beside the target  read it    rank 0, an ordinary file
       another CheckpointIO       whole, on rank 0                    read it    the CheckpointIO
 
-Hooks may read and replace values, so they get tensors mapped from an unlinked file: no memory, but disk space for two
-files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
+Hooks may read and replace values, so they get tensors mapped from an unlinked file. This takes no memory, but disk
+space for two files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Tells ranks what to write: the file, how to recognise it, and the holes and dtypes of each value's tensors."""
+    """Tells ranks where to write: the file, how to recognise it, and the holes and dtypes of each value's tensors."""
 
     part: str
     identity: tuple[int, int]
@@ -69,13 +69,13 @@ class _Place(NamedTuple):
 
 
 class RangeSave:
-    """One save of a checkpoint.
+    """One save of a checkpoint as a file. Each rank writes its own ranges of the file.
 
     Args:
-        io: checks the finished file.
-        with_values: whether states hold values, for hooks that read them.
+        io: its ``look_at`` checks the finished file.
+        with_values: whether state dicts hold values, for hooks that read them.
         noting: context that marks exceptions as raised on all ranks.
-        fakes: factory of tensors without values.
+        fakes: makes tensors without values.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RangeSave:
         return self._of(lambda fakes: self._engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
     def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
-        """Return the module's state with a copy of the masters, one storage per bucket, in place of the masters."""
+        """Return the module's state dict with values from ``storages``, one per bucket, instead of the masters."""
         without_frozen = self._engine.config.checkpoint.exclude_frozen
         return self._of(lambda fakes: fake_copy(self._engine, fakes, storages, trainable_only=without_frozen))
 
@@ -118,7 +118,7 @@ class RangeSave:
         return found
 
     def write(self, checkpoint: dict[str, Any]) -> bool:
-        """Write the checkpoint; if its tensors have values, return False instead. Collective."""
+        """Write the checkpoint and return True; if its tensors have values, only return False. Collective."""
         if self._with_values:
             return False
         self._write(checkpoint, self._fakes, keep=True)
@@ -127,7 +127,7 @@ class RangeSave:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, content: Any, fakes: FakeTensors, *, keep: bool) -> dict[int, Tensor]:
-        """Write ``content`` with the values of ``fakes``. Raise on all ranks if it fails. Collective.
+        """Write ``content``, with values in place of ``fakes``. If that fails, raise on all ranks. Collective.
 
         Without ``keep``, unlink the file after the write, and return its tensors, mapped into memory, on rank 0.
         """
@@ -188,7 +188,7 @@ class RangeSave:
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """Write all ranks' ranges on rank 0. Raise its error only at the end, when no rank waits for it. Collective."""
+        """Write all ranks' ranges on rank 0. Raise an error only at the end, when no rank waits. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
 
@@ -272,7 +272,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _open(place: _Place) -> int | None:
-    """Open the file if this rank sees it, else return None."""
+    """Open rank 0's file if this rank sees it, and return the descriptor; else return None."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -284,7 +284,7 @@ def _open(place: _Place) -> int | None:
 
 
 def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
-    """Replace tensors in ``state``, keyed by the ``id`` of the replaced tensor. Mappings are changed in place."""
+    """Return ``state`` with tensors replaced by ``values``, keyed by the tensors' ``id``. Mappings change in place."""
     if isinstance(state, Tensor):
         return values.get(id(state), state)
     if type(state) in (list, tuple):
@@ -300,7 +300,7 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 class SavesByRanges(pl.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Choose how to save before the state is asked for. Collective."""
+        """Decide, before state dicts are made, whether all ranks write ranges of the file; then save. Collective."""
         checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
         if checkpoints is None or checkpoints.range_save is not None:
             super().save_checkpoint(filepath, weights_only, storage_options)
@@ -314,7 +314,7 @@ class SavesByRanges(pl.Trainer):
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
-    """Return the RangeSave for this path, or None if rank 0 or the user's plugin saves whole values. Collective."""
+    """Return a RangeSave if all ranks can write the file; None if it is saved in another way. Collective."""
     module, strategy = trainer.lightning_module, cast(Any, trainer.strategy)
     engine = engine_of(module) if module is not None else None
     io = strategy.checkpoint_io
@@ -335,7 +335,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
 
 
 def _have_hooks(trainer: pl.Trainer) -> bool:
-    """Return whether user hooks see what is saved."""
+    """Return whether the user has ``on_save_checkpoint`` hooks, which may read the values that are saved."""
     harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these do not read values
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return any(part is not None and is_overridden(_HOOK, part) for part in (trainer.lightning_module, data)) or any(

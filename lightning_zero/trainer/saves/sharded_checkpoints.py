@@ -2,7 +2,7 @@
 
 ::
 
-    of the Trainer
+    of the Trainer         in the folder
     state_dict             state_dict.<name>                        in Lightning's FSDP folders: model.<name>
     optimizer_states[0]    optimizer_0.state.<name>.<entry>, optimizer_0.param_groups.<n>.<entry>
     values with parts of tensors (current_model_state of averaging callbacks)     under their own name
@@ -46,7 +46,7 @@ def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
 
 
 def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
-    """Raise ConfigError if folders are saved and ``io`` is the user's: it would never be called."""
+    """Raise ConfigError if the user gave a CheckpointIO but checkpoints are folders: ``io`` would never be called."""
     if io is not None and type(io) is not ZeroCheckpointIO and settings.name is CheckpointFormat.sharded:
         raise ConfigError(
             f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
@@ -55,7 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a checkpoint into parts for DCP's files and ``meta.pt``. ``named``: keys of optimizers (Fabric)."""
+    """Return a checkpoint's entries for DCP's files and for ``meta.pt``. ``named``: keys of optimizers (Fabric)."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -145,15 +145,15 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Return whether loading copies the tensor at ``path``. Others are kept, so they must be read before the folder
-    goes."""
+    """Return whether loading copies the tensor at ``path``. Other tensors stay in use as they are, so they must be read
+    at once: the folder may be removed later."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore numeric keys of parameters, which the folder stores as text."""
+    """Restore the parameters' numeric keys in an optimizer's state: the folder stores keys as text."""
     groups = state["param_groups"]
     numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
     return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
