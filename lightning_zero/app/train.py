@@ -154,7 +154,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     from lightning.pytorch.utilities.seed import isolate_rng
 
     from lightning_zero.app.plan_model import describe
-    from lightning_zero.engine.whole.whole_params import check_room_here
+    from lightning_zero.engine.whole.whole_params import check_free_memory_here
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
@@ -171,7 +171,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     except Exception:  # the model's own code fails without memory; the run itself may not
         return
     if whole:
-        check_room_here(model.copy_nbytes)
+        check_free_memory_here(model.copy_nbytes)
 
 
 def check_checkpoint(path: str | None) -> None:

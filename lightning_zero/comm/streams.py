@@ -41,7 +41,7 @@ class Streams:
         self.are_there = bool(self._streams)
         self._given_back: dict[Any, Any] = {}  # stream that last used given-back memory -> event after that use
         self._waited_for: dict[str, Sequence[Any]] = {}  # kind -> events that its stream has waited for
-        self._settled: Any = None  # event after the last change of what gathers send; None: not recorded yet
+        self._change_event: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Run the body on the stream of ``kind`` and pass the stream to it (None without streams). ``after``: the event
@@ -75,7 +75,7 @@ class Streams:
             yield None
             return
         # The allocator may give out any block, so wait for the last use of each. Uses on one stream are ordered.
-        events = [self.settled(), *self._given_back.values()]
+        events = [self.change_event(), *self._given_back.values()]
         known, self._waited_for[kind] = self._waited_for.get(kind, ()), events
         with self.accelerator.on(stream):
             for event in events:
@@ -90,14 +90,14 @@ class Streams:
 
     def change(self) -> None:
         """Note that the current stream changes values that gathers send. Later gathers wait for this change."""
-        self._settled = None
+        self._change_event = None
 
-    def settled(self) -> Any:
+    def change_event(self) -> Any:
         """Return an event after the last change of the values that gathers send; None without streams."""
-        if self._settled is None:
+        if self._change_event is None:
             # Record now, at the first gather that needs it: one event for all changes of a step.
-            self._settled = self.accelerator.record()
-        return self._settled
+            self._change_event = self.accelerator.record()
+        return self._change_event
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Streams:
             with self.on("reduce", after=oldest):
                 pass
 
-    def let_go(self) -> None:
+    def drop_held(self) -> None:
         """Free all memory of :meth:`hold`, because the host has waited for the device."""
         self._held.clear()
 

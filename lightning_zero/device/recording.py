@@ -140,7 +140,7 @@ _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
-    """Start to record. Recording ends after as many calls of :func:`let_go` as of this function."""
+    """Start to record. Recording ends after as many calls of :func:`stop` as of this function."""
     global recorder, _listeners
     if recorder is None:
         recorder = Recorder(accelerator)
@@ -148,7 +148,7 @@ def listen(accelerator: Accelerator) -> Recorder:
     return recorder
 
 
-def let_go() -> None:
+def stop() -> None:
     global recorder, _listeners
     _listeners -= 1
     if _listeners == 0:

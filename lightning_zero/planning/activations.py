@@ -133,11 +133,11 @@ def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Return the bytes of buffers that finished reductions keep for later ones. They do so only if there is no GPU."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
-    room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    limit = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
     sizes = [b.layout.numel * b.wire_itemsize(limits.micro_batches) for b in reduced]
     kept = 0
     for size in sorted(sizes, reverse=True):
-        kept += size if kept + size <= room else 0
+        kept += size if kept + size <= limit else 0
     return kept
 
 
@@ -161,7 +161,7 @@ class _Gradients:
     """Tracks the bytes of gradients in a backward: ``reducing`` until they are reduced, then ``landed`` (at rest)."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
-        self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
+        self._buckets, self._limit, self._limits = buckets, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
         # On the host, a rank always receives the parts of other ranks before it sums them.
         self._receives = several and not limits.has_link
@@ -177,7 +177,7 @@ class _Gradients:
         self._filling |= stretch.begun
         self._full = sorted(stretch.done, reverse=True)
         flying = sum(map(self._size, self._under_way))
-        while len(self._under_way) > 1 and flying > self._room:
+        while len(self._under_way) > 1 and flying > self._limit:
             number = self._under_way.popleft()
             flying -= self._size(number)
             bucket = self._buckets[number]

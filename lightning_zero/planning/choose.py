@@ -39,7 +39,7 @@ class Choice:
         return f"zero/stage={self.row.stage.value} zero/offload={self.row.offload.value}"
 
 
-def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
+def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
     """Return ``machine`` with smaller memories: the parts that a plan may fill. The rest stays free."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
@@ -62,15 +62,15 @@ def choose_row(
 
     ``keys``: the settings that the error names. Raises ConfigError if no row fits.
     """
-    room = with_room(machine, activations_known=model.activations is not None)
-    rows = [plan_row(model, stage, offload, room, settings, rates) for stage, offload, settings in candidates]
+    usable = with_reserve(machine, activations_known=model.activations is not None)
+    rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        raise ConfigError(_nothing_fits(rows, room, model, keys))
+        raise ConfigError(_nothing_fits(rows, usable, model, keys))
     chosen = min(fitting, key=_rank)
     settings = next(s for stage, offload, s in candidates if (stage, offload) == (chosen.stage, chosen.offload))
-    samples = largest_batch(model, room, chosen, settings)
-    return Choice(chosen, _reason(chosen, rows, room, rates), samples)
+    samples = largest_batch(model, usable, chosen, settings)
+    return Choice(chosen, _reason(chosen, rows, usable, rates), samples)
 
 
 def _rank(row: Row) -> tuple[float, float, int, str]:
@@ -78,11 +78,11 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
     return row.time.seconds, row.sent.nbytes, list(Offload).index(row.offload), row.stage.value
 
 
-def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
+def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
 
     The size is a multiple of ``model.in_parts``. If possible, activations are measured at that size, because bytes may
-    grow faster than samples. ``room``: the machine with the memory that may be filled.
+    grow faster than samples. ``usable``: the machine with the memory that may be filled.
     """
     known = model.activations
     if known is None or not known.scales:
@@ -90,7 +90,7 @@ def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig
 
     def fits(of_a_part: int, activations: ByBatchSize = known) -> bool:
         of_size = replace(model, samples=of_a_part * model.in_parts, activations=activations)
-        return plan_row(of_size, row.stage, row.offload, room, settings).fits
+        return plan_row(of_size, row.stage, row.offload, usable, settings).fits
 
     found = _largest(fits)
     if known.measure is not None and found * model.in_parts > max(known.sizes):
@@ -123,7 +123,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, MOST_SAMPLES + 1), True, key=lambda samples: not fits(samples))
 
 
-def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> str:
+def _reason(chosen: Row, rows: Sequence[Row], usable: Machine, rates: Rates) -> str:
     assert chosen.time is not None
     at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
@@ -134,7 +134,7 @@ def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> st
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
     if faster:
         best = min(faster, key=_rank)
-        parts.append(f"{best.stage.value} + {best.offload.value} would be before it and {lacks(best, room)}")
+        parts.append(f"{best.stage.value} + {best.offload.value} would be before it and {lacks(best, usable)}")
     return "; ".join(parts)
 
 
@@ -154,18 +154,18 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def lacks(row: Row, room: Machine) -> str:
+def lacks(row: Row, usable: Machine) -> str:
     """Say how much memory a row needs and how much there is, on the tier that lacks most."""
     if row.refused:
-        return "has budgets without room"
+        return "has budgets without usable memory"
     if not row.shortages:
         return "fits"
     worst = max(row.shortages, key=lambda s: s.nbytes)
-    have = {Tier.device: room.gpu_memory, Tier.host: room.host_memory, Tier.nvme: room.nvme}[worst.tier]
+    have = {Tier.device: usable.gpu_memory, Tier.host: usable.host_memory, Tier.nvme: usable.nvme}[worst.tier]
     return f"needs {human_bytes(have + worst.nbytes)} of {NAMES[worst.tier]} where {human_bytes(have)} may be used"
 
 
-def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -> str:
+def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str) -> str:
     def lack(row: Row) -> tuple[bool, int]:
         return bool(row.refused), sum(s.nbytes for s in row.shortages)
 
@@ -175,7 +175,7 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
         ways.append("lower the batch size (data.batch_size)")
     if not model.recomputes:
         ways.append("set zero.activation_checkpointing=blocks")
-    if not room.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
+    if not usable.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
         ways.append("give zero.offload.nvme_path a folder on a local disk")
     if model.gather_after_fit is True and any(s.tier is Tier.host for s in nearest.shortages):
         ways.append("set zero.gather_after_fit=null")
@@ -183,14 +183,14 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
         ways.append("choose zero/precision=bf16")
     text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
     return (
-        f"{keys}: expected a row that fits into {machine_text(room)}, got none of {len(rows)}: the nearest, "
-        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {text[0].upper()}{text[1:]} "
+        f"{keys}: expected a row that fits into {machine_text(usable)}, got none of {len(rows)}: the nearest, "
+        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. {text[0].upper()}{text[1:]} "
         "(python -m lightning_zero.plan shows all rows)."
     )
 
 
-def machine_text(room: Machine) -> str:
+def machine_text(usable: Machine) -> str:
     """Describe the memory that a plan may fill."""
-    ranks = f"{room.world_size} rank(s) on {room.nodes} host(s)"
-    device = "" if room.shared else f"{human_bytes(room.gpu_memory)} of each GPU, "
-    return f"{ranks}: {device}{human_bytes(room.host_memory)} of a host's memory, {human_bytes(room.nvme)} of its disk"
+    ranks = f"{usable.world_size} rank(s) on {usable.nodes} host(s)"
+    device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
+    return f"{ranks}: {device}{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk"

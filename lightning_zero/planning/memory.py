@@ -335,7 +335,7 @@ def copy_nbytes(params: Iterable[int]) -> int:
     return max(COPY_ALIGN, sum(round_up(nbytes, COPY_ALIGN) for nbytes in params))
 
 
-def no_room_for(nbytes: int, available: int, where: str) -> str | None:
+def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
     """Say why a whole module's copy of ``nbytes`` does not fit on the host ``where``; ``None``: it fits."""
     if nbytes <= SPARE * available:
         return None

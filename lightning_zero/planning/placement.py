@@ -122,11 +122,11 @@ def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRo
     hosted = next(n for n in range(count, near - 1, -1) if sum(state[near:n]) + waiting <= budgets.host or n == near)
     rows = [TierRow(_D, _D, _D)] * near + [TierRow(_H, _H, _D)] * (hosted - near)
     if waiting > budgets.host or sum(state[hosted:]) > budgets.nvme:
-        raise ConfigError(_no_room(units, rows, budgets))
+        raise ConfigError(_does_not_fit(units, rows, budgets))
     return rows + [TierRow(_N, _H, _D)] * (count - hosted)
 
 
-def _no_room(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: Budgets) -> str:
+def _does_not_fit(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: Budgets) -> str:
     needed = sum(u.state_nbytes + u.grad_nbytes for u in units)
     names = [u.name or "(root)" for u in units]
     placed = [

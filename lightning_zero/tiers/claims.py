@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 LOCKS: set[int] = set()  # descriptors that this process has locked
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     """Close lock files in a forked child. Otherwise a data loader's worker would keep the locks of a dead trainer."""
     while LOCKS:
         os.close(LOCKS.pop())
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Claim:

@@ -83,7 +83,7 @@ class Timeline:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.spans = None  # without waiting: after an exception the device's work may never end
-            recording.let_go()
+            recording.stop()
 
     def _begin(self) -> None:
         begins, ends = [], []

@@ -265,7 +265,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             find_compiler("torch.compile", "compile with another backend")
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
-            whole_params.check_room_here(
+            whole_params.check_free_memory_here(
                 copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
             )
 
@@ -383,7 +383,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._start_is_over()
             if self._shows_tables:
                 print_units(engine)
-            whole_params.check_room(engine)
+            whole_params.check_free_memory(engine)
         else:
             engine.comm.waits.forget_failures()
             engine.comm.long_work = self._long_work
@@ -539,7 +539,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._show_whole(engine)
         self._interruptions = None
         if self._random_numbers is not None:
-            self._random_numbers.let_go()
+            self._random_numbers.stop()
         self._sequences = LongSequences()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

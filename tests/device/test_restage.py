@@ -45,7 +45,7 @@ def at_rest(engine: Any, *_: Any) -> None:
     """Nothing is kept for what the device has not done yet."""
     engine.passes.rest()
     engine.comm.streams.accelerator.synchronize()
-    engine.comm.streams.let_go()
+    engine.comm.streams.drop_held()
     if engine.tiers.landing is not None:
         engine.tiers.landing._under_way.clear()
 

@@ -202,7 +202,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "a stream, for what has been queued": (STREAMS + "on", on_without_waiting, DEVICE),
     "a gather, for those who used its memory": (STREAMS + "give_back", do_not_wait, DEVICE),
     "a copy to the device, for those who used its memory": (STREAMS + "give_back", do_not_wait, OFFLOADED),
-    "a gather, for the step of what it sends": (STREAMS + "settled", settle_once, DEVICE, trains_without_scopes),
+    "a gather, for the step of what it sends": (STREAMS + "change_event", settle_once, DEVICE, trains_without_scopes),
     "gathers, for a change of what they send": (STREAMS + "change", do_not_wait, DEVICE, trains_without_scopes),
     "a push, for readers of what it overwrites": (STREAMS + "on", on_without_its_event, EVALUATES),
     "memory, for the copy to the host": (STREAMS + "hold", hold_nothing, ALONE),

@@ -166,7 +166,7 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         side.step()
         side.zero_grad()
         moved = recorder.moved["reduce"] - before
-        recording.let_go()
+        recording.stop()
         limits = Limits(1 << 28, 0, 1 << 28, micro_batches, has_link=False)
         return moved, sent_by(plan_of(side.engine), limits).reductions
 

@@ -372,13 +372,13 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
         side.step()
         with pytest.raises(DiskError, match="writing failed"):
             side.engine.passes.wait_for_all()
-    let_go(side.engine)
+    close_all(side.engine)
 
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
 
 
-def let_go(engine: Engine) -> None:
+def close_all(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
     engine.passes.after_step.close()
     engine.tiers.close()
@@ -415,7 +415,7 @@ def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
     ):
         with pytest.raises(DiskError):
             look()
-    let_go(side.engine)
+    close_all(side.engine)
 
 
 def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Callable[..., int]:
@@ -453,7 +453,7 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
     if kind == "write" or "optimizer_nvme" in row:  # what was lost stays lost
         with pytest.raises(DiskError):
             accumulate(side, 3, 1)
-    let_go(side.engine)
+    close_all(side.engine)
 
 
 class _OfBucket:

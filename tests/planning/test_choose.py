@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
-from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_room
+from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits, Phase, on_tier, peak_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
@@ -73,7 +73,7 @@ def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie()
 @given(MODELS, MACHINES)
 def test_auto_chooses_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
     rates = CPU_RATES if machine.shared else GPU_RATES
-    room = with_room(machine)
+    room = with_reserve(machine)
     rows = [plan_row(of, stage, offload, room, settings, rates) for stage, offload, settings in CANDIDATES]
     try:
         choice = choose_row(of, machine, CANDIDATES, rates)
@@ -119,10 +119,10 @@ def test_the_error_says_what_is_missing_and_what_to_change() -> None:
 
 def test_half_is_left_for_activations_that_are_not_known() -> None:
     machine = Machine(1, 1000, 1000, 1000)
-    assert with_room(machine).gpu_memory == 900
-    assert with_room(machine, activations_known=False).gpu_memory == 500
+    assert with_reserve(machine).gpu_memory == 900
+    assert with_reserve(machine, activations_known=False).gpu_memory == 500
     shared = replace(machine, shared=True)
-    assert with_room(shared, activations_known=False).host_memory == 500
+    assert with_reserve(shared, activations_known=False).host_memory == 500
 
 
 @settings(deadline=None)

@@ -67,7 +67,7 @@ class Side:
         self.ended.append(code)
         self.dog._stop.set()
 
-    def let_go(self) -> None:
+    def close_all(self) -> None:
         self._go.set()
         self._thread.join()
         self.dog._gone = None
@@ -89,7 +89,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]
 
     yield make
     for side in made:
-        side.let_go()
+        side.close_all()
 
 
 def seen_within(seconds: float, holds: Callable[[], bool]) -> bool:

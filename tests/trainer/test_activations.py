@@ -17,7 +17,7 @@ from lightning_zero.config import Offload, OffloadConfig, Precision, Stage, make
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.planning.activations import Activations, ByBatchSize
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
-from lightning_zero.planning.choose import choose_row, with_room
+from lightning_zero.planning.choose import choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.speed import CPU_RATES
@@ -186,7 +186,7 @@ def test_bytes_that_grow_faster_than_the_batch_are_measured_for_the_largest_one(
         measured = sizes.measure(size)
         assert measured is not None
         at_it = replace(of, samples=size, activations=ByBatchSize((size, size), (measured, measured)))
-        assert plan_row(at_it, *rows[0][:2], with_room(there), rows[0][2]).fits is fits
+        assert plan_row(at_it, *rows[0][:2], with_reserve(there), rows[0][2]).fits is fits
 
 
 def test_mask_that_depends_on_values_is_counted() -> None:

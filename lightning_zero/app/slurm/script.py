@@ -31,7 +31,7 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
             [
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
                 'mkdir -p "$run_dir"',
-                *(_verdict_lines(run_dir) if cluster.requeue else []),
+                *(_summary_lines(run_dir) if cluster.requeue else []),
             ]
         ),
         command(cluster, arguments, folder),
@@ -114,7 +114,7 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
     return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
 
 
-def _verdict_lines(run_dir: str | None) -> list[str]:
+def _summary_lines(run_dir: str | None) -> list[str]:
     here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
     outcome = f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"'
     return ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"', outcome]

@@ -52,14 +52,14 @@ class Files:
     """The layout of ``tensors`` (on meta, by name) in files of ``shard_nbytes``. A larger tensor gets its own file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
-        self._nbytes, room = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
+        self._nbytes, left = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
         groups: list[dict[str, Tensor]] = [{}]
         for name, tensor in sorted(tensors.items()):
-            if groups[-1] and tensor.nbytes > room:
+            if groups[-1] and tensor.nbytes > left:
                 groups.append({})
-                room = shard_nbytes
+                left = shard_nbytes
             groups[-1][name] = tensor
-            room -= tensor.nbytes
+            left -= tensor.nbytes
         base = stem.removesuffix(".safetensors")
         names = [f"{base}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self.names = names if len(groups) > 1 else [stem]

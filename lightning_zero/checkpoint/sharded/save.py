@@ -126,8 +126,8 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     wanted = slices_of(items)
     if any(isinstance(storage, FileStorage) for storage in wanted):
         return "what is saved rests in files"
-    room = available_host_memory() + sum(memory.nbytes for memory in behind.spare)
-    return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > room else ""
+    available = available_host_memory() + sum(memory.nbytes for memory in behind.spare)
+    return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
 
 
 def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequence[list[Entry]] | None) -> None:

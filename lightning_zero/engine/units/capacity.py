@@ -197,7 +197,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
     not count. Raises ConfigError, the same on all ranks.
     """
     available = available_host_memory() - staging if budget is None else None
-    check_room(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
+    check_free_memory(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
 
 
 def check_files(
@@ -207,7 +207,7 @@ def check_files(
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
-    check_room(_FILES, comm, place, needed, budget, held=rests, available=free, spare=spare)
+    check_free_memory(_FILES, comm, place, needed, budget, held=rests, available=free, spare=spare)
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
@@ -215,7 +215,7 @@ def place_of(part: str = "", name: str = "") -> tuple[str, str]:
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
-def check_room(
+def check_free_memory(
     kind: _Kind,
     comm: Communicator,
     place: tuple[str, str],
@@ -355,7 +355,7 @@ def change_tiers(
             (2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0
         )  # bytes of a bucket's old and new values during its move
         gpu = f"GPU of rank {comm.rank}"
-        check_room(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
+        check_free_memory(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
         on_device = 0
     # Without memory of its own (CPU), the device's needs count as host memory.
     staging = Role.staging, Tier.host

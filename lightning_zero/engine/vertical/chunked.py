@@ -64,7 +64,7 @@ class Inputs:
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
-        form, self.tensors = take_tensors((args, kwargs))  # each tensor once; none after :meth:`let_go`
+        form, self.tensors = take_tensors((args, kwargs))  # each tensor once; none after :meth:`take`
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
@@ -72,7 +72,7 @@ class Inputs:
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
         self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 
-    def let_go(self) -> list[Tensor]:
+    def take(self) -> list[Tensor]:
         tensors, self.tensors = self.tensors, []
         return tensors
 
@@ -258,7 +258,7 @@ class Chunked:
     def __call__(self, *, trains: bool) -> Any:
         """Run the call and return its result. ``trains``: parameters require gradients, so a backward may follow."""
         trigger = torch.zeros((), requires_grad=True) if trains else None
-        tensors = self.inputs.let_go()  # autograd keeps the tensors, or their copies on the host
+        tensors = self.inputs.take()  # autograd keeps the tensors, or their copies on the host
         found = _Function.apply(self, trigger, *tensors)  # type: ignore[no-untyped-call]
         form, self._form = self._form, None
         return put_tensors(form, found, tensors)

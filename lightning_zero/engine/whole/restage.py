@@ -81,7 +81,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     tiers, plans = _make_tiers(engine, config, share, instances)
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # kernels may still read the values that move
-    comm.streams.let_go()
+    comm.streams.drop_held()
     before, engine.tiers = engine.tiers, tiers
     try:
         # Lift the budgets, which limit values at rest. A large budget still means: do not check available memory.

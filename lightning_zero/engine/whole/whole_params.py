@@ -31,7 +31,7 @@ from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import State
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
+from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, reason_not_to_fit, on_the_way_nbytes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 
@@ -277,14 +277,14 @@ def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
-def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
+def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
     """Return why the copy does not fit on some host, or None. All ranks get the same answer."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
         left = [free for name, free in zip(hosts, available, strict=True) if name == host]
         ranks = ", ".join(str(rank) for rank, name in enumerate(hosts) if name == host)
-        found = no_room_for(_nbytes(engine) + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
+        found = reason_not_to_fit(_nbytes(engine) + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
         if found is not None:
             return found
     return None
@@ -369,7 +369,7 @@ def show_whole(engine: Engine) -> bool:
     if not all(row[2] for row in table):
         copy = engine.host_copy = None  # free the old copy first: there may be no room for two
         hosts = [row[0] for row in table]
-        refusal = _no_room(engine, hosts, [row[1] for row in table])
+        refusal = _does_not_fit(engine, hosts, [row[1] for row in table])
         if refusal is None:
             copy, refusal = _make(engine, hosts)
         if copy is None:
@@ -505,16 +505,16 @@ def set_aside(engine: Engine) -> Iterator[None]:
 # -- between runs: is there enough memory? ---------------------------------------------------------------------------
 
 
-def check_room(engine: Engine) -> None:
+def check_free_memory(engine: Engine) -> None:
     """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
-        _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
+        _refuse(_does_not_fit(engine, [row[0] for row in table], [row[1] for row in table]))
 
 
-def check_room_here(nbytes: int) -> None:
+def check_free_memory_here(nbytes: int) -> None:
     """Raise a ConfigError if this host has no room for a copy of ``nbytes``. Called before processes start."""
-    _refuse(no_room_for(nbytes, available_host_memory(), "this host"))
+    _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 
 def _refuse(why: str | None) -> None:

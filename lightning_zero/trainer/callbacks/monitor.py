@@ -144,7 +144,7 @@ class ZeroMonitor(Callback):
         self._end_counting()
         if self._recorder is not None:
             self._recorder = None
-            recording.let_go()
+            recording.stop()
 
     on_train_end = on_exception = teardown = _let_go  # teardown: after an exception of another callback's hook
 

@@ -147,12 +147,12 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 def parameters_on_meta() -> Iterator[None]:
     """In the body, move parameters to meta when modules register them. Other tensors keep values for code to read."""
 
-    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+    def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object
             return None
         return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 
-    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
+    hook = nn.modules.module.register_module_parameter_registration_hook(move_to_meta)
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ class RandomNumbers:
         self._made_in_place = False  # whether the loops were restored before it was made
         self.watches = True
 
-    def let_go(self) -> None:
+    def stop(self) -> None:
         """Stop following the loops when the run ends. The run can still be saved."""
         self.watches = False
         self._made = None
