@@ -71,7 +71,8 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
-    """Return ``trainer.devices``; for ``auto`` the launcher's processes on this node, else 2 if there is no GPU."""
+    """Return ``trainer.devices``. For ``auto``: how many processes a launcher has started on this node; without a
+    launcher 2 if there is no GPU, else ``auto``."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")

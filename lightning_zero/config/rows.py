@@ -68,7 +68,7 @@ def for_layout(config: ZeroConfig) -> ZeroConfig:
 
 
 def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
-    """List every stage and ``zero/offload`` row that are allowed together with ``hybrid_shard``."""
+    """List each pair of a stage and a choice of ``zero/offload`` that ``hybrid_shard`` allows."""
     found: list[tuple[Stage, Offload]] = []
     for stage, offload in itertools.product(Stage, Offload):
         try:

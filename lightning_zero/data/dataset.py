@@ -60,7 +60,7 @@ class DatasetText(LanguageData):
             raise ConfigError(f"data.column: expected a column of text, got {dtype} in {column!r}. Change data.column.")
 
     def _pieces(self) -> Any:
-        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. The package caches them."""
+        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. ``datasets`` caches the pieces."""
         from datasets.fingerprint import Hasher
 
         rows = self.dataset.select_columns([self.column])

@@ -56,7 +56,7 @@ STORE_CHUNK = 1 << 20  # elements
 
 
 class Stretch(NamedTuple):
-    """Random bits for the elements ``[start, stop)`` of a piece: [stop - start] int32, read-only."""
+    """Random bits to round the elements from ``start`` to ``stop`` of a piece of state. ``bits``: int32, read-only."""
 
     start: int
     stop: int
@@ -210,7 +210,7 @@ def _above(signed: bool) -> int:
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 0-d fp32 numbers whose top bits hold code 0 (1.0), and the largest code."""
+    """Return the least and the largest fp32 number (0-d) that a code stands for, before scaling: code 0 is 1.0."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest

@@ -152,7 +152,8 @@ class Writes:
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
-        """Save checksums of a write of ``whole``. ``own``: this rank's part of the bucket's parameters before it."""
+        """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter after
+        the write. ``own``: this rank's part of the bucket before the write."""
         if self._comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot

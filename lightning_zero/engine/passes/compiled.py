@@ -140,9 +140,9 @@ class CompiledModules:
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: how to compile each unit, except the root, that is not compiled yet. None: such units stay as they are.
-        refuse: called before a later ``compile()`` with a function that is compiled with the same settings, and with
-            the module's class name. Raises if these settings cannot be used.
+        blocks: settings for compiling units other than the root. Units that are compiled already keep theirs.
+        refuse: checks the settings of each later ``compile()``. It gets a small function that is compiled with them,
+            and the class name of the module. It raises if the settings cannot be used.
     """
 
     def __init__(

@@ -237,7 +237,7 @@ def device_type_of(tensors: Sequence[Tensor]) -> str:
 
 @dataclass(eq=False)
 class Chunked:
-    """Runs one call of ``function`` in chunks."""
+    """Runs one call of ``function`` as several calls, each with a chunk of the batch, and joins their outputs."""
 
     function: Callable[..., object]
     inputs: Inputs
