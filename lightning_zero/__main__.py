@@ -16,7 +16,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command of the first argument. Without one list all, or train in a process that a run has started."""
+    """Run the command that the first argument names, else ``train``. Without arguments, list the commands; but in a
+    process that a run has started (``LOCAL_RANK`` is set), train."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"

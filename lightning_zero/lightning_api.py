@@ -27,7 +27,7 @@ else:
 
 
 def check_package(name: str) -> None:
-    """Raise ConfigError if a Trainer or Fabric of package ``name`` is not of the package that this process uses."""
+    """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not one that this process uses."""
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
             f"strategy: expected a Trainer or a Fabric of {pl.__name__} and {fabric.__name__}, with which "

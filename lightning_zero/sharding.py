@@ -79,13 +79,13 @@ def shard(
 
 
 def node_name() -> str:
-    """Return the name of this node: its host, and its number from torchrun, SLURM or the user."""
+    """Return the name of this node: its host name, and its node number as torchrun, SLURM or the user has set it."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Make the object that steps ``optimizer``: on slices or on whole tensors, by its class and the settings."""
+    """Make the object that steps ``optimizer``. Its class and the settings decide: by slices, or by whole tensors."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

@@ -1,7 +1,7 @@
 """Train a small model at every stage and on every tier of this machine: ``python -m lightning_zero.env --check``.
 
-Each row (stage, offload and precision) trains a few steps from the same weights, in one process per GPU (or two on the
-CPU). Its losses must equal those of DistributedDataParallel, and its resting bytes those of the memory plan.
+For each row (stage, offload setting, precision) a model trains a few steps from the same weights, in one process per
+GPU (or two on the CPU). Its losses must equal DistributedDataParallel's up to rounding, its resting bytes the plan's.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """List every row that the settings allow in fp32, and two rows in bf16."""
+    """List every allowed pair of stage and offload setting, in fp32, and two stages in bf16."""
     found = [Row(stage.name, offload.name) for stage, offload in allowed_rows()]
     return [*found, Row("zero1", precision="bf16"), Row("zero3", precision="bf16")]
 
 
 def check(text: str, folder: str | None) -> None:
-    """Train each row whose name contains ``text``; exit with code 1 at a failure. ``folder``: for offloaded files."""
+    """Train with each row whose name contains ``text``; exit with code 1 if one fails. ``folder``: for offloading."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -101,7 +101,7 @@ def _model() -> GPT:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train ``STEPS`` steps and return their losses. The last step's gradients stay, so that they count at rest."""
+    """Train ``STEPS`` steps and return their losses. The last gradients are not zeroed, so that they count at rest."""
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):

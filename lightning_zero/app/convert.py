@@ -86,7 +86,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Replace each tensor by a StoredTensor, whose values are read and cast only when written. Tied ones stay tied."""
+    """Replace each tensor by a StoredTensor, whose values are read and cast when written. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

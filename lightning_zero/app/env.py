@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Collect the facts of all sections. A failed section holds its error. ``disk``: folder of a disk to measure."""
+    """Collect the machine's facts by section. A failed section holds its error. ``disk``: folder of a disk to test."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -213,7 +213,7 @@ def text_of(found: Mapping[str, Facts]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Without ``--check`` it succeeds even if a section fails."""
+    """Run the command. Without ``--check`` it succeeds even if a section of the report fails."""
     parser = argparse.ArgumentParser(prog="python -m lightning_zero.env", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(

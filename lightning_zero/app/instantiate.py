@@ -112,7 +112,7 @@ def build(
 
 
 def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
-    """Call ``make`` to construct ``target``. If that is a class of torch or Lightning, refusals become ConfigErrors."""
+    """Call ``make`` to construct ``target``. If torch or Lightning defines it, its refusals become ConfigErrors."""
     try:
         return make()
     except Exception as error:

@@ -33,7 +33,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator by ``cluster.*``. Raises ConfigError if the user set others."""
+    """Set the Trainer's nodes, devices and accelerator from ``cluster``. Raises ConfigError if ``trainer`` differs."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -94,7 +94,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Make the Trainer load ``ckpt_path``, or nothing. On SLURM, Lightning would take an earlier job's checkpoint."""
+    """Within the body, the Trainer loads ``ckpt_path`` (None: nothing), not the checkpoint of an earlier SLURM job."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
@@ -125,7 +125,7 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:
-    """Make the strategy save a checkpoint on SIGTERM before it exits, and every ``save_minutes``."""
+    """Make the strategy save a checkpoint on SIGTERM and every ``save_minutes``, unless checkpoints are disabled."""
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
@@ -143,7 +143,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from: a restarted job's newest, else ``ckpt_path``. It is equal on all ranks."""
+    """Return the checkpoint to resume from: the newest of a restarted job, else ``ckpt_path``. Equal on all ranks."""
     job = job_name()
     if job is None:
         return config.ckpt_path

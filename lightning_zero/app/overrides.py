@@ -51,7 +51,7 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Raise ConfigError for a key below ``path`` that its dataclass does not have, or with a ``/`` (no such group)."""
+    """Raise ConfigError for a key of ``node`` that its dataclass lacks, or with a ``/``. ``path``: of ``node``."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)
@@ -69,7 +69,7 @@ def check_keys(node: Any, path: str = "") -> None:
 
 
 class _Conf(NamedTuple):
-    """All valid overrides."""
+    """The groups and settings that an override can name."""
 
     groups: dict[str, list[str]]  # files of each group, such as zero/stage
     settings: set[str]  # paths with dots of all settings and groups, such as zero.stage
@@ -80,7 +80,7 @@ class _Conf(NamedTuple):
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 
     def named(self, last: str) -> str | None:
-        """Return the path that ends in the name ``last``: a group's, else a setting's if it is the only one."""
+        """Return the path of the group called ``last``; else of the setting, if just one has that name; else None."""
         same = [k for k in sorted(self.settings) if nearest(last, [k.rpartition(".")[2]], exact=True)]
         groups = [k for k in same if k.replace(".", "/") in self.groups]
         return groups[0] if groups else same[0] if len(same) == 1 else None
@@ -119,7 +119,7 @@ def explain_flag(arguments: list[str], config_name: str) -> str:
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """Return the argument that the error ``text`` is about, else the key that it names (set in a file)."""
+    """Return the command-line argument that the error ``text`` is about; else the key in a file that ``text`` names."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]

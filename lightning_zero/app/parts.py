@@ -24,7 +24,8 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def agreed_precision(config: TrainConfig) -> str | None:
-    """Return the Trainer's precision for ``zero/precision``. Raises ConfigError if ``trainer.precision`` differs."""
+    """Return the Trainer's precision: by ``zero/precision`` if it is given, else ``trainer.precision``.
+    Raises ConfigError if both are given and differ."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
     expected = trainer_precision(name)
@@ -43,7 +44,7 @@ def build_optimizer(config: TrainConfig) -> Any:
     """Return a function that makes an optimizer from param groups.
 
     The function is tried on a vector, then on a matrix if the optimizer refuses vectors (Muon). Raises ConfigError if
-    the optimizer refuses its settings or does not work under ``zero.optimizer``.
+    the optimizer refuses its settings or does not work with the settings ``zero.optimizer``.
     """
     import torch
 
@@ -123,7 +124,7 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Return the arguments of ``node`` that may be dropped: those of our class, if ``node`` names another class."""
+    """Return the arguments that may be dropped: those of ``ours`` if ``node`` names another class, else none."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 
@@ -131,8 +132,8 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
     """Check that the ranks of the run can share the data.
 
-    Raises ConfigError if ``zero.sequence_parallel`` does not divide the number of ranks, or, of our own data, the
-    sequence length; and if our own data has less than a batch per rank.
+    Raises ConfigError if ``zero.sequence_parallel`` does not divide the number of ranks. With data classes of this
+    package, also if it does not divide the sequence length, or if a fit has less than a batch per rank.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

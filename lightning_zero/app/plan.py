@@ -1,6 +1,6 @@
 """Plan the memory of a run: ``python -m lightning_zero.plan [group=file] [key=value] [machine.gpus=8 ...]``.
 
-Builds the model on meta and runs a batch without allocating tensors. Shows for every stage and row of ``zero/offload``
+Builds the model on meta and runs a batch without allocating tensors. Shows for each stage and offload setting
 the bytes, whether they fit, what would make them fit, and the time of a step. ``picture=plan`` draws the bytes.
 """
 
@@ -219,7 +219,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Return the offload settings for planning the row ``offload``: the user's if he chose that row, else defaults."""
+    """Return the settings for planning ``offload``: the user's if he chose that ``zero/offload``, else the defaults."""
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 

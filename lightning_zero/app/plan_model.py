@@ -37,7 +37,7 @@ from lightning_zero.trainer.memory.planned_states import UnknownStateError, plan
 
 
 def precision_row(config: TrainConfig) -> Precision:
-    """Return the row of ``zero/precision`` that a run would use, by ``zero/precision`` or ``trainer.precision``."""
+    """Return the run's precision, from ``zero/precision`` or ``trainer.precision``; fp32 if neither is given."""
     asked = agreed_precision(config)
     asked = PRECISION_ALIASES.get(asked or "", asked)
     return next((row for row in Precision if row.value == asked), Precision.fp32)
@@ -51,7 +51,7 @@ def describe(
     activations: bool = False,
     both_ways: bool = True,
 ) -> Described:
-    """Build the configured model on the meta device and describe it. Exceptions of the model's own code pass.
+    """Build the configured model on the meta device and describe it. Errors of the model's own code are not caught.
 
     Args:
         explicit: keys given on the command line.
@@ -111,7 +111,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """Count optimizer state: each tensor's, if the optimizer steps whole tensors; else state tensors per parameter."""
+    """Return each tensor's state if the optimizer steps whole tensors, else the number of states per parameter."""
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
@@ -122,7 +122,8 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 
 def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
-    """Step one parameter as a trial. Return how many state tensors have its shape, and whether slices are stepped."""
+    """Step one parameter as a trial. Return how many state tensors of its shape the optimizer makes, and whether a run
+    would step slices of parameters (else whole tensors)."""
     sharding = config.zero.optimizer.sharding
     if not config.optimizer:
         return ADAM_STATES, sharding is not Sharding.tensors
@@ -142,7 +143,8 @@ def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
 def with_activations(
     found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
-    """Add a batch's measured activations to ``found``. ``both_ways``: with and without activation checkpointing."""
+    """Return ``found`` with a batch's measured activations or, if they cannot be measured, the reason. ``both_ways``:
+    measure with and without activation checkpointing."""
     zero, precision = for_layout(config.zero), precision_row(config)
     try:
         batch = take_batch()
@@ -165,7 +167,7 @@ def with_activations(
 
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
-    """Return a batch to measure: zeros on meta in place of our own data, or the first batch of the user's data."""
+    """Return a batch to measure: zeros on meta for this package's data classes, else the first batch of the data."""
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

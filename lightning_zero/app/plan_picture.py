@@ -1,4 +1,4 @@
-"""Draw the memory plan: one bar per row, stacked by roles, against the available memory."""
+"""Draw the memory plan: one bar per stage and offload setting, stacked by roles, beside the available memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ROLES = {
     Role.whole_copy: ("#882255", "copy of the model after fit"),  # of another palette: one theme is black
 }
 THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # background, text, line
-Panel = tuple[str, int, list[dict[Role, int]]]  # one tier: name, bytes, and bytes by role of each row
+Panel = tuple[str, int, list[dict[Role, int]]]  # a tier: its name, its capacity, and the bytes by role of each bar
 
 
 def check_picture(path: str) -> None:
-    """Raise ConfigError if matplotlib or the folder is missing, or the suffix is unknown."""
+    """Raise ConfigError if matplotlib or the folder of ``path`` is missing, or the suffix of ``path`` is unknown."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("picture: expected matplotlib, which is not installed: pip install 'lightning-zero[plot]'.")
     if Path(path).suffix not in ("", *SUFFIXES):
@@ -46,7 +46,7 @@ def check_picture(path: str) -> None:
 def draw(
     path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
 ) -> list[str]:
-    """Write the picture to ``path`` (without a suffix: as PNG and SVG) over existing files. Return the paths."""
+    """Draw the plan to ``path``; without a suffix, to ``path.png`` and ``path.svg``. Return the paths of the files."""
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
@@ -116,7 +116,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
 
 
 def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
-    """Label each bar: on the left the row; on the right whether it fits, is the user's, or is what ``auto`` takes."""
+    """Label each bar: left its stage and offload setting; right whether it fits, and if the user or auto takes it."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])

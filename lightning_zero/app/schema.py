@@ -111,12 +111,12 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Return the run folder's name: the job's, which is equal on all processes and after a restart; else the time."""
+    """Return the run folder's name: the job's, equal on all processes and after a restart; without a job, the time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 def trainer_precision(row: Any) -> str | None:
-    """Return the value of ``Trainer(precision=)`` for a row of ``zero/precision``; ``None``: the Trainer decides."""
+    """Return the value of ``Trainer(precision=)`` for a choice of ``zero/precision``; for None return None."""
     return None if row is None else choose("precision", row).value
 
 

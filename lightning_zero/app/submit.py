@@ -69,7 +69,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Run the main job's checks before submitting; this machine may lack the cluster's devices. Raises ConfigError."""
+    """Run the main job's checks on this machine, which may lack the cluster's devices. Raises ConfigError."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     train.check_checkpoint(config.ckpt_path)
@@ -121,7 +121,8 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: Hybri
 
 
 def slurm_memory(mem: str | None) -> int | None:
-    """Convert ``cluster.mem`` to bytes. ``None``: not set, 0 (all of a node's memory), or a form only SLURM reads."""
+    """Convert ``cluster.mem`` to bytes. Return None if it is not set, is 0 (all of a node's memory), or has a form that
+    only SLURM reads."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", (mem or "").upper())
     if match is None or not int(match[1]):
         return None
@@ -129,7 +130,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Plan the run's memory and return a line about it. Raises ConfigError if the run does not fit the machine."""
+    """Plan the run's memory and describe it in a text. Raises ConfigError if the run does not fit the machine."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model

@@ -64,7 +64,8 @@ def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Submit a job by sbatch, which waits for it and exits with its exit code. Raises ConfigError without sbatch."""
+    """Submit a job. Return the sbatch process, which waits for the job and exits with its exit code. Raises ConfigError
+    if there is no sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
@@ -87,7 +88,7 @@ def quoted(value: str) -> str:
 
 
 def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Run jobs one after the other on this machine, or as many at once as SLURM allows.
+    """Run a sweep's jobs one after the other on this machine, or as many at once as SLURM allows.
 
     Args:
         config: the sweep's configuration.

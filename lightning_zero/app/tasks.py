@@ -151,7 +151,7 @@ def plain(value: Any) -> Any:
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
     """Yield a dictionary, which the body fills with metrics of the task; then print and write them on rank 0.
 
-    Results are also written if a fit is interrupted or fails after its first step. An error in writing ends no run.
+    Results are also written if a fit is interrupted or fails after its first step. An error in writing is only printed.
     """
     metrics: dict[str, float] = {}
     begun, status = time.time(), "finished"
@@ -175,7 +175,7 @@ def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Ite
 def _report(
     config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
 ) -> None:
-    """Print the last lines of a run and write its results to the run folder. A fit also gets a picture and a page."""
+    """Print the last lines of a run and write its results to the run folder. After a fit also a plot and a page."""
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:

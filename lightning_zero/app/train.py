@@ -88,7 +88,7 @@ def local_devices(trainer: Mapping[str, Any]) -> Any:
 
 
 def number_of_nodes(trainer: Mapping[str, Any]) -> int:
-    """Return ``trainer.num_nodes``, or the launcher's number of nodes, which may change when torchrun restarts."""
+    """Return ``trainer.num_nodes``, else the launcher's number of nodes (torchrun may change it), else 1."""
     place = launched()
     return trainer.get("num_nodes") or (place.nodes if place is not None else None) or 1
 
@@ -196,7 +196,7 @@ def check_task(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def batches_explained(model: LightningModule, data: LightningDataModule) -> Iterator[None]:
-    """Add a description of the default data's batch to errors that the user's own model raises."""
+    """If the user's own model raises an error on the default data, add a description of a batch to the error."""
     from lightning_zero.data.text import TextData
     from lightning_zero.models.gpt import LitGPT
 
@@ -257,7 +257,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Give the strategy the optimizer's states and the activations, for ``auto`` and the memory table at the end."""
+    """Give the strategy the number of state tensors and the activations, for ``auto`` and the final memory table."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy

@@ -31,7 +31,7 @@ from lightning_zero.ranks.progress import SILENT, Did, LongWork
 from lightning_zero.tiers.pages import byte_view
 
 CHUNK_NBYTES = 16 * MIB
-WriteAt = Callable[[memoryview, int], None]  # writes all of a view of bytes at a place of the file
+WriteAt = Callable[[memoryview, int], None]  # (bytes, offset in the file): writes all the bytes there
 _FLAGS = 0x808  # of a torch.save record: a checksum follows it, and its name is UTF-8
 _FOLDER = 0x10
 _DESCRIPTOR = b"PK\x07\x08"
@@ -93,7 +93,7 @@ class Skeleton:
         return Module()
 
     def fill(self, did: Did = lambda nbytes: None) -> list[Piece]:
-        """Write the values of all storages except fake ones."""
+        """Write the values of all storages except fake ones. Return what was written, with checksums."""
         done: list[Piece] = []
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
@@ -144,7 +144,7 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, into ``hole`` from its byte ``start`` on, in chunks through the host."""
+    """Write ``values`` [n], cast to ``dtype``, into ``hole`` from byte ``start`` on. Return what was written."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -164,7 +164,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from its pieces in any order. Raises RuntimeError for overlaps and for other gaps."""
+    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps and for gaps that are not zeros."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

@@ -97,7 +97,7 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit ``stack`` as if its body had raised ``error``, if any. After an error its unfinished file is removed."""
+    """Exit ``stack`` as if its body had raised ``error`` (None: no error). An error removes the unfinished file."""
     if error is None:
         stack.close()
         return
@@ -195,7 +195,7 @@ def _exchange(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove ``.part`` and ``.old`` of dead processes; return their names. ``folder`` must have changed just now."""
+    """Remove dead processes' ``.part`` and ``.old`` from ``folder``, which has just changed. Return their names."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -208,7 +208,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """If the writer of ``path`` is dead, remove it and return True, or give an ``.old`` its ``name`` back."""
+    """Remove ``path`` and return True if its writer is dead; but rename an ``.old`` to ``name`` if that is missing."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -293,7 +293,7 @@ def begin_sync(fd: int, start: int, nbytes: int) -> None:
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return the OSError that caused ``error`` (of ``torch.save``), else ``error``. ``outer``: was active before."""
+    """Return the OSError that caused ``error``, else ``error``. ``outer``: an earlier error, where the search ends."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

@@ -1,4 +1,4 @@
-"""Random number generators of all ranks: torch's on host and GPU, NumPy's and Python's. A checkpoint holds them as
+"""States of all ranks' random generators: torch's on host and GPU, NumPy's and Python's. A checkpoint holds them as
 plain tensors, one row per rank, so that it loads with ``weights_only=True``."""
 
 from __future__ import annotations

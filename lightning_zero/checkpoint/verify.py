@@ -1,4 +1,4 @@
-"""Compare the bytes of checkpoints with their checksums: one per record of a file and per box of a folder."""
+"""Compare the bytes of checkpoints with their checksums: one per record of a file, one per tensor box of a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
     Attributes:
         checked: bytes that have a checksum.
         unknown: bytes that have none.
-        damage: the damaged places, in words.
+        damage: descriptions of the damaged places.
     """
 
     checked: int
@@ -54,7 +54,7 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
 
 
 def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
-    """Yield for each record or box a function that compares it. Call it before taking the next, or its file closes."""
+    """Yield for each record or box a function that compares it. Call it before the next, or the file is closed."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):

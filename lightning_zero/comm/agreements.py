@@ -24,7 +24,7 @@ class FailedElsewhereError(RuntimeError):
 
 
 class ApartError(RuntimeError):
-    """Raised on all ranks when ranks make different calls. The message names the calls."""
+    """Raised on all ranks if ranks make different collective calls at one time. The message names each rank's call."""
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
@@ -41,15 +41,15 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
-    ``what``: the purpose in words; if it differs between ranks, all raise an ApartError. ``patient``: wait longer while
-    any rank works. All raise a TypeError if :func:`dumps` refuses the object of one rank."""
+    ``what``: what the objects are for, in words; if ranks pass different words, all raise an ApartError. ``patient``:
+    wait beyond the timeout while any rank works. All raise a TypeError if :func:`dumps` refuses any rank's object."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Do as :func:`gather_objects`, but send over ``group`` itself, which has a host-side backend. Collective."""
+    """Do as :func:`gather_objects`, but send over ``group`` itself, which must have a host-side backend. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -85,13 +85,13 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` call this, however long one works. Does not wait for devices. Collective."""
+    """Wait until all ranks of ``group`` call this, however long they work first; not for devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Encode ``value`` as a message. Returns it and each rank's message size. All raise if one cannot. Collective."""
+    """Encode ``value``. Returns the message and all ranks' message sizes. All raise if one rank cannot. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -105,7 +105,7 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send an object of rank ``src`` to all ranks. Blocks, and waits as long as any rank works. Collective.
+    """Send ``value`` of rank ``src`` to all ranks, and return it. Blocks as long as any rank works. Collective.
 
     All ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
@@ -152,12 +152,12 @@ def together(
 ) -> T:
     """Run ``act`` on all ranks. If it fails on one rank, all ranks raise, and none waits for ever. Collective.
 
-    A rank raises the error of its own ``act``. Else it raises the first failed rank's ConfigError, or a
-    FailedElsewhereError.
+    Return the result of ``act``. A rank whose own ``act`` failed raises its error. The others raise a ConfigError if
+    the first failed rank raised one, else a FailedElsewhereError.
 
     Args:
         act: must send no message; else the other ranks would wait for a rank on which it failed.
-        undo: called with the result of ``act`` where it succeeded, if it failed on another rank.
+        undo: called with the result of ``act`` on each rank where ``act`` succeeded, if it failed on another rank.
         patient: ``act`` may take longer than ``stall_timeout_s``.
     """
     try:

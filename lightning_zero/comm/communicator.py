@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """Describes what passes send of one bucket. A dtype is None if no such message is sent."""
+    """Describes the messages that passes send for one bucket. A dtype is None if no message of its kind is sent."""
 
     numel: int
     gathered: torch.dtype | None  # of the gathered parameters
@@ -57,9 +57,9 @@ class Communicator:
 
     Attributes:
         shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
-        node_rank, node_size: the same in the node's group, for which units keep slices until the backward; 0: no group.
+        node_rank, node_size: the same for this node's ranks that share slices until the backward; 0: no such group.
         replica: index of the copy of all shards to which this rank's shard belongs.
-        queues: messages are queued on streams of the device, so that the host waits for none.
+        queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
 
     _groups: Groups | None = None
@@ -76,11 +76,11 @@ class Communicator:
         waits: Waits | None = None,
         long_work: LongWork = SILENT,
     ) -> None:
-        """Take process groups from the pool. Collective.
+        """Take process groups from the pool of groups for reuse, or make new ones. Collective.
 
         Args:
             topology: default: one node, shards divided among all ranks.
-            waits: of this rank, if they exist already; None: make them.
+            waits: this rank's :class:`Waits`, if it has one already; None: make one.
             long_work: shows the progress of long work between ranks.
         """
         self.device = device
@@ -186,7 +186,7 @@ class Communicator:
         return self._reduce(full, label, factor, total_dtype, whole=True)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Copy ``shard`` to this rank's place in ``full``, or in a new buffer of its dtype, and return the buffer."""
+        """Return ``full`` with ``shard`` copied to this rank's slice; if dtypes differ, a new buffer like ``full``."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
@@ -197,7 +197,8 @@ class Communicator:
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
         """Send parts of ``data`` [bytes] to the ranks that share shards, and receive parts of theirs. Collective.
 
-        ``sizes``, ``out_sizes``: bytes to and from each rank. All ranks must issue it in one order with reductions."""
+        ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each. All ranks must issue exchanges and
+        reductions in one order."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -211,7 +212,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set ``waits.place``, what this rank is doing, for the body. After an exception it stays, for its message."""
+        """Set ``waits.place`` in the body: what this rank is doing, for error messages. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -220,9 +221,9 @@ class Communicator:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
         A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
-        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
-        messages are not waited for: on replaced groups they may never end; on others they end late, in their own
-        memory."""
+        same place may have issued different halves, and the next message would be matched with an older one. This does
+        not wait for abandoned messages: on replaced groups they may never end; on kept groups they end late, and touch
+        only memory of their own."""
         if (before := self._groups) is not None:
             self.meet(None, what)
             # First, because the pool gives out no groups whose counts differ between ranks.
@@ -243,8 +244,8 @@ class Communicator:
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
 
-        ``among``: whether the message is ordered with gathers or with reductions. Take reductions while param syncs may
-        be in progress, because ranks issue these at different moments."""
+        ``among``: whether the message is ordered with gathers or with reductions. Take ``reduce`` while param syncs may
+        be in progress, because ranks issue param syncs at different moments."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
@@ -288,7 +289,7 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Do as :meth:`all_gather_objects`. If other ranks make another such call, all raise ApartError. Collective."""
+        """Do as :meth:`all_gather_objects`. All raise ApartError if ranks call it with another ``what``. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -345,10 +346,10 @@ class Communicator:
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Reduction:
-        """Issue the sum over the ranks that share shards and, on a stream, the messages that follow the sum.
+        """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it.
 
-        On a stream nothing waits in between, so all ranks issue all messages in the order of reductions. With
-        ``whole``, all ranks then get the sums of all slices in ``full``."""
+        These are a sum over replicas and, with ``whole``, a gather of all slices. The host does not wait in between, so
+        all ranks issue all messages in the order of reductions."""
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
             return Reduction(Pending(self, label, [], same, kind="reduce"))
@@ -379,7 +380,7 @@ class Communicator:
         return Reduction(first, *later)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
-        """Issue on the reduce stream the messages that follow the sum of this rank's slice, ``shard``."""
+        """Issue the messages after the sum ``shard`` on the reduce stream. Return ``shard``, or all if ``whole``."""
         assert self._groups is not None
         if self._groups.replicate is not None:
             self._issue_sum(shard, async_op=False)
@@ -419,7 +420,7 @@ class Communicator:
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Make the handle of ``works``. On CUDA call it inside ``streams.on``, with ``stream`` as current stream."""
+        """Return a handle for ``works``. On CUDA call this in ``streams.on``, with ``stream`` as the current stream."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)

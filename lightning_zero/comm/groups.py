@@ -36,12 +36,12 @@ OPERATIONS = (
 
 
 def even_alone() -> bool:
-    """Return whether even a group of one rank sends messages. Benchmarks and tests set the variable for this."""
+    """Return whether groups of one rank send messages: if LIGHTNING_ZERO_EVEN_ALONE=1, for benchmarks and tests."""
     return os.environ.get("LIGHTNING_ZERO_EVEN_ALONE") == "1"
 
 
 class GroupKind(NamedTuple):
-    """Describes a set of groups. A communicator reuses only groups whose properties equal the ones it needs."""
+    """Describes one communicator's process groups. Another one reuses them only if it needs all these values equal."""
 
     topology: Topology
     backend: str
@@ -65,8 +65,8 @@ class Groups:
 
     @property
     def all_issued(self) -> list[int]:
-        """Return how many operations this rank has issued, for each of :data:`OPERATIONS`. Each kind uses one group in
-        one order. So if all ranks return the same, every message has its counterparts. Equal sums are not enough."""
+        """Return how many operations of each of :data:`OPERATIONS` this rank has issued. Each kind uses one group in
+        one order, so if all ranks return equal lists, no message lacks its counterparts. Equal sums are not enough."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -99,7 +99,7 @@ def backend_for(group: Any, device: torch.device) -> str:
 
 
 def host_backend(parent: Any) -> str:
-    """Return the backend of agreements: gloo, which every build has, or that of a simulated world."""
+    """Return the backend for small host-side messages: ``fake`` if ``parent`` is a simulated group, else ``gloo``."""
     backend = dist.get_backend(parent)
     return backend if backend == "fake" else "gloo"
 
@@ -139,7 +139,7 @@ class _Parent(NamedTuple):
 
 class GroupPool:
     """Keeps process groups for reuse, because torch never frees them. Ranks drop their communicators at different
-    moments, so they agree on which groups are free. Groups with unequal operations (after an exception) stay unused."""
+    moments, so they agree on which groups are free. Groups on which ranks sent unequal numbers stay unused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []

@@ -31,7 +31,7 @@ TOKENS = "a sum over the tokens of a sequence"
 
 class SequenceGroup:
     """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index among them.
-    ``size``: their number. ``counts``: messages by kind. ``waits``: bounds waits; the engine's, once it exists."""
+    ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
         """Make the groups. Collective."""
@@ -119,8 +119,8 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Stands for a group without sending: of one rank (``OnPaper(1)``), or for tensors without values. ``sent``: bytes
-    that a rank would send."""
+    """Stands for a :class:`SequenceGroup` and sends nothing: for one rank alone (``OnPaper(1)``), or for tensors
+    without values. ``sent``: bytes that a rank would send."""
 
     rank = 0
 

@@ -15,7 +15,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's share of its machine. ``cpus``: its number of cores, if ranks share cores evenly."""
+    """This rank's share of its machine. ``cpus``: cores for this rank; ranks that may use the same cores split them."""
 
     local_rank: int = 0
     local_ranks: int = 1
@@ -38,7 +38,7 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """Return this rank's index among the ranks that pass an equal ``same``, and their number. Collective."""
+    """Return this rank's index among the ranks that pass the same text ``same``, and their number. Collective."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
     (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))
@@ -55,7 +55,7 @@ def ranks_on_disk(comm: Communicator, path: str | None) -> int:
 
 
 def own_path(path: str, share: Share, rank: int) -> str:
-    """Replace environment variables in ``path``. Raises ConfigError for a variable that this rank does not have."""
+    """Replace ``$RANK``, ``$LOCAL_RANK`` and environment variables in ``path``. ConfigError if one has no value."""
     place = {"LOCAL_RANK": str(share.local_rank), "RANK": str(rank)}
 
     def value(match: re.Match[str]) -> str:

@@ -113,7 +113,7 @@ class Streams:
                 pass
 
     def drop_held(self) -> None:
-        """Free all memory of :meth:`hold`, because the host has waited for the device."""
+        """Free all memory that :meth:`hold` keeps. Call it when the host has waited for the device."""
         self._held.clear()
 
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:

@@ -22,7 +22,7 @@ SUM_CHUNK = 1 << 18
 
 
 class Members(NamedTuple):
-    """The ranks of a message: ``size`` ranks of ``group``; this one is ``rank``."""
+    """The ranks that take part in a message: the ``size`` ranks of ``group``. ``rank``: this rank's index in it."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class Transport(Protocol):
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n] in place; this rank's slice is filled already. Collective."""
+        """Fill ``full`` [size * n] with every rank's slice [n], in place; this rank's is filled already. Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
@@ -69,7 +69,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
-        """Send a part of ``data`` [sum(sizes)] to each rank and fill ``out`` with theirs, in rank order. Collective."""
+        """Send a part of ``data`` [sum(sizes)] to each rank; receive one from each in ``out``, by rank. Collective."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return Sent(_works(work), lambda: out)
 
@@ -112,7 +112,7 @@ def _own(full: Tensor, among: Members) -> Tensor:
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Return whether messages of ``tensor`` are queued on the current stream, so that no work needs a wait."""
+    """Return whether messages of ``tensor`` are queued on the current stream, so that the host waits for none."""
     return tensor.device.type != "cpu"
 
 
@@ -121,8 +121,8 @@ def _works(work: Any) -> list[Any]:
 
 
 class DirectTransport(Transport):
-    """Gather by broadcasts in place; reduce by an all-to-all and a local sum in rank order. On gloo at two ranks and 64
-    MiB they take a sixth and a quarter of the library's time, and do not block when issued."""
+    """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. On gloo with two ranks
+    and 64 MiB, gathers take a sixth and reductions a quarter of the library's time, and neither blocks when issued."""
 
     exchanges = True
 
@@ -142,7 +142,7 @@ class DirectTransport(Transport):
 
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
-    """Sum ``full`` [size * n] over ranks by an all-to-all; each rank adds its parts in ``total_dtype``. Collective.
+    """Sum ``full`` [size * n] over ranks by an all-to-all; each rank adds up its slice in ``total_dtype``. Collective.
 
     The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
     rank, world_size, group = among
@@ -218,9 +218,9 @@ class HostTransport(Transport):
 
 
 def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
-    """Choose the transport for ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with few ranks, else
-    ``plain``. With ``auto`` and up to :data:`EXCHANGE_MAX_RANKS` ranks, ``plain`` reduces by an all-to-all if gradients
-    have a narrower dtype than their sum."""
+    """Return the transport for ``name``, the value of ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with
+    up to :data:`DIRECT_MAX_RANKS` ranks, else ``plain``, which, with up to :data:`EXCHANGE_MAX_RANKS` ranks, reduces
+    gradients narrower than their sum by an all-to-all. For a GPU over gloo, a :class:`HostTransport` wraps either."""
     host_side, auto = backend == "gloo", name is TransportName.auto
     transport: Transport
     if name is TransportName.direct or (auto and host_side and world_size <= DIRECT_MAX_RANKS):

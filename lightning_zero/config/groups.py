@@ -40,7 +40,7 @@ class StageConfig:
 
 
 def check_rounding(stochastic: bool, precision: Precision) -> None:
-    """Raise ConfigError for stochastic rounding without bf16 weights: others are not rounded in a step."""
+    """Raise ConfigError for stochastic rounding without bf16 weights: a step rounds only those."""
     if stochastic and precision is not Precision.bf16_true:
         raise ConfigError(
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
@@ -168,7 +168,7 @@ class OffloadConfig:
 
 
 def without_effect(row: Offload) -> list[str]:
-    """List the settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
+    """List the settings of :class:`OffloadConfig` that have no effect with the choice ``row``."""
     found = []
     if not row.uses_files and row is not Offload.auto:
         found += ["nvme_path", "nvme_budget"]

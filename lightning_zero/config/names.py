@@ -21,7 +21,7 @@ class Stage(Enum):
 
 
 class Precision(Enum):
-    """Rows of ``zero/precision``. Their values are the names that ``Trainer(precision=)`` uses."""
+    """The choices of ``zero/precision``. Their values are the names that ``Trainer(precision=)`` uses."""
 
     fp32 = "32-true"
     bf16 = "bf16-mixed"
@@ -32,7 +32,7 @@ class Precision(Enum):
 
 
 class Offload(Enum):
-    """Rows of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` says which tier each role rests on."""
+    """The choices of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` says which tier each role rests on."""
 
     none = "none"
     optimizer_cpu = "optimizer_cpu"
@@ -109,7 +109,7 @@ class Sharding(Enum):
     tensors = "tensors"
 
 
-# The row names of each group of zero/*.
+# The names to choose from in each group of zero/*.
 ROWS: dict[str, type[Enum]] = {
     "stage": Stage,
     "precision": Precision,

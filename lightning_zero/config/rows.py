@@ -1,4 +1,4 @@
-"""Make a ZeroConfig from keywords and row names, and replace its stage or offload row."""
+"""Make a ZeroConfig from keywords and names such as ``zero3``, and replace its stage or offload setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.config.values import kinds_of
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
-    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers); ``unit``,
     ``comm`` and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
@@ -37,7 +37,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a row of ``zero/offload`` that uses files, else ``None``."""
+    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` that uses files, else ``None``."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
@@ -82,7 +82,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the rows that ``auto`` may choose, with their settings; rows that use files, only if a folder is given."""
+    """List the stages and offload settings from which ``auto`` chooses; with files only if a folder is given."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
@@ -97,14 +97,14 @@ def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
 def with_rows(
     config: ZeroConfig, stage: Any = None, offload: Any = None, *, settings: OffloadConfig | None = None
 ) -> ZeroConfig:
-    """Replace the row of ``zero/stage``, of ``zero/offload``, or both.
+    """Return ``config`` with another stage, another choice of ``zero/offload``, or both.
 
     Args:
-        stage: a row's name or a stage's number; ``None``: keep the stage.
-        offload: a row's name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep the row.
-        settings: if ``offload`` is a name, the other settings of the new row; default: those of ``config``.
+        stage: a stage's name or number; ``None``: keep the stage.
+        offload: a name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep the offload setting.
+        settings: if ``offload`` is a name, its other settings, such as budgets; default: those of ``config``.
 
-    Raises ConfigError for an unknown row, rows that exclude each other, or a setting without effect.
+    Raises ConfigError for an unknown name, a stage and offload that exclude each other, or a setting without effect.
     """
     if stage is None and offload is None:
         raise ConfigError(
@@ -128,7 +128,7 @@ def with_rows(
 
 
 def _convert(key: str, value: Any) -> Any:
-    """Convert a row's name or a group's mapping to a value of :class:`ZeroConfig`."""
+    """Convert a name such as ``zero3``, or a mapping, to the type of the field ``key`` of :class:`ZeroConfig`."""
     if key == "offload" and isinstance(value, (str, Offload)):
         row = choose(key, value)
         return OffloadConfig(name=row, nvme_path=offload_row_path(row))

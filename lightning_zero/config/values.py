@@ -43,7 +43,7 @@ def kinds_of(settings: type[object]) -> dict[str, Any]:
 
 
 def _taken(key: str, kind: Any, value: Any) -> Any:
-    """Convert ``value`` to the type ``kind`` of the field ``key``. Raises ConfigError if it cannot."""
+    """Return ``value`` converted to the type ``kind``, and words for what was expected: empty if ``value`` is valid."""
     optional = NoneType in get_args(kind)
     if optional:
         if value is None:
@@ -58,7 +58,7 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
-    """Convert ``value`` to ``kind``. Also return words for what was expected: empty if the value is valid."""
+    """Return ``value`` converted to the type ``kind``, and words for what was expected: empty if ``value`` is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
         return value, ""  # the settings check it themselves

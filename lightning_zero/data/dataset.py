@@ -60,7 +60,8 @@ class DatasetText(LanguageData):
             raise ConfigError(f"data.column: expected a column of text, got {dtype} in {column!r}. Change data.column.")
 
     def _pieces(self) -> Any:
-        """Cut the text into pieces of ``block_size + 1`` tokens that overlap by one. ``datasets`` caches the pieces."""
+        """Return the text as a dataset of pieces of ``block_size + 1`` tokens, which overlap by one token. The package
+        ``datasets`` caches this dataset on disk."""
         from datasets.fingerprint import Hasher
 
         rows = self.dataset.select_columns([self.column])

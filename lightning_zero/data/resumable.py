@@ -50,7 +50,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A loader whose position Lightning's checkpoints save: the items of the epoch that all ranks have trained on."""
+    """A DataLoader whose position Lightning's checkpoints save: how many items of the epoch all ranks have done."""
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer

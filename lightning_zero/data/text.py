@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Assign whole segments of chunks to training or validation. The same ``seed`` gives the same split."""
+    """Divide chunks of text into training and validation, by whole segments. The same ``seed`` gives the same split."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))
@@ -43,7 +43,7 @@ def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
 
 
 class Chunks(Dataset[Tensor]):
-    """A dataset of items ``[block_size + 1] int64``, cut from ``tokens [n] uint8`` at the given ``chunks``."""
+    """A dataset of items ``[block_size + 1] int64``, cut from ``tokens [n] uint8``. ``chunks``: the chunks' numbers."""
 
     def __init__(self, tokens: Tensor, chunks: np.ndarray, block_size: int) -> None:
         self.tokens, self.chunks, self.block_size = tokens, chunks, block_size
@@ -147,7 +147,7 @@ class TextData(LanguageData):
 
 
 def check_enough(found: int, needed: int, block_size: int, where: str) -> None:
-    """Raise ConfigError if the text has ``found`` pieces, fewer than the ``needed`` number."""
+    """Raise ConfigError if ``found``, the number of training items that the text gives, is less than ``needed``."""
     if found < needed:
         raise ConfigError(
             f"data.path: expected text for at least one batch of training on each process ({needed} pieces of "

@@ -19,5 +19,5 @@ _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the :class:`Accelerator` that drives ``device``. Without an accelerator it is the host."""
+    """Return the :class:`Accelerator` of ``device``: a :class:`Cuda` for a GPU, else the base class, for the host."""
     return _KINDS.get(device.type, Accelerator)(device)

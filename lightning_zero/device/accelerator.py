@@ -14,7 +14,7 @@ Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """Drives the host. ``has_streams`` is true for devices that queue work on streams and have their own memory."""
+    """Drives the host; subclasses drive devices. ``has_streams``: the device has streams and its own memory."""
 
     has_streams: bool = False
 
@@ -23,7 +23,7 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """Return the driver's name of the device; empty for the host."""
+        """Return the name of the device's model; empty for the host."""
         return ""
 
     # -- streams and events ----------------------------------------------------------------------------------------
@@ -58,11 +58,11 @@ class Accelerator:
         """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
-        """Return the time for :meth:`seconds`: an event after all queued work, or the host's clock."""
+        """Return a point in time for :meth:`seconds`: an event after all queued work; on the host its clock's time."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two moments that are over."""
+        """Return the seconds between two results of :meth:`moment`, whose work must be over."""
         return end - begin
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Accelerator:
         return torch.empty(shape, dtype=dtype)
 
     def pin(self, memory: Tensor) -> None:
-        """Pin ``memory`` (uint8, on the host). Raises MemoryError, with CUDA's number, if the system refuses."""
+        """Pin ``memory`` (uint8, on the host). Raises MemoryError, with CUDA's error code, if the system refuses."""
 
     def unpin(self, memory: Tensor) -> None:
         """Undo :meth:`pin`, before the memory is freed."""
@@ -101,7 +101,7 @@ class Accelerator:
         return None
 
     def seeded_rng_state(self, seed: int) -> Tensor | None:
-        """Return the state after seeding with ``seed`` (64 bits)."""
+        """Return the device's random state after seeding with ``seed`` (64 bits); None on the host. Seeds nothing."""
         return None
 
     def set_rng_state(self, state: Tensor) -> None:

@@ -126,5 +126,5 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Return this process's GPU, else the host."""
+    """Return this process's current GPU; the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if gpu_count() else torch.device("cpu")

@@ -157,7 +157,7 @@ def stop() -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Record nothing during the body, because a trial is no step of the run."""
+    """Record nothing in the body. Used for trial steps, which must not count as steps of the run."""
     global recorder
     before, recorder = recorder, None
     try:
@@ -185,12 +185,12 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span; None if no spans are kept. ``on_host``: use the host's clock even if there is a device."""
+    """Begin a span of ``lane``; None if no spans are kept. ``on_host``: take the host's clock even with a device."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 
 def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[object]:
-    """Record the body as a span; see :func:`begin`."""
+    """Record the body as a span of ``lane``; see :func:`begin`."""
     return begin(lane, what, on_host=on_host) or _NOBODY
 
 

@@ -56,9 +56,9 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Show full masters in the parameters of ``target`` inside the ``with``; write changes to the shards. Collective.
+    """Inside the ``with``, parameters of ``target`` hold full masters; its end writes changes to shards. Collective.
 
-    Masters are fp32; under ``*_true`` and ``fp64`` they have that one dtype. All ranks must write the same values,
+    Masters are fp32; under precision ``*_true`` or ``fp64`` they have its dtype. All ranks must write the same values,
     unless ``from_rank`` names the rank whose values all ranks get. With ``grads``, ``param.grad`` holds the full
     reduced gradient, and changes to it go into the shards too.
     """
@@ -76,7 +76,7 @@ def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of ``target`` as torch's ``clip_grad_norm_`` does. Return their earlier norm. Collective."""
+    """Clip the gradients of ``target`` as torch's ``clip_grad_norm_``. Return the norm before clipping. Collective."""
     engine, params = _resolve(target)
     places = [engine.units.place_of(param) for param in params]
     return engine.passes.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -55,7 +55,7 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """The replaced forwards of units: ``vertical`` runs units on chunks of the batch, ``compiled`` by torch.compile."""
+    """What replaced forwards of units share: ``vertical`` for chunks of the batch, ``compiled`` for torch.compile."""
 
     vertical: Vertical
     compiled: CompiledModules
@@ -88,7 +88,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
-    """Register the hooks that gather and drop units, keep output dtypes, and refuse calls that see placeholders."""
+    """Register hooks that gather and drop units, cast fp32 modules' outputs, and refuse calls that see placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

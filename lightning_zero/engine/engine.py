@@ -73,7 +73,7 @@ def _instances() -> set[int]:
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine whose root is ``module``, or None."""
+    """Return the engine that shards ``module`` as its root module, or None."""
     return next((engine for engine in engines() if engine._module() is module), None)
 
 
@@ -86,11 +86,11 @@ class Engine:
 
     Attributes:
         config: the settings, with the stage and offload of the last :meth:`restage`.
-        optimizers: the steppers of the shards, in the order of :meth:`add_optimizer`.
-        host_copy: the copy of all parameters on the host that ``whole/whole_params.py`` shows between runs, or None.
+        optimizers: one stepper for each optimizer, in the order in which :meth:`add_optimizer` was called.
+        host_copy: a copy of all parameters on the host, which users see between two Trainer runs, or None.
     """
 
-    # A whole module holds its engine; a copy or pickle of the module must be a plain module.
+    # A module shown whole between Trainer runs holds its engine, but its copies and pickles must be plain modules.
     def __deepcopy__(self, memo: object) -> None:
         return None
 
@@ -207,7 +207,7 @@ class Engine:
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
-        """Use ``tiers``, which are closed with the engine. The caller has to close the previous tiers."""
+        """Use ``tiers``, and close them when the engine is freed. The caller has to close the previous tiers."""
         if self._closing is not None:
             self._closing.detach()
         self._tiers = tiers
@@ -260,18 +260,19 @@ class Engine:
         LIVE.discard(self)
 
     def restage(self, stage: object = None, offload: object = None, *, follow: Sequence[Follow] = ()) -> None:
-        """Change the row of ``zero/stage``, of ``zero/offload``, or both, between two steps. Collective.
+        """Change the stage, the offload setting, or both, between two steps. Collective.
 
-        All values move from shard to shard, a bucket at a time. Optimizers stay the same objects, and the groups of
+        All values move from old to new shards, a bucket at a time. Optimizers stay the same objects, and the groups of
         ranks that share shards stay the same.
 
         Args:
-            stage: a row's name or the stage's number; None: unchanged.
-            offload: a row's name, or all settings of ``zero.offload``. With a name, its other settings stay.
-            follow: called for each bucket before it moves, to move values of the bucket that other objects hold.
+            stage: a name in ``zero/stage`` or the stage's number; None: unchanged.
+            offload: a name in ``zero/offload``, or all settings of ``zero.offload``. With a name, the rest stays.
+            follow: functions called with a bucket's number and :class:`Move` before each move of a bucket, to move
+                values of it that other objects hold (averaged weights).
 
-        Raises ConfigError on all ranks, before any change, if the rows cannot be used or differ between ranks, or if a
-        step is open. If the move of values fails, every later use of the engine raises.
+        Raises ConfigError on all ranks, before any change, if the settings cannot be used or differ between ranks, or
+        if a step is open. If the move of values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with whole_params.set_aside(self):
@@ -282,9 +283,9 @@ class Engine:
     def state_dict(
         self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
-        """Return ``module.state_dict()`` with full values on the host; by default empty except on rank 0. Collective.
+        """Return ``module.state_dict()`` with full values on the host; by default {} on ranks other than 0. Collective.
 
-        The module's own ``state_dict`` makes the dict, overrides included. Tied parameters share one tensor.
+        The module's own ``state_dict`` method makes it, also an overridden one. Tied parameters share one tensor.
         With ``trainable_only`` the dict lacks frozen parameters. With ``fakes`` tensors have a shape and a dtype only.
         """
         return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
@@ -311,7 +312,7 @@ class Engine:
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step the shards, and return its stepper. Collective.
 
-        Raises ConfigError if it cannot, if it has parameters of other modules, or if no memory is left for its state.
+        Raises ConfigError if it cannot step shards, has parameters of other modules, or its state would not fit.
         """
         make = partial(self._make_stepper, self, self._around_step, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)

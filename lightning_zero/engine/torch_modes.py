@@ -1,4 +1,4 @@
-"""Decorators and contexts that set torch's modes (grad, inference, autocast) for the engine, whatever the caller's."""
+"""Decorators and contexts that set torch's grad, inference and autocast modes in place of the caller's modes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Make ``method`` run without autograd history and inference mode. Sharded parameters in it call no engine."""
+    """Make ``method`` run with grad and inference mode off. In it, operations on parameters call no engine."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +48,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Enter those of ``modes`` that are not active: autograd runs a backward without the modes of its caller."""
+    """Inside the ``with``, ``modes`` are active: autograd runs a backward without the function modes of its caller."""
     with contextlib.ExitStack() as around:
         there = function_modes()
         for mode in modes:
@@ -58,7 +58,7 @@ def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as :func:`outside_autograd`, but set no mode if all are right. ``method`` must not touch parameters."""
+    """Decorate as :func:`outside_autograd`, but set modes only where needed. ``method`` must not use parameters."""
     guarded = outside_autograd(method)
 
     @functools.wraps(method)
@@ -71,6 +71,6 @@ def without_history(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off, on devices that have it (meta has not)."""
+    """Return a context in which autocast is off; it does nothing on a device without autocast (meta)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

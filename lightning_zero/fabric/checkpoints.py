@@ -101,7 +101,7 @@ class Checkpoints(CheckpointFiles):
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
-        """Return a RangeSave if all ranks can write the file; None if rank 0 must write all values."""
+        """Return a RangeSave if all ranks can write ranges of the file; None if rank 0 must write all values."""
         owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
         owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
         io = self.checkpoint_io

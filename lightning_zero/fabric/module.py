@@ -12,7 +12,7 @@ from lightning_zero.engine.torch_modes import outside_graphs
 
 
 class ZeroModule(nn.Module):
-    """Calls the user's ``module``, which is sharded in place. Fabric routes marked forward methods through it, too."""
+    """Calls the user's ``module``, which is sharded in place. Forward methods that users mark come through it, too."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ZeroModule(nn.Module):
 
     @outside_graphs
     def _sync_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, as DDP does, if training may have changed them. Collective."""
+        """Send rank 0's buffers to all ranks, as DDP does, if training may have changed buffers. Collective."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
             self.engine.passes.buffers.sync()

@@ -28,7 +28,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         self._overflowed: dict[int, bool] = {}  # whether gradients overflowed, by id of the optimizer; until it steps
 
     def convert_input(self, data: Any) -> Any:
-        """Convert floating-point inputs, also under autocast, as Fabric does."""
+        """Convert floating-point inputs to the precision's dtype, also under autocast, as Fabric does."""
         dtype = AUTOCAST_DTYPES.get(self.row, self._default_dtype)
         return data if dtype is None else to_dtype(data, dtype)
 
@@ -50,7 +50,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Find out, once per step, whether gradients overflowed; then show them without the loss scale. Collective."""
+        """Once per step, find out if gradients overflowed. Then show users gradients without loss scale. Collective."""
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)

@@ -99,7 +99,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the first engine. Its waits let ranks in a step notice a rank that saves alone, and the reverse."""
+        """Return the first module's engine. Its Waits show ranks in a step that another rank saves, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -179,8 +179,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward: the engine of ``module`` if the user gave it; else the only
-        engine, or those that are in a pass. Other engines notice the backward themselves."""
+        """Return the engines to prepare for a backward. If the user gave ``module``, return its engine. Otherwise, if
+        there is one engine, return it; if there are several, return those in an open pass (begun by a forward)."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -229,7 +229,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
 class _Accumulation:
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients unreduced at stages 0 and 1, in the context. Stages 2 and 3 still reduce."""
+        """Return a context. If ``enabled``, backwards in it reduce gradients at stages 2 and 3, but not at 0 and 1."""
         if not enabled:
             return contextlib.nullcontext()
         engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)

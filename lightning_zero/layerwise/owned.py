@@ -38,7 +38,7 @@ class WholeTensor:
 
     @property
     def key(self) -> nn.Parameter:
-        """Return the full parameter, the key of the optimizer's state. This rank must have one."""
+        """Return the full parameter, the key of the optimizer's state. Only for ranks that step the tensor."""
         assert self.full_param is not None
         return self.full_param
 
@@ -180,7 +180,7 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
-        """Yield the state tensors that this rank saves, flat in memory order. The storage need not be open."""
+        """Yield what this rank saves of :meth:`leaves`, with flat values in memory order. The storage may be closed."""
         flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -249,7 +249,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what messages hold for a state: a :class:`Leaf` for a tensor, a host copy for one element or no tensor."""
+    """Return what messages tell of a state ``value``: a :class:`Leaf` for a tensor with numel > 1, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -262,7 +262,7 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` on the host: copied into its former memory, ``before[name]``, if the layout is the same."""
+    """Return ``leaf`` if it is alone on the host; else a copy there, in the memory of ``before[name]`` if it fits."""
     if _is_alone(leaf):
         return leaf
     at_rest = before.get(name)

@@ -101,12 +101,12 @@ class WholeOptimizer(Stepper):
         self.owned.fill(bucket, states, lambda tensor, name: None)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
-        """Return the dtype in which the class makes the state ``name``, or None if the trial has not shown it."""
+        """Return the dtype in which the optimizer makes the state ``name``; None if the trial step has not shown it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
 
     def _try(self) -> None:
-        """Try the optimizer with its present param groups. Raise a ConfigError if it cannot step sharded masters."""
+        """Run trial steps of the optimizer. Raise a ConfigError if masters are sharded and it cannot step them."""
         place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
             self.optimizer,
@@ -192,7 +192,7 @@ class WholeOptimizer(Stepper):
         )
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Return the bytes of each state that ``tensor`` will have, as the trial has shown it."""
+        """Return the bytes of each state tensor that ``tensor`` will have, as the trial step has shown."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
 
@@ -321,7 +321,7 @@ class WholeOptimizer(Stepper):
         self._agree(parts.outcome, error)
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """If a step failed on any rank, raise an error on all; else apply its outcome on all ranks. Collective."""
+        """If the step failed on one rank, raise on all; else apply the settings that it changed on all. Collective."""
         outcomes = [outcome]
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
@@ -429,7 +429,7 @@ class Window:
             self._owned.show(tensor, shaped, grad)
 
     def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
-        """Return values and gradient of a tensor that this rank holds whole: views if they rest on the device."""
+        """Return values and gradient of a tensor that this rank holds whole: views if on the device, else copies."""
         bucket, device = tensor.bucket, self._comm.device
         values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
         if id(tensor.info.param) not in self._with_grad:
@@ -464,7 +464,7 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Wait for stepped values; write masters and state to storages. Return an error of this instead of raising it,
+        """Wait for stepped values; write masters and state to storages. Return a write's error instead of raising it,
         because other ranks wait for this rank."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:

@@ -122,7 +122,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits; with ``targets [batch, length]``, the loss of each token in nats, computed in chunks."""
+        """Return logits; with ``targets [batch, length]``, each token's loss in nats, by chunks of logits."""
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:

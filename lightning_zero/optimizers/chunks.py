@@ -54,7 +54,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: masters are rounded stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: it rounds masters stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 
@@ -68,7 +68,7 @@ def step_in_chunks(
     factor: Tensor | None = None,
     rounding: tuple[int, int] | None = None,
 ) -> None:
-    """Step ``run`` [n] with ``grad`` [n] in pieces, in the dtype of :func:`dtype_of_step`.
+    """Step ``run`` [n], a slice of masters, with ``grad`` [n], in pieces, in the dtype of :func:`dtype_of_step`.
 
     Args:
         optimizer: one of torch's element-wise optimizers. Its ``state[run]`` is the run's state.

@@ -31,17 +31,17 @@ PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch'
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Return the one of torch's element-wise classes of which ``optimizer`` is an instance, or None."""
+    """Return the element-wise class of torch that ``optimizer`` is an instance of, or None if there is none."""
     return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
 
 
 def without_hooks(step: Any) -> Any:
-    """Return a class's plain ``step``, without the wrapper by which torch runs hooks before and after it."""
+    """Return a class's plain ``step``, without the wrapper in which torch runs hooks before and after it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's ``step`` is that of one of torch's element-wise classes, not overridden."""
+    """Return whether ``optimizer`` is of an element-wise class of torch and has the ``step`` of that class."""
     base = base_of(optimizer)
     return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
 
@@ -97,7 +97,7 @@ def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Count a parameter's element-wise states, by stepping a small one with a copy. Return 0 for unknown classes."""
+    """Count a parameter's element-wise states: a copy of ``optimizer`` steps a small one. Unknown classes: 0."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]
@@ -114,7 +114,8 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused kernel, the only fast one on a CPU, fits ``params``, and users chose no kernel."""
+    """Return whether torch's fused kernel can step ``params``, and the user has chosen no kernel in ``group``. On a CPU
+    it is the only fast kernel."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

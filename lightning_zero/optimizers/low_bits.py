@@ -56,7 +56,7 @@ STORE_CHUNK = 1 << 20  # elements
 
 
 class Stretch(NamedTuple):
-    """Random bits to round the elements from ``start`` to ``stop`` of a piece of state. ``bits``: int32, read-only."""
+    """Random bits to round elements ``[start, stop)`` of a piece of an optimizer state. ``bits``: int32, read-only."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Says how one tensor of state is stored. ``signed``: values may be negative."""
+    """Says how a tensor of optimizer state is stored: bf16, or int8 codes. ``signed``: values may be negative."""
 
     dtype: StateDtype
     signed: bool
@@ -88,14 +88,14 @@ class Format:
         return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
 
     def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """Return a view of the stored elements ``[low, high)`` of ``whole``. In int8 both are multiples of a block."""
+        """Return a view of elements ``[low, high)`` of the stored tensor ``whole``; for int8 multiples of BLOCK."""
         if not self.is_packed:
             return whole[low:high]
         assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
         return whole[low // BLOCK : high // BLOCK]
 
     def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """Return a view of ``numel`` stored elements from ``start`` on, extended to the end of the last block."""
+        """Return a view of ``numel`` elements of the stored tensor ``whole`` from ``start``, to the end of a block."""
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
 
@@ -131,8 +131,8 @@ class Format:
     ) -> None:
         """Encode fp32 ``values`` [n] into ``part``. ``values`` serves as scratch memory and is overwritten.
 
-        ``noise``: random bits, added before the low bits are cut off, so that a carry rounds up. Values without noise
-        are truncated. None: round to nearest.
+        ``noise``: random bits, added to the values before the low bits are cut off, so that a carry rounds up. Elements
+        in no Stretch are truncated. None: round to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
@@ -194,7 +194,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Round ``values`` [n], of any length and dtype, to nearest codes in ``part``. Return whether any changed."""
+        """Encode ``values`` [n], of any dtype, in ``part``, rounded to nearest. Return whether any value changed."""
         numel = len(part) * BLOCK if self.is_packed else len(values)
         wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
         wide[: len(values)].copy_(values)
@@ -204,13 +204,14 @@ class Format:
 
 
 def _above(signed: bool) -> int:
-    """Return how many powers of two lie between the linear (subnormal) codes and the block's exponent."""
+    """Return the exponent of a block minus the exponent of the power of two below which its codes are linear."""
     return (1 << (7 - FRACTION if signed else 8 - FRACTION)) - 2
 
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest fp32 number (0-d) that a code stands for, before scaling: code 0 is 1.0."""
+    """Return two 0-d fp32 tensors: the numbers that codes stand for before scaling, 1.0 for the least code (0), and
+    that of the largest code."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest
@@ -218,7 +219,8 @@ def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _powers(signed: bool, device: torch.device) -> Tensor:
-    """Return [256] fp32, indexed by the byte of a block's exponent: the power of two below which codes are linear."""
+    """Return a table [256] fp32. Index: the byte that stores a block's exponent. Value: the power of two below which
+    the block's codes are linear."""
     exponent = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.int32)
     power = ((exponent - _above(signed) + 127) << 23).view(torch.float32)
     return power.masked_fill(exponent == _NOT_FINITE, torch.nan).to(device)
@@ -232,10 +234,9 @@ Places = Sequence[tuple[Fragment, str]]
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return the random bits of the elements ``[low, high)`` of a run in its ``step``-th step; padding gets none.
+    """Return random bits to round a state of the elements ``[low, high)`` of a run, in step ``step``; none for padding.
 
-    ``number``: the state's index among the optimizer's states.
-    """
+    ``places``: the run's fragments of parameters. ``number``: the state's index among the optimizer's states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:
@@ -272,7 +273,8 @@ M = TypeVar("M")
 
 
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
-    """Run ``work`` on ``items`` in one thread per memory, and wait for all threads. Raise the first error."""
+    """Call ``work`` in one thread per memory; each call gets a memory and a common iterator, which gives each of the
+    ``items`` to one thread. Wait for all threads, and raise the first error."""
     left = iter([*items])  # a list's iterator gives each item to one thread, thanks to the interpreter's lock
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
@@ -322,7 +324,7 @@ _MAKES = threading.Lock()
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
-    """Return the format of each state by the state's name; empty if state stays as torch makes it."""
+    """Return the :class:`Format` of each optimizer state by the state's name; {} if states stay as torch makes them."""
     base = base_of(optimizer)
     if state is StateDtype.fp32 or base is None:
         return {}
@@ -330,7 +332,7 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 
 
 class _Memory:
-    """Buffers of ``numel`` elements, in which one thread steps a piece at a time. The memory plan counts their size."""
+    """Buffers in which one thread steps a piece of at most ``numel`` elements. The memory plan counts their size."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -344,7 +346,7 @@ class _Memory:
 
 
 class PieceMemory:
-    """Buffers of the threads that step pieces, for all runs and optimizers: new memory would fault in page by page."""
+    """Keeps the buffers of threads that step pieces, for all optimizers: new memory would fault in page by page."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
@@ -363,7 +365,8 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """A step of ``run`` [n] with ``grad`` [n], whose ``state`` is stored in ``formats``. ``step``: its number, from 1.
+    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``formats`` says how ``state`` is
+    stored. ``step``: the number of the step, from 1.
 
     ``factor``: 0-d; multiplies copies of the gradients, not ``grad`` itself. ``rounding``: (index of the run's first
     element, salt), to round bf16 parameters stochastically.
@@ -379,7 +382,7 @@ class NarrowStep:
     rounding: tuple[int, int] | None = None
 
     def by(self, optimizer: Optimizer, memory: PieceMemory) -> None:
-        """Do the step with ``optimizer``, one of torch's element-wise ones with one param group."""
+        """Do the step piece by piece with ``optimizer``, an element-wise one of torch's that has one param group."""
         run = self.run
         chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)
         pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]

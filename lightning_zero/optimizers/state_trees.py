@@ -36,7 +36,7 @@ def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of more than one element in a state, with their paths."""
+    """Yield the path and the tensor of each tensor of more than one element in a parameter's state."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield name, value
@@ -47,7 +47,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy mappings and lists of a state, and replace every other value by ``change(path, value)``."""
+    """Return a copy of a state: new mappings and lists, in which ``change(path, value)`` replaces every other value."""
 
     def inside(key: Any, item: Any) -> Any:
         return map_tree(item, change, f"{name}/{key}" if name else str(key))
@@ -75,7 +75,7 @@ def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Describes a tensor of state in messages between ranks. ``name`` is its path, see :func:`leaves_of`."""
+    """Stands for a tensor of optimizer state in messages between ranks. ``name``: its path, see :func:`leaves_of`."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """List the :class:`Leaf` objects in a state, in its order, which is the same on all ranks."""
+    """List the :class:`Leaf` objects in a state, in the order in which they stand there, which all ranks share."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found

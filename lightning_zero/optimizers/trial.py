@@ -34,7 +34,7 @@ MOST_DEEP = 4  # objects in an optimizer's attributes are compared down to this 
 
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the step of the optimizer's class without torch's hooks."""
+    """Return the function ``step`` of the optimizer's class, without the hooks that torch runs around it."""
     step: Callable[..., Any] = without_hooks(type(optimizer).step)
     return step
 
@@ -50,7 +50,7 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Isolate trial steps of the class ``name``: refuse messages; restore random states of Python, NumPy and torch."""
+    """In the body, let steps of the class ``name`` send no messages; after it, restore all random states."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -86,7 +86,7 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A tensor that a trial steps instead of the parameters ``alike``."""
+    """A tensor that a trial steps in the place of all parameters in ``alike``."""
 
     group: int
     place: int  # index in its param group
@@ -95,7 +95,7 @@ class _Small(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A kind of parameters: a trial steps the same tensors for all parameters that agree in these fields."""
+    """Describes a parameter. A trial steps the same tensors for all parameters that agree in these fields."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried
@@ -214,7 +214,7 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide tensors into calls of ``step``, some with empty param groups; for true shapes, one tensor a call."""
+        """Divide the tensors into calls of ``step``, some with empty param groups; true shapes: one tensor per call."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -276,7 +276,7 @@ def _small(dims: int) -> list[tuple[int, ...]]:
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Choose true shapes to try, of at most ``left`` elements in all: each once, smallest first, then each again."""
+    """Choose true shapes of at most ``left`` elements in all, smallest first: each shape once, then each again."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):

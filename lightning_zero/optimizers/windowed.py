@@ -44,10 +44,8 @@ class Outcome(NamedTuple):
 
 
 class StepInParts:
-    """Makes one step by several calls, inside a ``with``. During a call, param groups list only its tensors.
-
-    ``hides_empty``: during a call, remove param groups without tensors from the optimizer.
-    """
+    """Makes one optimizer step by several calls, inside a ``with``. In a call, param groups list only its tensors.
+    ``hides_empty``: during a call, remove param groups without tensors from the optimizer."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:
         self._optimizer, self._step = optimizer, step
@@ -112,7 +110,7 @@ class StepInParts:
 
 
 def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
-    """Write settings and attributes that a step has changed to ``optimizer``, from the ``outcomes`` of all ranks."""
+    """Write settings and attributes that a step has changed into ``optimizer``. ``outcomes``: those of all ranks."""
     called = [outcome for outcome in outcomes if outcome.called]
     for number, group in enumerate(optimizer.param_groups):
         found = next((o for o in called if o.stepped[number]), called[0] if called else None)
@@ -146,7 +144,7 @@ def _note(value: Any) -> Noted:
 
 
 def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
-    """Undo the changes of ``values`` since ``before``; new names in ``but`` stay. Return the undone values by name."""
+    """Reset ``values`` to ``before``; remove new names, except those in ``but``. Return the undone values by name."""
     changed: dict[str, Any] = {}
     for name, noted in before.items():
         now = values.get(name)
@@ -195,7 +193,7 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Replace the items of ``held`` by those of ``value``: others may refer to ``held``. Return False if impossible."""
+    """Replace the items of the container ``held`` by those of ``value``, in place. Return False if that cannot be."""
     if type(held) is not type(value) or held is value or not isinstance(held, (list, deque, dict, set)):
         return False
     held.clear()

@@ -1,4 +1,4 @@
-"""Plan where each role of one bucket rests, from its stage row and its tier row.
+"""Plan where each role of a bucket (parameters, masters, gradients, state) rests, from its stage and offload setting.
 
 The *storage* is the memory of masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only
 this file decides that::
@@ -148,8 +148,7 @@ class BucketPlan:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
-        """Return whether parameters and masters rest in the same places and dtypes as under ``other``."""
-
+        """Return whether parameters and masters rest in the same buffers, tier and dtypes as under ``other``."""
         pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
         return len(set(pairs)) == 1
 
@@ -177,7 +176,7 @@ class BucketPlan:
 
     @property
     def owned_numel(self) -> int:
-        """Return the elements of masters and state that a rank holds."""
+        """Return how many elements of the masters, and so of the optimizer state, a rank holds."""
         return self.layout.shard_numel if self.shards_master else self.layout.numel
 
     def owned_range(self, rank: int) -> tuple[int, int]:
@@ -185,7 +184,7 @@ class BucketPlan:
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Return the elements that have optimizer state: the owned range without padding. Rank 0 has the most."""
+        """Return how many elements have optimizer state on ``rank``: its masters without padding. Rank 0 has most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 

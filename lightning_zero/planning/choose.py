@@ -1,4 +1,4 @@
-"""Choose the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Deterministic.
+"""Choose a stage and an offload setting for ``auto``: the fastest pair that fits. Deterministic.
 
 A share :data:`KEPT_FREE` of each memory stays free for what plans do not count: a GPU's context, the allocator's
 rounding, the system.
@@ -28,7 +28,7 @@ Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A row, and why it was chosen."""
+    """The stage and offload setting that ``auto`` takes, as a planned ``row``, and why."""
 
     row: Row
     reason: str  # a sentence
@@ -40,7 +40,7 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` with smaller memories: the parts that a plan may fill. The rest stays free."""
+    """Return ``machine`` with only the memory that plans may fill. If activations are unknown, more stays free."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
 
@@ -58,9 +58,9 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
-    """Choose the fastest row that fits. Ties go to the row that sends least, then offloads least, then shards least.
+    """Choose the fastest of ``candidates`` that fits. Raises ConfigError if none fits.
 
-    ``keys``: the settings that the error names. Raises ConfigError if no row fits.
+    Ties go to the row that sends least, then offloads least, then shards least. ``keys``: the settings in the error.
     """
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
@@ -107,7 +107,8 @@ def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConf
 
 
 def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return ``high`` if it fits, else the largest of a few sizes from ``low``, known to fit, to ``high`` that fits."""
+    """Return ``high`` if it fits. Otherwise bisect a few times between ``low``, which fits, and ``high``; return the
+    largest size that was found to fit."""
     if fits(high):
         return high
     for _ in range(MOST_MEASURED):
@@ -193,4 +194,6 @@ def machine_text(usable: Machine) -> str:
     """Describe the memory that a plan may fill."""
     ranks = f"{usable.world_size} rank(s) on {usable.nodes} host(s)"
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
-    return f"{ranks}: {device}{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk"
+    return (
+        f"{ranks}: {device}{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk"
+    )

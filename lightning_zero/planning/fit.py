@@ -87,7 +87,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The memory and time of a run with one stage and one row of ``zero/offload`` on a machine."""
+    """The memory and time of a run with one stage and one choice of ``zero/offload`` on a machine."""
 
     stage: Stage
     offload: Offload
@@ -100,7 +100,7 @@ class Row:
     refused: str = ""  # why the budgets of auto cannot hold the model
     sent: Sent | None = None  # bytes that a rank sends in a step
     time: StepTime | None = None  # expected time of a step; None: no rates were given
-    after_run: Bytes = field(default_factory=Counter)  # of one rank, module gathered; empty: it stays sharded
+    after_run: Bytes = field(default_factory=Counter)  # bytes of one rank, module gathered; empty: it stays sharded
     is_whole: bool = False  # the module is gathered after a run, because it must be or it fits
 
     @property
@@ -115,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes a row fit: a total number of GPUs, or another row of ``zero/offload`` at the same stage."""
+    """What makes a row fit: a total number of GPUs, or another choice of ``zero/offload`` at the same stage."""
 
     gpus: int | None
     offload: Offload | None
@@ -129,7 +129,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """Plan memory and, with ``rates``, time of one stage and offload row. ``settings``: the budgets for ``auto``."""
+    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets for auto."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -169,7 +169,7 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run if the module is gathered (else empty), and the bytes that a host lacks."""
+    """Return a rank's bytes after a run if the module is gathered (else none), and the memory that a host lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts

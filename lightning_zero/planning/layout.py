@@ -52,7 +52,7 @@ class Fragment:
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
         """Intersect with the range ``keep`` of the shard. Return the first element in the parameter, and the range in
-        the fragment."""
+        the fragment; ``None`` if the intersection is empty."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -71,7 +71,7 @@ class BucketLayout:
 
     @property
     def used_numel(self) -> int:
-        """Return the elements before the padding, with the gaps between parameters."""
+        """Return the number of elements before the padding, with the gaps between parameters."""
         return self.slots[-1].stop if self.slots else 0
 
     def shard_range(self, rank: int) -> tuple[int, int]:

@@ -66,7 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank if some optimizer steps whole tensors: each one's state is on its owner only."""
+    """Optimizer state of one rank if some optimizer steps whole tensors. A tensor's state is on its owner only."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes beside the shards during the step, from owners.step_peak
@@ -99,7 +99,7 @@ def planned_bytes(
     """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
 
     Args:
-        state_tensors: element-wise state tensors of each parameter, or the state of ``rank``.
+        state_tensors: number of element-wise state tensors per parameter, or the state of ``rank``.
         moment: decides which gradients exist.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
@@ -123,7 +123,7 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield role, tier and bytes of every resting part of a bucket. ``state``: bytes of each state tensor."""
+    """Yield role, tier and bytes of all that rests of a bucket. ``state``: bytes of each state tensor."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
@@ -204,7 +204,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, prefetched) + offloaded steps
         backward = rest + gradients + gathered + reducing (the filling unit, reductions in flight) + offloaded steps
-        step     = rest + gradients + cast pieces of them + offloaded steps + whole tensors
+        step     = rest + gradients + a piece of them in the master dtype + offloaded steps + whole tensors
         each     + staging memory between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
@@ -346,7 +346,7 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the bytes that a rank gathers at a time to fill the copy; 0 if all shards are on one host."""
+    """Return the bytes that a rank gathers at a time to fill the copy; 0 unless it ``gathers`` from other hosts."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 
@@ -354,7 +354,7 @@ def after_run(rest: Bytes, nbytes: int, on_the_way: int, ranks: int) -> Bytes:
     """Compute the bytes of one rank after a run, with its share of the copy.
 
     Args:
-        nbytes: of the copy, shared equally by the ``ranks`` of a host.
+        nbytes: bytes of the module's copy, shared equally by the ``ranks`` of a host.
         on_the_way: bytes of one rank from :func:`on_the_way_nbytes`.
     """
     held = Counter(rest)

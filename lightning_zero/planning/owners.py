@@ -26,7 +26,7 @@ MESSAGE_ALIGN = 16  # bytes; every dtype can be read at such an offset
 def matrix_work(shape: Sequence[int]) -> int:
     """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
 
-    This is the order of an orthogonalisation, or of the eigenvectors of the shorter side. A tensor of more dimensions
+    An orthogonalisation grows like this, and so do the eigenvectors of the shorter side. A tensor of more dimensions
     counts as [shape[0], the rest]; a vector counts its elements.
     """
     if len(shape) < 2:
@@ -36,7 +36,7 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensors into windows (lists of indices): adjacent units up to ``limit`` bytes; a larger unit is split."""
+    """Group tensors into windows (lists of indices): adjacent units up to ``limit`` bytes; a larger one is split."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_PLAN = 65536  # entries; longer histories without a period are cut, and ranks agree on the rest step by step
+MAX_PLAN = 65536  # entries; longer histories are cut, and ranks then agree on each further gather
 
 
 class Entry(NamedTuple):
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The gathers of one kind of pass."""
+    """The gathers of a pass, such as a training step, in order."""
 
     entries: tuple[Entry, ...]
     cyclic: bool = False  # the pass may repeat the entries any number of times (generation)
@@ -29,7 +29,8 @@ class Plan(NamedTuple):
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
-    """Return whether a unit may be prefetched beside those ``waiting`` for use. If none waits, any size may."""
+    """Return whether a unit of ``nbytes`` may be prefetched. ``waiting``: bytes of each unit that is prefetched but not
+    used yet; if there is none, a unit of any size may, unless ``prefetch_bytes`` is 0."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 

@@ -12,9 +12,9 @@ from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, round_up
 
 BLOCK = SHARD_ALIGN  # elements that share an exponent
 ROW = BLOCK + 1  # bytes of a block
-# fp32 buffers per element of a piece: two states, two for conversions, gradient, master, and two of the kernel.
+# fp32 buffers per element of a piece of a shard: two states, two for conversions, gradient, master, two of the kernel.
 BUFFERS = 8
-TABLE_NBYTES = 1 << 22  # bytes of random bits
+TABLE_NBYTES = 1 << 22  # bytes of the table of random bits for stochastic rounding
 # Elements of a piece on the host. Smaller pieces cost too much Python time (0.1 ms each, under the interpreter's lock);
 # larger ones leave the cache.
 MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19
@@ -35,7 +35,7 @@ def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
-    """Divide ``numel`` elements into pieces for a step. Return the elements of a piece, and how many threads to use.
+    """Divide the ``numel`` elements of a step into pieces. Return the elements of a piece, and the number of threads.
 
     ``threads``: host threads that are available; ``None``: the step runs on a device.
     """
@@ -48,7 +48,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Return the bytes of buffers for a step of up to ``numel`` elements in pieces. The host's are never freed."""
+    """Return the bytes of buffers for a step of ``numel`` elements, piece by piece. The host's are never freed."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

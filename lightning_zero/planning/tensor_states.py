@@ -42,7 +42,7 @@ class TensorStates:
         return sum(sum(state.nbytes) for states in self.tensors for state in states)
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan]) -> StateOfRank:
-        """Return the state of the rank that holds most, and its bytes beside the shards during a step."""
+        """Return the state of the rank that holds most state, and its bytes beside the shards during a step."""
         ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
         by_optimizer: dict[int, list[_Tensor]] = {}
         for number, (bucket, states) in enumerate(zip(buckets, self.tensors, strict=True)):
@@ -70,7 +70,7 @@ class TensorStates:
     def _arrange(
         self, optimizer: int, tensors: Sequence[_Tensor], buckets: Sequence[BucketPlan], ranks: int
     ) -> tuple[list[list[int]], list[int]]:
-        """Divide one optimizer's tensors into windows and choose owners. Return both, by index of the tensor."""
+        """Divide an optimizer's tensors into windows (lists of indices) and choose each tensor's owner. Return both."""
         plans = [buckets[tensor.bucket] for tensor in tensors]
         sizes = [b.layout.slots[t.slot].numel * b.itemsizes.grad for b, t in zip(plans, tensors, strict=True)]
         moves = any((b.shards_master and ranks > 1) or b.tiers.master is not Tier.device for b in plans)
@@ -96,7 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Estimate a window's bytes on a rank, as if all ranks' shards were equal. ``own``: the tensors that it owns."""
+    """Estimate a window's bytes on a rank, as if all shards were equal. ``own``: whether the rank owns each tensor."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

@@ -21,7 +21,7 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, and those that keep units for the backward."""
+    """The groups of ranks that share shards, and those that together keep gathered units for the backward."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
@@ -96,7 +96,7 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def sequence_group_of(rank: int, size: int) -> range:
-    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. They do not affect who shares shards."""
+    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. These groups do not affect the shards."""
     first = rank - rank % size
     return range(first, first + size)
 

@@ -74,7 +74,8 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the children of each ModuleList or Sequential whose class it holds at least twice, without nested ones."""
+    """Return the names of repeated blocks: modules whose class their ModuleList or Sequential holds at least twice.
+    Blocks inside of others are left out."""
     chosen: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -97,7 +98,7 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:
-    """Divide ``module`` into submodules of at most ``max_bytes`` if possible; return their names, without ``taken``."""
+    """Divide ``module`` into submodules of at most ``max_bytes`` if possible. Return their names, except ``taken``."""
     result: list[str] = []
     for name, child in module.named_children():
         size = _nbytes(child)

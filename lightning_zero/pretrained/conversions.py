@@ -18,7 +18,8 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
-    """Return the outermost transformers model in ``module`` and its prefix; (None, "") if there is none or several."""
+    """Return the outermost transformers model in ``module``, and the prefix that its names have in ``module``. Return
+    (None, "") if there is no such model, or several."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None, ""
@@ -34,7 +35,8 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Convert tensors in files (``stored``) to tensors of ``model`` (``own``, by names without those of adapters)."""
+    """Convert the tensors in files (``stored``) to tensors of ``model``. ``own``: the model's tensors, by names without
+    the parts that name adapters."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing
@@ -64,7 +66,8 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 
 
 class _Group:
-    """Tensors in files that become one or several tensors in memory. Reads convert them, and cache only one group."""
+    """Tensors in files that together become tensors in memory. Reading one converts all, and caches them until another
+    group is read."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 

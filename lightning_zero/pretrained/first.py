@@ -17,7 +17,7 @@ ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that initializes ``module``, or None if no way is known. ``name``: its name in ``root``."""
+    """Return a function that initializes ``module``, which is called ``name`` in ``root``; None if no way is known."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
     # A module of an adapter: ``...q_proj.lora_A.default``.
@@ -33,14 +33,14 @@ def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any]
 
 
 def _outers(root: nn.Module, name: str) -> Iterator[Any]:
-    """Yield the module ``name`` and the modules around it, innermost first."""
+    """Yield the module called ``name`` in ``root``, then the modules that contain it, innermost first."""
     parts = name.split(".") if name else []
     for n in range(len(parts), -1, -1):
         yield root.get_submodule(".".join(parts[:n]))
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
-    """Initialize the adapters of ``layer`` as PEFT does. Raise a ConfigError if this needs the layer's own values."""
+    """Initialize the adapters of ``layer`` as PEFT does. Raise ConfigError if this needs the values of ``layer``."""
     configs: Any = next((c for o in _outers(root, name) if isinstance(c := getattr(o, "peft_config", None), dict)), {})
     for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
         way = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -42,7 +42,8 @@ class _Place(NamedTuple):
 
 
 class SafetensorsFolder:
-    """Reads a folder with ``model.safetensors``, files with an index, or any ``*.safetensors`` (else ConfigError)."""
+    """Reads ``model.safetensors`` in a folder, else the files that its index names, else all ``*.safetensors`` files.
+    Raises ConfigError if there are none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Match each tensor with a parameter or buffer. Raise ConfigError for other shapes and quantised tensors."""
+    """Match each tensor with a parameter or buffer. Raise ConfigError if shapes differ or a tensor is quantised."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -62,7 +62,7 @@ def _is_quantised(value: Tensor, own: Tensor) -> bool:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and persistent buffers by name."""
+    """Return pairs of name and tensor: all parameters and persistent buffers, tied parameters under each name."""
     found: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     for prefix, inner in model.named_modules():
         for key, value in inner.named_buffers(recurse=False):
@@ -76,7 +76,7 @@ def _without_adapters(name: str) -> str:
 
 
 def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
-    """Return the prefix of the module's names, with which most of the folder's names match."""
+    """Return the prefix (``model.``) without which most names in ``own`` (the module) are in ``keys`` (the folder)."""
     ends: Counter[str] = Counter()
     wanted = set(keys)
     for name in own:
@@ -88,7 +88,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return names of tensors without a source, except adapters. Tied tensors need a source for one of their names."""
+    """Return names of the module's tensors that have no source, without adapters. Tied tensors need one source."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

@@ -55,7 +55,7 @@ class StoredTensor(Tensor):
 
 
 class KeptTensor(StoredTensor):
-    """Stands in a state dict for a frozen parameter that is not in the checkpoint, so that loading leaves it alone."""
+    """Stands in a state dict for a frozen parameter that the checkpoint lacks. Loading leaves that parameter alone."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:

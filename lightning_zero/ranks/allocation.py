@@ -66,7 +66,7 @@ def check_allocation(
 
 
 def flags(by: str, nodes: int, devices: int) -> str:
-    """Return the command line by which ``by`` starts ``devices`` processes on each of ``nodes`` nodes."""
+    """Return, for messages, how the launcher ``by`` starts ``devices`` processes on each of ``nodes`` nodes."""
     return {
         "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={devices}",
         "srun": f"srun --nodes={nodes} --ntasks-per-node={devices}",
@@ -88,7 +88,7 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """Set torchrun's variables from mpirun's if Lightning would not recognise mpirun. Otherwise return ``None``.
+    """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
 
     Lightning knows MPI through mpi4py alone. Without it every process would think it is the first and start more.
     Raises ConfigError if this process's rank or the address of rank 0 is unknown."""

@@ -21,12 +21,12 @@ _JSON = (type(None), bool, int, float, str)
 
 
 def dumps(value: Any) -> bytes:
-    """Encode ``value``, tensors without their graph. Raises TypeError if a part is no plain value."""
+    """Encode ``value``; tensors lose their graph. Raises TypeError if ``value`` holds anything but plain values."""
     return json.dumps(_packed(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """Decode a message of :func:`dumps` without running or importing anything. Raises ValueError for others."""
+    """Decode a message of :func:`dumps`; runs and imports nothing. Raises ValueError if it is not such a message."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:

@@ -70,7 +70,7 @@ class _Who:
 
 class Peers:
     """Tells through the store which ranks of a group are gone. ``store``: a connection on which no call blocks long.
-    ``every_s``: how often each rank calls :meth:`answer`."""
+    ``every_s``: seconds from one call of :meth:`answer` to the next, on each rank."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
         self._store, self._prefix, self._every_s = store, prefix, every_s
@@ -96,7 +96,7 @@ class Peers:
 
     @property
     def knows_holder(self) -> bool:
-        """Return whether this rank can name rank 0 even after its store is gone."""
+        """Return whether this rank knows rank 0's host and process, to name them after rank 0's store is gone."""
         return self._holder is not None
 
     @property
@@ -151,7 +151,7 @@ class Peers:
         return self._read("ended")
 
     def tell_end(self, who: str) -> None:
-        """Write down that this process ends because of ``who``, so that other ranks can say why this rank is gone."""
+        """Post that this process ends because of ``who``, a sentence about a rank that is gone, for other ranks."""
         with contextlib.suppress(Exception):
             self._store.compare_set(self._key("ended"), "", who)
             self._let_others_hear()
@@ -175,15 +175,15 @@ class Peers:
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
-        """Write down that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
+        """Post that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         with contextlib.suppress(Exception):  # the store is gone
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """Write down which rank went, and return the entry. Only the first entry counts, because later ranks may have
-        seen the end of a rank that noticed earlier."""
+        """Post ``culprit``, a sentence about the rank that ended. Return the sentence that was posted first: it counts,
+        because later ranks may have seen the end of a rank that noticed earlier."""
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
@@ -230,7 +230,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call. The first caller holds it; others read its result."""
+        """Return the ranks that do not answer a roll call. The first rank that calls this holds it for all ranks."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))

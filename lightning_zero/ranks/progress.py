@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Count:
-    """Count how many of ``total`` bytes are done, for example by a thread."""
+    """Counts how many of ``total`` bytes some work (of a thread, say) has done."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0

@@ -58,7 +58,7 @@ def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, st
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks."""
+    """Return the versions of packages and Python that must be equal on all ranks."""
     return {
         "lightning_zero": lightning_zero.__version__,
         "lightning": pl.__version__,
@@ -91,8 +91,8 @@ class Rendezvous:
     tells to every rank that asks. The process group uses the round's store too.
 
     Args:
-        shared: parts (versions, settings) of keys and values that must be equal on all ranks.
-        where: address and port, for messages.
+        shared: values that must be equal on all ranks, by part (``versions``, ``settings``) and key.
+        where: address and port of the store, for messages.
         per_node: processes of a node, for messages.
     """
 
@@ -113,9 +113,9 @@ class Rendezvous:
         self._round = 0
 
     def join(self) -> dict[int, Member]:
-        """Wait until all ranks have joined with equal settings. Return the members on rank 0, else nothing. Collective.
+        """Wait until all ranks have joined with equal settings. Return all members on rank 0, else {}. Collective.
 
-        Raises StartError, on all ranks that came, if some did not come or differ."""
+        Raises StartError, on all ranks that came, if some ranks did not come or have other settings."""
         try:
             return self._host() if self._own.rank == 0 else self._join()
         except dist.DistError as error:
@@ -303,8 +303,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout``: of later operations. ``wait_s``: of
-    the wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
+    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout``: limit of later operations on it.
+    ``wait_s``: seconds to wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)

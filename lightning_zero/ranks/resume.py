@@ -78,7 +78,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that a checkpoint that is about to be written is this job's. One rank calls it. ``owner`` will remove it."""
+    """Note that this job will write a checkpoint at ``path``. One rank calls it. ``owner``: callback to remove it."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
@@ -121,7 +121,7 @@ def _whole(path: Path) -> bool:
 
 
 def write_outcome(word: str) -> bool:
-    """Write ``word`` to the file that the job's script reads, and return whether there is one."""
+    """Write ``word`` to the file in which the job's script looks for it; return whether there is such a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path:
         Path(path).write_text(f"{word}\n")

@@ -99,13 +99,13 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for a message; a host message takes at most ``stall_timeout_s``. Raises StallError, with all ranks'
-        places, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
+        """Wait for a message; a host message takes at most ``stall_timeout_s``. Raises StallError, with what all ranks
+        are doing, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: ranks may handle other messages before they come to this agreement. Callers count messages that are
-                no agreement in :attr:`asked` when they send them.
+            agrees: the message is an agreement. While it waits, this rank sends pending messages that others may need.
+                Messages that are no agreement were counted in :attr:`asked` by the caller, when it sent them.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -222,7 +222,7 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain ``error``, which ends this rank: note which rank caused it, or tell other ranks about it."""
+        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell other ranks of it."""
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):

@@ -46,7 +46,7 @@ _CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Open a second connection to ``store`` for threads, once: looking up host names can take seconds."""
+    """Return a second connection to ``store``, for threads. Opens it once: looking up host names can take seconds."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
@@ -70,7 +70,7 @@ class Watchdog:
     """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck while one is dead.
 
     Args:
-        watched: held weakly; the threads end when it is garbage.
+        watched: this rank's :class:`Waits`. Held weakly; the threads end when it is garbage.
         store: a connection on which no call blocks for long.
         number: part of the store's keys; equal on all ranks, and used once.
         notices_broken_connections: the backend notices broken connections itself.
@@ -153,7 +153,7 @@ class Watchdog:
         return ended
 
     def _judge(self) -> None:
-        """End the process when it is stuck. Runs on a thread of its own, because the other may wait for the store."""
+        """End the process when it is stuck. Runs on its own thread, because :meth:`_run` may wait for the store."""
         while not self._stop.wait(self._every_s):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -237,7 +237,7 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Return whether every rank waits for the same as a few seconds before: then no message will ever arrive."""
+        """Return whether each rank still waits for what it waited for seconds ago: then no message will ever come."""
 
         return self._stays(self._waits, default=[""]) is not None
 
@@ -270,7 +270,8 @@ class Watchdog:
         return self._stays(self._stuck, default=None)
 
     def _stuck(self) -> list[str] | None:
-        """Return the message that each rank waits for, if of each message some rank has sent fewer; else ``None``."""
+        """Return what each rank waits for, if of each such message some rank has sent fewer than the waiting rank; else
+        ``None``."""
         waits = self._waits()
         if waits is None:
             return None
@@ -290,7 +291,7 @@ class Watchdog:
         return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Post ``place``. Return the other ranks that have not posted the same place within ``timeout_s``."""
+        """Post ``place``, a point of the program. Return the other ranks that do not post it within ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -312,7 +313,7 @@ class Watchdog:
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Post that this rank leaves, and end the threads. They stay if a rank is gone: later calls may hang."""
+        """Post that this rank leaves, and end the threads, unless another rank is gone: later calls may then hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
@@ -348,7 +349,7 @@ _registered_in: int | None = None
 
 
 def _say_goodbye_at_the_end() -> None:
-    """Register the goodbye at exit, also in processes of multiprocessing, which skip atexit."""
+    """Register :func:`_say_goodbye` to run at exit, also in processes of multiprocessing, which skip atexit."""
     global _registered_in
     if _registered_in != os.getpid():
         _registered_in = os.getpid()

@@ -57,7 +57,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
 
 
 def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
-    """Draw curves of the metrics ``left`` and ``right``. If there are both, ``right`` gets a second y-axis."""
+    """Draw the curves of metrics, ``left`` on the first y-axis and ``right``, if both have curves, on a second one."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes

@@ -26,7 +26,7 @@ svg { width: 100%; height: auto; margin-top: 16px; } a { color: inherit; }
 
 
 def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | None) -> str:
-    """Return the page of the run ``name``. ``svg``: its picture. ``timeline``: the address of its timeline."""
+    """Return the HTML page of the run ``name``. ``svg``: its picture. ``timeline``: address of its timeline page."""
     numbers = {**results["last"], **(results["metrics"] or {}), **{n: results[n] for n in SPEEDS if n in results}}
     facts = [("duration", f"{results['duration_s']:,.1f} s"), ("steps", f"{results['steps']:,}")]
     facts += [(key, f"{value:,.5g}") for key, value in numbers.items()]

@@ -20,7 +20,7 @@ Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and 
 
 
 def logged(folders: Iterable[Path]) -> Series:
-    """Read all metrics that Lightning's CSV logger has written for this run, also before a restart."""
+    """Read the metrics that Lightning's CSV logger has written to ``folders``, of all starts of the run."""
     found: dict[str, dict[int, float]] = {}
     for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
         with path.open(newline="") as file:
@@ -60,7 +60,7 @@ def commit() -> str | None:
 
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
-    """Write ``results.json``; after a fit also picture and page. ``timeline``: folder of a timeline to link."""
+    """Write ``results.json``; after a fit also picture and page. ``timeline``: a timeline's folder, to link to it."""
     _write(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return

@@ -108,7 +108,8 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
 
 
 def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
-    """Exchange all heads of this part's positions for all positions of this rank's heads, or back. Collective.
+    """Exchange all heads of this part's positions for all positions of this rank's heads (``to_heads``), or vice versa.
+    Collective.
 
     Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
     if len({tensor.dtype for tensor in tensors}) > 1:
@@ -134,7 +135,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _together(parts: Tensor, to_heads: bool) -> Tensor:
-    """Join the parts from all ranks, ``[n, batch, heads, positions, width]``, along positions or heads."""
+    """Join parts of all ranks [n, batch, heads, positions, width] along positions if ``to_heads``, else along heads."""
     n, batch, heads, length, width = parts.shape
     if to_heads:
         return parts.permute(1, 2, 0, 3, 4).reshape(batch, heads, n * length, width)

@@ -28,9 +28,9 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """Makes random numbers of the body, as for dropout, equal in a whole sequence and its parts: fills each tensor with
-    repetitions of a short random pattern. ``length``: positions of a part. Where it divides a tensor's size, each part
-    starts with a new repetition."""
+    """Makes random numbers that the body draws (for dropout, say) equal in a whole sequence and in its parts: fills
+    each random tensor with repetitions of a short random pattern. ``length``: positions of a part. Where it divides the
+    size of a tensor, each part starts with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -76,9 +76,9 @@ def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
 
 
 class Sums:
-    """Random sums and the sum of squares of each parameter's gradient in a step, by name. The sums are linear, so sums
-    of ranks add up to the sums of the added gradients. If two gradients differ, so do their random sums, by about the
-    norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
+    """Sums with random signs, and the sum of squares, of each parameter's gradient in a step, by name. Sums are linear:
+    those of several ranks add up to those of the added gradients. If two gradients differ, their sums with random signs
+    differ by about the norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 
     def __init__(self) -> None:
         self.rounding = 0.0
@@ -184,7 +184,7 @@ def near(got: float, expected: float, rounding: float) -> bool:
 
 
 def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
-    """Return the piece of ``whole`` that belongs to ``part``; ``None`` if the shapes do not tell."""
+    """Return this rank's slice of ``whole``; all of it if ``part`` has its shape; ``None`` if shapes fit neither."""
     if whole.shape == part.shape:
         return whole
     if whole.dim() != part.dim():

@@ -19,7 +19,7 @@ from lightning_zero.sequence.part import current
 
 @contextlib.contextmanager
 def of_whole_sequences() -> Iterator[None]:
-    """Give models of transformers masks and causal losses of the whole sequence in the body."""
+    """In the body, let models of transformers compute masks and causal losses for the whole sequence."""
     masks = sys.modules.get("transformers.masking_utils")
     losses = sys.modules.get("transformers.loss.loss_utils")
     makers = {name: masks.ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")} if masks else {}
@@ -37,7 +37,7 @@ def of_whole_sequences() -> Iterator[None]:
 
 
 def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
-    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if the padding is of a part."""
+    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if ``given`` has a part's padding."""
     part = current()
     if part is None or given["q_length"] != part.length:
         return maker(**given)

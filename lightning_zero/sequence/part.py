@@ -182,7 +182,7 @@ def current() -> SequencePart | None:
 
 
 def set_current(part: SequencePart | None) -> SequencePart | None:
-    """Set the current part and return the one before."""
+    """Set the part of the running step; return the one that was set before."""
     global _current
     before, _current = _current, part
     return before

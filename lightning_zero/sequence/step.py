@@ -49,7 +49,7 @@ class SequenceSteps:
         self._part: SequencePart | None = None  # of the last training step, whose backward may recompute blocks
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on what :meth:`cut` returned and average its loss over the tokens of all parts. Collective.
+        """Run ``step`` on ``own``, which :meth:`cut` returned, and average its loss over all parts' tokens. Collective.
 
         Raises a ConfigError if attention cannot get the whole sequence, or the loss contains no mean over tokens."""
         self._part = part
@@ -64,7 +64,7 @@ class SequenceSteps:
             return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on what :meth:`cut` returned and return its output unchanged."""
+        """Run ``step`` on ``own``, which :meth:`cut` returned, and return the output of ``step`` unchanged."""
         with computing(part) if part is not None else contextlib.nullcontext():
             return step(own, *more)
 
@@ -85,7 +85,7 @@ class SequenceSteps:
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
-        """Return this rank's part and its piece of ``batch``; the part is ``None`` if the module leaves the batch
+        """Return this rank's :class:`SequencePart` and its slice of ``batch``; or ``None`` and ``batch`` if it stays
         whole. ``window``: cut only these positions out. ``sharers``: ranks with the same batch; default: the run's."""
         sharers = sharers or self._sharers
         if sharers is None:

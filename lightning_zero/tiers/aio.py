@@ -133,7 +133,7 @@ class DiskFile:
         self.nbytes = wanted
 
     def shrink(self, nbytes: int) -> None:
-        """Free the disk space behind the file's first ``nbytes`` (rounded up to pages). It must not be in use."""
+        """Free the disk space behind the file's first ``nbytes`` (rounded up to pages). Nothing may use that space."""
         wanted = round_up(nbytes, PAGE)
         if wanted < self.nbytes:
             os.ftruncate(self._fd, wanted)
@@ -144,8 +144,8 @@ class DiskFile:
         return stat.f_bavail * stat.f_frsize
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
-        """Start to read from byte ``offset`` into ``buffer``; both are whole pages. Do not touch ``buffer`` until the
-        future is done. The future may raise :class:`DiskError`. ``label``: unit and role, for messages."""
+        """Start to read from byte ``offset`` into ``buffer``; offset and length are multiples of a page. Do not touch
+        ``buffer`` until the future is done. The future may raise :class:`DiskError`. ``label``: unit and role."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
@@ -226,7 +226,7 @@ class DiskFile:
             joined.part_done()
 
     def _move(self, piece: _Piece) -> None:
-        """Move a whole piece: continue after short calls; pause and retry after temporary errors."""
+        """Read or write all of ``piece``: continue after calls that moved only a part; retry after temporary errors."""
         call = self.syscalls.pwritev if piece.write else self.syscalls.preadv
         done = failures = 0
         while done < piece.memory.nbytes:

@@ -40,7 +40,7 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
-    """Return the bytes left in one cgroup; None if it has no limit or does not exist."""
+    """Return the bytes of memory left in the cgroup of ``folder``; None if it has no limit or does not exist."""
     limit, usage = ("".join(lines_of(folder / name)) for name in (limit_name, usage_name))
     if not limit.isdigit() or not usage.isdigit():
         return None

@@ -137,8 +137,8 @@ class NvmeTier:
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Wait for the last write of this method, then start :meth:`stage_out`. If the write fails, the extent's next
-        read raises its error too."""
+        """Wait for the write that this method started last, then start :meth:`stage_out`. If the write fails, the next
+        read of the extent raises its error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.done():
                 with recording.stands("disk", extent.label, on_host=True):
@@ -260,7 +260,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Return whether the disk can read and write the tensor's memory directly."""
+    """Return whether the disk can use the tensor's memory without the ring: it is aligned, and of whole pages."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 

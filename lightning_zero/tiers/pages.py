@@ -88,7 +88,7 @@ class StagingBuffer:
 
     @property
     def memory(self) -> memoryview:
-        """All bytes of the buffer, for :class:`DiskFile`."""
+        """Return all bytes of the buffer, for requests of a :class:`DiskFile`."""
         return byte_view(self.tensor(torch.uint8, self.nbytes))
 
     def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:

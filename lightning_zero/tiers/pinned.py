@@ -45,7 +45,7 @@ class PinnedPair(_Pinned):
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the buffer for the ``turn``-th piece as a tensor [numel] of at most ``PAIR_NBYTES``."""
+        """Return the buffer for piece number ``turn`` of a copy, as a tensor [numel] of at most ``PAIR_NBYTES``."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
@@ -82,7 +82,7 @@ class ReadAhead(_Pinned):
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
         """Return memory [numel] to read a file into, and a function. Call the function with the copy's event, once the
-        copy to the device is queued. If no buffer is free, or a small read would waste one, the memory is temporary."""
+        copy to the device is queued. If no buffer is free or the read is small, the memory is a new, temporary one."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if not self._free or nbytes * 4 < self._nbytes:

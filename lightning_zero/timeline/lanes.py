@@ -29,11 +29,11 @@ class RankLanes:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from the end of the step before the recording to the end of the last step."""
+        """Return the duration of the recorded steps: from the end of the step before to the end of the last one."""
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:
-        """Return the seconds that compute waited inside the recorded steps, by reason."""
+        """Return the seconds that compute waited inside the recorded steps, by what it waited for (``waits_for``)."""
         found: Counter[str] = Counter()
         first, last = (self.ends[0], self.ends[-1]) if self.ends else (float("-inf"), float("inf"))
         for span in (s for row in self.rows.get(COMPUTE, []) for s in row if s.waits_for):

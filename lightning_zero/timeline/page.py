@@ -67,7 +67,7 @@ def page_html(
 ) -> str:
     """Return the HTML page: a table of all ``ranks``, and bars of the ranks ``shown``.
 
-    ``note``: a sentence below the title. ``window``: moments at the left and right end of the bars.
+    ``note``: a sentence below the title. ``window``: times in seconds at the left and the right end of the bars.
     """
     used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(
@@ -152,7 +152,7 @@ def _bar(span: Span, y: int, height: int, window: tuple[float, float]) -> str:
 
 
 def _ticks(window: tuple[float, float], height: int, with_times: bool) -> str:
-    """Draw at most ``MOST_TICKS`` lines and a first one, at multiples of 1, 2 or 5 times a power of ten."""
+    """Return lines of a time axis as SVG, at most ``MOST_TICKS`` after the one at 0; the distance is a round number."""
     milliseconds = 1e3 * (window[1] - window[0])
     power = 10 ** math.floor(math.log10(milliseconds / MOST_TICKS))
     distance = next(n * power for n in (1, 2, 5, 10, 20) if milliseconds / (n * power) <= MOST_TICKS)

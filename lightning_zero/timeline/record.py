@@ -28,7 +28,7 @@ STEPS = 2  # steps to record
 
 
 def check_timeline(folder: str | None) -> None:
-    """Raise ConfigError if ``zero.timeline`` cannot be written."""
+    """Create ``folder``, the value of ``zero.timeline``, unless it is None. Raise ConfigError if that fails."""
     if folder is None:
         return
     try:
@@ -40,8 +40,8 @@ def check_timeline(folder: str | None) -> None:
 
 
 class Timeline:
-    """Records some steps of one engine, if ``zero.timeline`` names a ``folder``. ``wait_for_all`` (collective) waits
-    for offloaded optimizer steps."""
+    """Records some steps of one engine, if ``zero.timeline`` names a ``folder``. ``wait_for_all`` waits for offloaded
+    optimizer steps, and is collective."""
 
     def __init__(self, folder: str | None, comm: Communicator, wait_for_all: Callable[[], None]) -> None:
         self._folder, self._comm, self._wait_for_all = folder, comm, wait_for_all
@@ -62,8 +62,8 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """Write recorded steps when the run ends. ``together``: all ranks call this and none has failed; otherwise drop
-        the steps. Collective if ``together``."""
+        """End a recording when the run ends. ``together``: all ranks call this and none has failed. Then write the
+        recorded steps (collective); otherwise drop them."""
         if self._folder is None:
             return
         if self._recorder is not None:
@@ -153,7 +153,7 @@ class Offset(NamedTuple):
 
 
 def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[Offset]:
-    """Estimate the offset of each rank from rounds of collectives. ``begins, ends``: seconds by rank and round.
+    """Estimate the offset of each rank's clock from rounds of collectives. ``begins, ends``: seconds by rank and round.
 
     No rank can leave a collective before the last rank has entered. So each round bounds the offset o of rank r from
     both sides: ``begin[r] + o <= end[0]`` and ``begin[0] <= end[r] + o``. The tightest bounds of all rounds count.

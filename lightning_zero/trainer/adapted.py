@@ -30,7 +30,7 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Change the class of each object to a subclass with our methods, if one of ``ours`` extends a class it has."""
+    """Change each object's class to a subclass with our methods, if a class in ``ours`` extends one of its classes."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

@@ -108,7 +108,7 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """Return the exit code of a process that a signal ends. Outside of SLURM it says that the run is unfinished."""
+        """Return the exit code of a process that a signal ends: 0 on SLURM; elsewhere one that means "unfinished"."""
         # On SLURM 0, because srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
@@ -133,7 +133,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, raise Left, or both, for the signal ``asked``. ``at`` gives the loops the state to save. Collective."""
+        """Save, raise Left, or both, for the signal ``asked``. Inside ``at`` the loops can be saved. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -226,7 +226,7 @@ def repair_counts(trainer: pl.Trainer) -> None:
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let ReduceLROnPlateau schedulers with a known metric step at the end of a resumed epoch. Lightning skips them."""
+    """Let ReduceLROnPlateau schedulers step after a resumed epoch if their metric was logged. Lightning skips them."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):

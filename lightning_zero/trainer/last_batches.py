@@ -13,7 +13,7 @@ from lightning_zero.lightning_api import CombinedLoader, pl
 
 
 def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
-    """Raise ConfigError if ``vertical_chunks`` does not divide a training batch. Only DataLoaders tell their sizes."""
+    """Raise ConfigError if ``vertical_chunks`` does not divide a DataLoader's batches. Skip other kinds of loaders."""
     loaders: Any = trainer.fit_loop._combined_loader
     if vertical_chunks == 1 or not isinstance(loaders, CombinedLoader):
         return

@@ -67,7 +67,7 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. Let them use one thread if need be."""
+        """Raise ConfigError if processes forked in the body could not train. Give them one thread if two would hang."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -85,7 +85,7 @@ class Forking:
                 os.environ[_THREADS] = wanted
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        """Run Lightning's function in the forked process, and clean up."""
+        """Run Lightning's function in the forked process; then close the process's files and its process group."""
         if os.environ.get(_THREADS, "").isdigit():  # torch read the variable before it was changed
             torch.set_num_threads(int(os.environ[_THREADS]))
         try:
@@ -106,7 +106,7 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Collect rank 0's results as Lightning does, with weights gathered from all ranks. Collective."""
+        """Return rank 0's results as Lightning does. Save weights, gathered from all ranks, to a file. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None

@@ -22,7 +22,7 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences(SequenceSteps):
-    """Runs the steps of a run: on whole sequences if ``group`` is None, else on one part per rank of ``group``."""
+    """Runs the module's steps: on whole sequences if ``group`` is None, else on one part of a sequence per rank."""
 
     def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
         """Open the group of ``size`` ranks that share a sequence. Raise ConfigError if ``size`` does not divide the
@@ -75,7 +75,7 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
-        """Let torch draw different numbers on each rank of a group in the body, for dropout of its positions or heads.
+        """Let torch draw, in the body, different numbers on each rank that shares a sequence: dropout then differs.
 
         Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
         Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.

@@ -17,7 +17,7 @@ from lightning_zero.trainer.saves.range_saves import SavesByRanges
 
 
 def _numbers(loop: Any) -> RandomNumbers | None:
-    """Return the strategy's RandomNumbers if they watch a fit, else None."""
+    """Return the strategy's RandomNumbers while they follow a fit, else None."""
     numbers: RandomNumbers | None = getattr(loop.trainer.strategy, "_random_numbers", None)
     return numbers if numbers is not None and numbers.watches else None
 

@@ -35,7 +35,7 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """Precision plugin of the Trainer or Fabric for a row of ``zero/precision``. ConfigError for other precisions.
+    """Precision plugin of the Trainer or Fabric for a choice of ``zero/precision``. Others raise ConfigError.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
@@ -64,7 +64,7 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Make our plugin from Lightning's. Raise ConfigError if ours cannot replace it or its row is not ``asked``."""
+        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or not ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(

@@ -37,7 +37,7 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """The part of both strategies that starts, connects and ends processes. ``run_plan``: see :class:`RunPlan`."""
+    """Base class of the Trainer's and Fabric's strategies: starts and ends processes. For ``run_plan`` see RunPlan."""
 
     config: ZeroConfig
     cluster_environment: ClusterEnvironment | None
@@ -56,7 +56,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, by which Lightning's collectives wait; None if there is none yet."""
+            """Return an engine of this run, or None if there is none yet. Lightning's collectives wait by its Waits."""
 
     def __init__(
         self,
@@ -149,10 +149,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group of all ranks. Collective.
-
-        It is not bound to a device, or NCCL would at once allocate up to a gigabyte for a communicator without use.
-        """
+        """Make the default process group of all ranks. It is not bound to a device: NCCL would at once allocate up to a
+        gigabyte for a communicator without use. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -171,7 +169,7 @@ class Processes:
         )
 
     def _end_forked(self, *, failed: bool) -> None:
-        """Close files and the process group in a forked process: it runs no exit handlers. ``failed``: it raised."""
+        """Close files and process group when a forked process ends: it runs no exit handlers. ``failed``: it raised."""
         Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
@@ -181,7 +179,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the :class:`Waits` of Lightning's own collectives: the engine's; before that, those of the start."""
+        """Return the :class:`Waits` for Lightning's own collectives: an engine's; before there is one, the start's."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -209,7 +207,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Tell ranks that wait for this rank, during the body, that it is in Lightning's collective ``what``."""
+        """During the body, tell ranks that wait for this rank: it is in ``what``, a collective that Lightning calls."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -231,7 +229,7 @@ class Ended:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit, when all ranks call this: else gloo aborts at random. Not after an error."""
+    """Destroy the process group at exit, once all ranks do: else gloo aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

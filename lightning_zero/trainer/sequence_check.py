@@ -39,11 +39,8 @@ _SEED = 1
 
 
 class SequenceCheck:
-    """Checks that steps of a run give the same results on parts of sequences as on whole sequences.
-
-    Trial steps change nothing in modules, optimizers, random numbers and logs. ``found``: results of the running trial
-    step; None while steps are real.
-    """
+    """Checks that steps of a run give the same results on parts of sequences as on whole sequences. Trial steps change
+    nothing in modules, optimizers, random numbers and logs. ``found``: results of the trial step that runs, or None."""
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
         self._module, self._engine, self._steps, self._group = module, engine, steps, group
@@ -51,8 +48,8 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Run the step ``name`` on whole sequences and on parts, if no batch of this kind was checked before. Raise
-        ConfigError on all ranks if the results differ. Collective.
+        """Run the step ``name`` on whole sequences and on parts, once for each structure of batches. Raise ConfigError
+        on all ranks if the results differ. Collective.
 
         ``together``: whether all ranks call this now. If not, a check runs only where all ranks share one sequence.
         """
@@ -80,7 +77,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if ``whole`` and ``parts`` differ. ``table``: results of the group, without tensors."""
+        """Raise ConfigError if the results ``whole`` and ``parts`` differ. ``table``: results of the group's ranks."""
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":

@@ -48,7 +48,7 @@ def settings_of(
     compile: str | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
-    """Return ``config`` with ``settings`` and the rows that are given. Raise ConfigError if a setting cannot work."""
+    """Return ``config``, changed by the other arguments, unless these are None. Raise ConfigError for bad settings."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_prefetch(config)
@@ -61,5 +61,6 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine: with precision ``row``, and with whole sequences: the strategy divides them."""
+    """Return ``config`` for an engine: with precision ``row``, and with ``sequence_parallel=1``, because the strategy
+    itself divides sequences among ranks."""
     return make_config(config, precision=replace(config.precision, name=row), sequence_parallel=1)

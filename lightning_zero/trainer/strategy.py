@@ -65,8 +65,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``: each run takes the fastest that fits memory.
-        offload: the name of a row of ``zero/offload``, such as ``"cpu"``.
-        checkpoint, compile: a row's name in ``zero/checkpoint`` or ``zero/compile``, or a mapping of the settings.
+        offload: the name of a choice of ``zero/offload``, such as ``"cpu"``.
+        checkpoint, compile: the name of a choice of ``zero/checkpoint`` or ``zero/compile``, or a mapping of settings.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
@@ -142,7 +142,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
-        """Let the body call the module outside of a Lightning step, for example to generate text. Collective."""
+        """Let the body call the module outside of a Lightning step, for example to generate text. Calls with the same
+        ``key`` share one recorded order of gathers. Collective."""
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
@@ -166,7 +167,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._checkpoints.finish_writes()
 
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
-        """Change the stage, the row of ``zero/offload``, or both, between two steps or between two fits. Collective.
+        """Change the stage, the choice of ``zero/offload``, or both, between two steps or between two fits. Collective.
 
         Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. The module, parameters
         and optimizers stay the same objects. Losses equal those of a run that had the new stage and offload from its
@@ -174,10 +175,10 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a row's name (other settings that apply are kept), or all settings of the row; default: no change.
+            offload: a name (other offload settings that apply stay), or all offload settings; default: no change.
 
         Raises:
-            ConfigError: the rows do not fit, ranks gave other ones, or a step is under way; on all ranks. No change.
+            ConfigError: the choices cannot work, differ between ranks, or a step is under way; on all ranks. No change.
             Exception: moving values failed. Every later use of the engine raises.
         """
 

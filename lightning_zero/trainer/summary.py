@@ -39,7 +39,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 
 def _where(unit: Unit) -> str:
-    """Return the unit's tiers: one if all are equal, else ``parameters device, gradients host, optimizer nvme``."""
+    """Return the unit's tiers in words: one name if all are equal, else ``parameters device, ..., optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:

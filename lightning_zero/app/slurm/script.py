@@ -121,7 +121,7 @@ def _summary_lines(run_dir: str | None) -> list[str]:
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Return shell lines that requeue a job whose time is up or that failed. The file ``outcome`` says which it was."""
+    """Return shell lines that requeue a job whose time is up or that failed. The file ``outcome`` tells which."""
     lines = ["code=$?", 'outcome=$(cat "$run_dir/outcome" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']

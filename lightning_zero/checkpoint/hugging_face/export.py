@@ -1,4 +1,4 @@
-"""Export a sharded model: each rank writes its ranges of the tensors; only those that need conversion are gathered."""
+"""Export a sharded model: each rank writes its ranges of the tensors; only tensors to convert are gathered."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class _Export:
         return by_home(found)
 
     def _gather(self, key: str) -> Tensor:
-        """Return a whole parameter. Its bucket stays gathered until one of another bucket is needed. Collective."""
+        """Return a whole parameter. Its bucket stays gathered until another bucket is needed. Collective."""
         place = self._engine.units.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
@@ -172,7 +172,7 @@ class _Export:
 
 
 def _is_turned(value: Any) -> bool:
-    """Return whether a tensor is not row-major in memory. Files are, so such a tensor is gathered to be written."""
+    """Return whether a tensor is not row-major in memory. In files it must be, so it is gathered to be written."""
     return isinstance(value, TensorParts) and list(value.order) != sorted(value.order)
 
 

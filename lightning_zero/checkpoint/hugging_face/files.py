@@ -30,7 +30,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 22
 _ALIGN = 8
 
-
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -49,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Files:
-    """The layout of ``tensors`` (on meta, by name) in files of ``shard_nbytes``. A larger tensor gets its own file."""
+    """The layout of ``tensors`` (on meta, by name) in files up to ``shard_nbytes``. A larger tensor has its own."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, left = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
@@ -100,7 +99,7 @@ class Files:
 
 
 class Writer:
-    """Writes ranges of tensors into existing files in ``folder``; a context manager. Each process has its own."""
+    """Writes ranges of tensors into existing files in ``folder``; a context manager. Each process makes its own."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder

@@ -1,4 +1,4 @@
-"""Find the names and forms that a module's tensors have in a Hugging Face folder.
+"""Find which tensors a Hugging Face folder has for those of a module, and under which names.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
 converted back, tied parameters appear once, and of a PEFT model only the adapters are written."""
@@ -21,7 +21,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors in memory that together become other tensors in files. ``convert`` maps values by name."""
+    """Tensors of a module that ``convert`` turns into other tensors for the files. It maps values by name to values."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: name in files -> name in the state dict. ``model``: of transformers or PEFT."""
+    """What to export. ``renamed``: name in files -> key of unconverted tensors. ``model``: of transformers or PEFT."""
 
     model: Any
     renamed: dict[str, str]
@@ -124,7 +124,7 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """Build the model of ``record`` on the meta device; None if transformers is missing or lacks the class."""
+    """Build the model that ``record`` describes on meta; None if transformers is missing or lacks the class."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

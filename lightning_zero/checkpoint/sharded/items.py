@@ -15,8 +15,7 @@ from lightning_zero.engine.whole.values import Part, TensorParts, Unsharded
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
-Path = tuple[Any, ...]  # names and list places, from the top of the checkpoint
-
+Path = tuple[Any, ...]  # names and list indices, from the top of the checkpoint
 
 T = TypeVar("T", bound=Any)
 

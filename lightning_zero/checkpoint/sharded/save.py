@@ -138,7 +138,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """Writes ``items`` to one rank's file (none if empty). With ``behind``, a later write has the values of now."""
+    """Writes ``items``, if any, to a rank's file. With ``behind``, a later ``write`` writes their present values."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None

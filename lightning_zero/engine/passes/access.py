@@ -131,7 +131,7 @@ class Writes:
             bucket.copy_master_to_params()
 
     def replace(self, place: Place, value: Tensor) -> None:
-        """Do ``param.data = value``: write the whole tensor ``value`` to this rank's part of the masters."""
+        """Do ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
         bucket, info = place
         self.take_over(bucket)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
@@ -152,8 +152,8 @@ class Writes:
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
-        """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter after
-        the write. ``own``: this rank's part of the bucket before the write."""
+        """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter
+        after the write. ``own``: this rank's part of the bucket before the write."""
         if self._comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot
@@ -173,7 +173,7 @@ class Writes:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """Compare the ranks' unconfirmed writes. Raises RuntimeError on all ranks if values differ. Collective."""
+        """Compare the checksums of users' writes. All ranks raise RuntimeError if written values differ. Collective."""
         # Each ``if`` before a message reads only tables that all ranks have, so that all ranks send it.
         written = {key: entry.after for key, entry in self._unconfirmed.items()}
         table = self._comm.all_gather_objects(written, "what was written to parameters")
@@ -203,7 +203,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of this rank's whole parameters of ``keys``, where the parameters are the masters."""
+        """Compute checksums of this rank's copies of those parameters of ``keys`` that are masters themselves."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
@@ -234,7 +234,7 @@ class Writes:
 
 
 class Fence:
-    """Refuses operations that would see placeholders of parameters. ``in_pass``: returns whether a pass is open."""
+    """Refuses uses of a module that would see placeholders for parameters. ``in_pass()``: whether a pass is open."""
 
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
         self._buckets, self._in_pass = buckets, in_pass
@@ -253,7 +253,7 @@ class Fence:
             self._lowered = previous
 
     def refuse(self, what: str) -> None:
-        """Raise a RuntimeError that says what to do, if ``what``, a use of the module, would see placeholders."""
+        """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
         if self._lowered:
             return
         plain = (
@@ -272,7 +272,7 @@ class Fence:
 
 
 class Access:
-    """Handles reads and writes of parameters by users' code, as :class:`~lightning_zero.engine.units.param.Owner`."""
+    """Handles users' reads and writes of parameters, as their :class:`~lightning_zero.engine.units.param.Owner`."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of
@@ -329,7 +329,8 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Gather the units of ``params`` for ``operation``. Returns the units that must be resharded after it."""
+        """Gather the units of ``params`` for ``operation``. Returns the units that the caller must reshard after it.
+        Raises RuntimeError between passes if parameters are sharded."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:

@@ -56,8 +56,8 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``reduces``: it reduces this bucket. ``fresh``: it reduces, and all backwards before it
-        have been reduced; equal on all ranks."""
+        """Reset for a backward. ``reduces``: the backward reduces this bucket. ``fresh``: it does, and no gradients of
+        earlier backwards wait to be reduced; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
         self._choose_dtypes()
@@ -81,7 +81,7 @@ class BucketGrads:
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
     def take(self, slot: int, grad: Tensor) -> bool:
-        """Store one parameter's gradient. Returns whether the bucket needs a second reduction at the backward's end."""
+        """Store one parameter's gradient. Returns True if it misses the bucket's reduction and needs a second one."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients; shards are dense
         fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
@@ -155,7 +155,7 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Return the local buffer for a reduction, zero where no gradient came; in a second call, late gradients."""
+        """Return the local buffer to reduce, zero where no gradient came. A second call returns the late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local

@@ -102,7 +102,7 @@ def check_compiler(config: CompileConfig) -> None:
 
 
 def find_compiler(what: str, way_out: str) -> None:
-    """Raise a ConfigError without a C++ compiler, which inductor needs for ``what``. ``way_out``: the alternative."""
+    """Raise a ConfigError if no C++ compiler exists; inductor needs it for ``what``. ``way_out``: the alternative."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -141,8 +141,9 @@ class CompiledModules:
     Args:
         forwards: forwards of the units by name, the root's ("") first.
         blocks: settings for compiling units other than the root. Units that are compiled already keep theirs.
-        refuse: checks the settings of each later ``compile()``. It gets a small function that is compiled with them,
-            and the class name of the module. It raises if the settings cannot be used.
+        refuse: called when a user calls ``compile()`` of one of these modules later, before anything changes. Its
+            arguments are a small function, compiled with the user's settings, and the name of the module's class. It
+            raises if the settings cannot be used.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class CompiledModules:
         )
 
     def undo(self) -> None:
-        """Restore the modules' own calls, and compile again, by torch alone, what users compiled after sharding."""
+        """Restore the modules' own calls. Compile again, by torch alone, what users have compiled after sharding."""
         for module, call in self._calls:
             vars(module).pop(_CALL, None)
             vars(module).pop("compile", None)
@@ -190,7 +191,7 @@ class CompiledModules:
             module.compile(**settings)
 
     def _compiled(self, module: nn.Module, how: Compile) -> None:
-        """Compile the units inside ``module``, which has just been compiled itself."""
+        """Compile the units inside ``module``, which has just been compiled itself, with the same settings ``how``."""
         if module in self._forwards:
             self._own.add(module)
         for unit in self._inside.get(module, ()):
@@ -215,7 +216,7 @@ class CompiledModules:
 
 
 def _calls_compiled(module: nn.Module) -> Iterator[str]:
-    """Yield the name ``_CALL`` if ``module`` has a call that torch compiled, not the engine's replacement of it."""
+    """Yield the name ``_CALL`` if torch has compiled the module's call and the engine has not replaced that call."""
     call = vars(module).get(_CALL)
     if call is not None and not getattr(call, "_torchdynamo_disable", False):
         yield _CALL

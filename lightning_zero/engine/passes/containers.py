@@ -24,7 +24,7 @@ _DEPTH = 4  # how many levels of objects to search
 
 
 class TensorPlace:
-    """Stands for tensor ``number`` in a container. Not a dataclass, because :func:`_open` would open it."""
+    """Stands for tensor ``number`` of :func:`take_tensors`. Not a dataclass, because :func:`_open` would open it."""
 
     __slots__ = ("number",)
 
@@ -153,7 +153,8 @@ def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
 def dtype_hooks(
     module: nn.Module,
 ) -> tuple[Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]] | None, Callable[..., object]]:
-    """Make a pre-hook (or None) and a post-hook by which a module in fp32 returns the dtype of its inputs."""
+    """Make hooks for a module in fp32. The post-hook casts results to the inputs' dtype. The pre-hook casts inputs to
+    fp32; it is None unless the module refuses inputs of another dtype than its weights'."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
     before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 

@@ -54,7 +54,7 @@ class GatherOrder:
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """Start a pass. Passes with one ``key`` should use units in one order; ``cyclic`` passes may repeat it."""
+        """Start a pass. Passes with one ``key`` should use units in one order; ``cyclic`` ones may repeat the order."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
         follows = plan is not None and not self.dynamic
@@ -132,7 +132,7 @@ class GatherOrder:
                 self._drop_idle()
 
     def call_ends(self) -> None:
-        """Take part in gathers of ranks still inside an outermost module call, under ``dynamic``. Collective."""
+        """Under ``dynamic``, take part in gathers until all ranks have left their outermost module call. Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
         if self.dynamic and self._agreeing:
             while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
@@ -152,7 +152,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """Tell all ranks which unit this rank needs next. Returns what each rank needs, in rank order. Collective."""
+        """Send ``want``: index of the next needed unit, DONE or CALLED. Returns all ranks', by rank. Collective."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
@@ -167,7 +167,7 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """Return the unit that followed ``wanted`` in the last pass, if any. All ranks return the same."""
+        """Return, in a list, the unit that followed ``wanted`` in the last pass; empty if none. Equal on all ranks."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -227,7 +227,7 @@ class GatherOrder:
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Reshard the oldest units that were gathered but not used, down to the prefetch budget. Keeps ``wanted``."""
+        """Reshard the oldest units that were gathered and not used until the rest fits the budget. Keeps ``wanted``."""
         if len(self._idle) < 2:
             return
         budget = max(self.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])

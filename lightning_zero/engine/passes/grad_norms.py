@@ -70,11 +70,11 @@ def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> li
 def parts_of_shards(
     buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], look_up: Callable[[GradStore], Tensor | None]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Number the parts of this rank's gradient shards that belong to ``wanted`` slots.
+    """Find the parts of this rank's gradient shards that belong to ``wanted`` slots, and number them.
 
     Returns:
-        Two dicts by part number: results that ``look_up`` has for whole shards, without a wait for their copy to the
-        host; and views of the other parts.
+        Two dicts by part number; each part is in one of them. First: what ``look_up`` returns, if not None, for a shard
+        of which all slots are wanted; this needs no wait for the shard's copy to the host. Second: views of the others.
     """
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
@@ -97,8 +97,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. ``finish_pending``: finishes pending work on gradients before a
-    read."""
+    """Computes norms of one engine's gradients. ``finish_pending``: called before a read of gradients; it finishes
+    optimizer steps and drops failed backwards."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -163,7 +163,7 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return the norm of several gradients together, as DDP shows it. None if loss scales differ. Collective."""
+        """Return the joint norm of several gradients as DDP shows it. None if their loss scales differ. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -178,7 +178,7 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Compute the norm of each gradient, except partly reduced ones, without the loss scale. Collective."""
+        """Return gradients' norms without loss scale, by id of the parameter. Skips partly reduced ones. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []

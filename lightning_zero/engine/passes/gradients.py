@@ -124,7 +124,7 @@ class Reducer:
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the loss scale by which users see a gradient multiplied, as under DDP. Stored gradients lack it."""
+        """Return the loss scale that ``param.grad`` includes, as under DDP; 1 after :meth:`unscale`. Stores lack it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:

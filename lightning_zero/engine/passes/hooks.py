@@ -315,8 +315,8 @@ class Hooks:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether a backward may follow a call although no result that needs one was found: inputs or weights
-        require gradients."""
+        """Return whether a backward may follow a call in whose results no tensor that requires a gradient was found. It
+        may if inputs or weights require gradients."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))

@@ -278,7 +278,7 @@ class Passes:
             self.units[0].unshard_wait()
 
     def under_way(self) -> str | None:
-        """Describe the running step, for error messages. Returns None between steps."""
+        """Describe what is under way (a step, a backward, a pass), for error messages. Returns None if nothing is."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"
@@ -296,7 +296,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Number passes from 0 again after an optimizer step, unless in :meth:`scope`."""
+        """After an optimizer step outside of :meth:`scope`, number the passes that follow from 0 again."""
         if self._scope is None:
             self._ordinal = 0
 
@@ -323,8 +323,8 @@ class Passes:
         self.order.acquire(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
-        """Reshard ``unit`` after its module's forward, if allowed. End a pass that this call opened, unless a backward
-        follows."""
+        """Reshard ``unit`` after its module's forward, if the plan lets it. End a pass that this call opened, unless a
+        backward follows."""
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
@@ -342,7 +342,7 @@ class Passes:
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost module call has raised. Inside :meth:`scope` that method aborts it."""
+        """Abort the pass after the outermost module call has raised. Inside :meth:`scope`, :meth:`scope` does that."""
         if self._scope is None:
             self.abort()
 
@@ -411,7 +411,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward at its first event, if nobody announced it. All hooks inside a backward call this."""
+        """Start a backward at its first hook, unless :meth:`backward_scope` has. All hooks in a backward call this."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -428,7 +428,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Pass each gradient of the body to ``look(info, grad)`` and store none, so steps do nothing. Collective."""
+        """Pass gradients of backwards in the body to ``look(info, grad)`` and store none for steps. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -512,7 +512,7 @@ class Passes:
             self.order.release(unit)
 
     def _graph_task_gone(self) -> None:
-        """Set ``param.grad`` again after an exception ended ``loss.backward()``, so that ``zero_grad`` is noticed."""
+        """Set ``param.grad`` again after an exception ended ``loss.backward()``: else ``zero_grad`` goes unnoticed."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 

@@ -61,7 +61,7 @@ class UnitForward:
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """Call ``around(self, args, kwargs)`` in place of the forward from now on. It calls :attr:`inner`."""
+        """Call ``around(self, args, kwargs)`` in place of the forward from now on; ``around`` calls :attr:`inner`."""
         self._around = around
         self._put()
 
@@ -134,7 +134,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward under activation checkpointing. ``keeping``: context in which the inputs are saved."""
+    """Runs a unit's forward under activation checkpointing. ``keeping()``: a context for saving the unit's inputs."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)

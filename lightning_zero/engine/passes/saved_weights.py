@@ -41,7 +41,7 @@ class _Other(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """Holds a tensor that outer saved-tensor hooks (the user's or a checkpoint's) have packed, and their unpack."""
+    """Holds what outer saved-tensor hooks (the user's or a checkpoint's) have packed, and the function to unpack it."""
 
     packed: object
     unpack: Callable[..., Tensor]
@@ -137,7 +137,7 @@ class SavedWeights:
 
 
 def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
-    """Add the likely cause to ``error``, which a backward has raised, or raise a RuntimeError that explains it."""
+    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed, add a note if they were changed."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):

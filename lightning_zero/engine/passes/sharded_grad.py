@@ -240,7 +240,7 @@ class LazyNorm(Tensor):
         return wrapper
 
     def each(self) -> Tensor:
-        """Compute the norm of each gradient, in this tensor's shape. Collective."""
+        """Compute and return the norm of each gradient: 0-d for a single one, else stacked [gradients]. Collective."""
         norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
         return torch.stack(norms) if self.dim() else norms[0]
 
@@ -421,7 +421,7 @@ class ShardedGrads:
     def clip_by_norm(
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before. Collective."""
+        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before scaling. Collective."""
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
@@ -431,7 +431,7 @@ class ShardedGrads:
         on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Leave a whole bucket to its step on the host, if it can: then the host need not wait for ``factor``."""
+            """Return whether the bucket's step on the host takes over the scaling, so that the host need not wait."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -458,7 +458,7 @@ class ShardedGrads:
         return views
 
     def overflowed(self, places: Iterable[Place]) -> bool:
-        """Return whether any rank holds a non-finite gradient at ``places``. Reads each on its own tier. Collective."""
+        """Return whether any rank has a non-finite gradient at ``places``. Reads each on its tier. Collective."""
         if self._aside:
             return False
         places = list(places)

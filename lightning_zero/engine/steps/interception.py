@@ -24,7 +24,7 @@ _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Replace `optimizer.step` by `step`, a bound method whose object is held weakly."""
+    """Replaces an optimizer's `step` by the bound method `step`, held weakly, and makes state dict methods raise."""
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
@@ -35,9 +35,9 @@ class Stepping:
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
 
     def inner(self, between: Callable[[], None]) -> None:
-        """Run the replaced step, that of the optimizer's own class, on the tensors that its param groups list.
+        """Run the optimizer's original `step` on the tensors that its param groups list.
 
-        Call `between` just before it. The user's step pre-hooks, which may set a learning rate, run earlier.
+        Call `between` just before it, after the user's step pre-hooks, which may set a learning rate.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks
         hooks[_BETWEEN] = lambda *_: between()
@@ -54,7 +54,7 @@ class Stepping:
 
 
 def _weak(step: Any) -> Step:
-    """Wrap the bound method `step`, with a weak reference to its object: the optimizer must not keep it alive."""
+    """Wrap the bound method `step` with a weak reference to its object, which the optimizer must not keep alive."""
     reference, function = ref(step.__self__), step.__func__
 
     def call(closure: Callable[[], object] | None) -> object:
@@ -67,7 +67,7 @@ def _weak(step: Any) -> Step:
 
 
 def _step_of(given: object, engine: Step) -> Callable[..., object]:
-    """Make a `step` method that calls `engine`. It gets the mark that a learning-rate scheduler has set on `given`."""
+    """Return a `step` method that calls `engine`. If a learning-rate scheduler has marked `given`, mark it too."""
 
     def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
         return engine(closure)
@@ -99,13 +99,13 @@ class AroundStep:
         self._units = units
         self.places, self.place_of = units.places, units.place_of
         self.passes, self.after_step = passes, passes.after_step
-        self.pieces = PieceMemory()  # for steps in the worker, which runs one at a time
+        self.pieces = PieceMemory()  # buffers for steps in the worker thread, which runs one step at a time
 
     @outside_autograd
     def begins(self, places: Sequence[Place]) -> None:
         """Wait for earlier steps and gathers, and copy users' writes into the masters, before a step. Collective.
 
-        Raises RuntimeError inside `gather()`, between runs, and while gradients wait for a backward that reduces them.
+        Raises RuntimeError inside `gather()`, between Trainer runs, and while unreduced gradients wait for a backward.
         """
         if self.passes.hooks.idle:
             raise RuntimeError(
@@ -127,7 +127,7 @@ class AroundStep:
 
     @outside_autograd
     def ends(self, changed: set[Bucket], stepped: Sequence[ParamInfo]) -> None:
-        """Raise the versions of the `stepped` parameters, and schedule the gathers that follow a step. Collective.
+        """Raise autograd versions of the `stepped` parameters, and schedule the gathers after a step. Collective.
 
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """

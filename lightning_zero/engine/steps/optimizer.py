@@ -63,7 +63,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Return (bucket, slot) of each parameter, by param group. Raises ConfigError if a parameter is not sharded."""
+        """Return bucket and record of each parameter, by param group. Raises ConfigError if one is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
@@ -71,7 +71,7 @@ class Stepper(ABC):
         return list(self.groups())
 
     def groups(self) -> dict[Bucket, dict[int, int]]:
-        """Map each bucket to the slots that the optimizer steps, and each slot to the index of its param group."""
+        """Return {bucket: {slot: index of its param group}} for all parameters of the optimizer."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
             for place in group:
@@ -79,7 +79,7 @@ class Stepper(ABC):
         return result
 
     def _pop_states(self) -> dict[tuple[Bucket, int], State]:
-        """Remove and return the optimizer's state for whole parameters, from earlier steps or its constructor."""
+        """Remove the optimizer's state of whole parameters (from earlier steps or its constructor), and return it."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -106,19 +106,19 @@ class Stepper(ABC):
     def _step(self, used: set[int]) -> set[Bucket]:
         """Step the parameters whose ids are in `used`. Return the buckets that change on any rank."""
 
-    # -- other rows -----------------------------------------------------------------------------------------------
+    # -- restage --------------------------------------------------------------------------------------------------
 
     def check_row(self, row: StageRow) -> None:
-        """Raise ConfigError if the optimizer cannot be stepped under this row of `zero/stage`."""
+        """Raise ConfigError if the optimizer cannot be stepped at the stage whose placements are `row`."""
         return
 
     def replanned(self) -> None:
-        """Drop what depends on the plans of the buckets, after a restage has changed the plans."""
+        """Drop cached buffers and schedules, after a restage has changed the plans of the buckets."""
         self._around.pieces.clear()
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Cut this rank's state of a bucket out of whole `states`, after a restage gave the bucket a new storage."""
+        """Cut this rank's optimizer state out of whole `states`, after a restage gave `bucket` a new storage."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -128,22 +128,22 @@ class Stepper(ABC):
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Return, by slot, the state that this rank saves, with a :class:`Leaf` for each tensor.
+        """Return the optimizer state that this rank saves, by slot, with a :class:`Leaf` for each tensor of `parts`.
 
-        The rank with the first element of a parameter saves what is kept once for it (a step count). The state of empty
+        Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
         parameters is saved by every rank that has it, with `once` by the first rank only.
         """
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, first element, values) that this rank saves. The storage may be closed."""
+        """Yield (slot, state name, start in the parameter, values) that this rank saves. The storage may be closed."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Gather the state tensors `slots`, equal on all ranks, and yield (slot, leaf, whole tensor). Collective."""
+        """Gather the state tensors in `slots` (the same on all ranks); yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
-        """Raise ConfigError, naming the source `what`, if a parameter's state has shapes that do not fit it."""
+        """Raise ConfigError if a shape in `state` does not fit the parameter. `what` names the state's source."""
         return
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all state by `states`: whole tensors and plain values for each parameter."""
+        """Replace all optimizer state by this rank's part of `states`: whole tensors and plain values by parameter."""
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class Stepper(ABC):
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Return the bytes that state will take on `tier` on this rank, as far as known before the first step."""
+        """Return the bytes that optimizer state will take on this rank's `tier`, as far as known before any step."""
 
     def states_per_element(self) -> int:
         """Return the number of state tensors as large as the masters, or 0 where the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the state bytes of the bucket's parameters stepped whole, at present or under another `plan`."""
+        """Return this rank's state bytes for parameters that are stepped whole: now, or under another `plan`."""
         return 0
 
     def step_peak(self) -> int:
@@ -178,7 +178,7 @@ class Stepper(ABC):
 
 
 class ShardedOptimizer(Stepper):
-    """Steps this rank's slices of parameters: a step lists them as runs in the optimizer's param groups."""
+    """Steps this rank's slices of parameters. During a step, param groups list flat slices (runs), not parameters."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class ShardedOptimizer(Stepper):
                 bucket.copy_master_to_params()
 
     def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make the step of one bucket, with the present hyperparameters and gradient and the given `fused` flags."""
+        """Make a job that steps one bucket with the present hyperparameters and gradient. `fused`: by param group."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)
@@ -361,7 +361,7 @@ class ShardedOptimizer(Stepper):
         return StepJob(bucket, run)
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Cut runs by the present param groups and step counts. Return the buckets that change on any rank."""
+        """Cut masters into runs by present param groups and step counts. Return the buckets that any rank steps."""
         group_of = self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
@@ -379,9 +379,9 @@ class ShardedOptimizer(Stepper):
     def _runs_in_groups(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
-        """Put the runs of `buckets` whose parameters got a gradient into the param groups, inside the `with`.
+        """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
 
-        `claimed` is the gradient of the only bucket, if a job has claimed it.
+        Runs for :meth:`_step_in_pieces` are stepped at once. `claimed`: the gradient that a job of one bucket claimed.
         """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
@@ -430,7 +430,7 @@ class ShardedOptimizer(Stepper):
         runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
         memory: PieceMemory,
     ) -> None:
-        """Step `runs` chunk by chunk, because the arithmetic needs another dtype or the gradients need a factor."""
+        """Step `runs` a chunk of elements at a time: they need another dtype, low-bit state, or scaled gradients."""
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:

@@ -1,6 +1,7 @@
 """Runs: the flat slices of the masters that an optimizer steps, and their state.
 
-A run holds adjacent fragments of one param group with one step count. When cuts change, elements keep their state.
+A run holds adjacent parts of parameters with one param group and step count. Runs are cut anew when groups or counts
+change; elements keep their state.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The param groups, active slots and master by which the runs of a bucket were cut."""
+    """What a bucket's runs were cut by: the param group of each slot, the stepped slots (None: all), the master."""
 
     groups: dict[int, int]
     active: set[int] | None
@@ -87,7 +88,7 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket into runs for a step of the `active` slots, and count it. `groups`: slots to param groups."""
+        """Cut a bucket into runs for a step of `active` slots, and count the step. `groups`: param group by slot."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -96,7 +97,7 @@ class Runs:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
-        """Cut a bucket into runs by param group, step count and membership in `active`; move state to the runs."""
+        """Cut a bucket into runs by param group, step count and membership in `active`. New runs get the old state."""
         present, wanted = self._runs.get(bucket, []), self._wanted(bucket, groups, active)
         before, cut = self._cuts.get(bucket), Cut(groups, active, bucket.master)
         # Runs are tuples of integers: `==` finds changed cuts.
@@ -168,7 +169,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut a bucket's runs anew in its new owned range, and fill them from whole `states`. Step counts stay."""
+        """Cut runs from a bucket's new owned range, and take their state from whole `states`. Step counts stay."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -178,7 +179,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield this rank's state of each fragment. Element-wise state comes as :class:`FlatSlice`."""
+        """Yield this rank's fragments of parameters with their state; element-wise tensors as :class:`FlatSlice`."""
         for run in self.of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
@@ -200,7 +201,7 @@ class Runs:
         return found
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
-        """Replace all state. For each parameter `states` has plain values and whole tensors (any shape of its numel).
+        """Replace all optimizer state by this rank's part of `states`: plain values and whole tensors by parameter.
 
         Existing tensors for the same elements are reused, so that two sets are never in memory.
         """
@@ -258,7 +259,7 @@ class Runs:
         self.optimizer.state[run.tensor] = state
 
     def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: object) -> Tensor:
-        """Round one state of a run, cut from whole `states`, to `form`. Values that `form` can represent stay exact."""
+        """Return a run's state tensor `name`, cut from whole `states`, rounded to `form`. Reuse `held` if it fits."""
         flat = form.zeros(run.tensor.numel(), run.tensor.device)
         if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
             flat = held.zero_()
@@ -274,7 +275,7 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Copy a value that a run keeps once (a step count). It moves to `target`'s device if it was on `source`'s."""
+    """Copy a value that is not per element (a step count): to `target`'s device if it was on `source`'s."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device
@@ -289,6 +290,6 @@ def _zeros(like: Tensor, dtype: torch.dtype, held: object) -> Tensor:
 
 
 def steps_in(state: Saved) -> int:
-    """Read the step count from a parameter's state, to compare counts. SGD keeps none: 1 with state, else 0."""
+    """Return the step count in a parameter's state. If there is none (SGD): 1 with any state, 0 without."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Return how many threads step on a rank with `share` cores: all, or from three on all but one, for transfers."""
+    """Return how many threads run steps on a rank with `share` cores: one fewer (for transfers) if more than two."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -167,7 +167,7 @@ class AfterStep:
         goes_on_in_waits(self)
 
     def use_threads(self, threads: int) -> None:
-        """Run later steps with `threads` threads. First wait for the steps under way."""
+        """Wait for the steps under way, then run later steps with `threads` torch threads."""
         if threads != self._threads:
             self.close()
             self._threads, self._worker = threads, None
@@ -209,9 +209,9 @@ class AfterStep:
         self.sync_params()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue param syncs up to that of `needed` (if given), with waits for steps; then all whose steps have ended.
+        """Issue pending param syncs: up to the unit `needed` after waits for their steps, then those with ended steps.
 
-        They go in the order of units on all ranks, as gathers on one group require. How many a call issues may differ
+        All ranks issue them in the order of units, as gathers on one group require. How many a call issues may differ
         between ranks.
         """
         if self._failed is not None:
@@ -234,7 +234,7 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue the param syncs whose steps have ended. Return whether some are left. See :func:`goes_on_in_waits`."""
+        """Issue param syncs whose steps have ended; return whether some are left. Called in waits for other ranks."""
         if self._failed is not None or self._issuing:
             return False
         try:
@@ -261,7 +261,7 @@ class AfterStep:
         self.sync_all_params()
 
     def sync_all_params(self) -> None:
-        """Issue all param syncs that are left, each after its step."""
+        """Issue all pending param syncs, each after a wait for its step."""
         while self._pending_syncs:
             self.sync_params(self._pending_syncs[0][0])
 

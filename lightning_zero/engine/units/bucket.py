@@ -1,4 +1,4 @@
-"""A bucket: parameters that share one flat buffer, and the memory of each of the bucket's roles.
+"""A bucket: parameters that share one flat buffer, and where its masters, gradient and compute parameters lie.
 
 ::
 
@@ -79,8 +79,8 @@ _AT_ONCE = contextlib.nullcontext()
 class Dtypes:
     """The dtype of each role of a bucket.
 
-    Gradients are summed in `reduce` and sent in `wire`: `reduce`, or `compute` where that loses no bit. With
-    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
+    Gradients are summed in `reduce`. They are sent in `wire`, which is `reduce`, or `compute` where that loses no bit.
+    With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
     """
 
     compute: torch.dtype
@@ -319,7 +319,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
-        """Record a copy between tiers to `target`, and the host's wait for it where the device has no streams."""
+        """Record the body's copy between tiers to `target`; on a device without streams also the host's wait for it."""
         recording.moved(lane, target.nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
@@ -375,7 +375,7 @@ class Bucket:
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective.
 
-        On a device with streams, :func:`gather_together` gathers the buckets that rest on the device.
+        On a device with streams, :func:`gather_together` gathers the buckets that rest on the device instead.
         """
         if of_node:
             data, label = self.prepare_gather(of_node=True)

@@ -52,7 +52,7 @@ _NONE = Tiers()
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Choose each unit's row of tiers, and make the tiers that these rows use. Collective.
+    """Choose on which tiers each unit rests (a `TierRow`), and make these tiers. Return tiers and choices. Collective.
 
     `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
     parameters, or the folder for files cannot be used.
@@ -89,7 +89,7 @@ def choose_rows(
     path: str | None,
     held: memory.Bytes | None = None,
 ) -> list[TierRow]:
-    """Choose each unit's row of tiers. `held` are the bytes that this rank holds now and will free. Collective."""
+    """Choose the tiers on which each unit rests. `held`: bytes that this rank holds now and will free. Collective."""
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
@@ -104,7 +104,7 @@ def with_ways(
     share: Share,
     before: Tiers = _NONE,
 ) -> Tiers:
-    """Make a :class:`Tiers` of `host` and `nvme`, with threads and buffers for copies, if possible from `before`."""
+    """Make :class:`Tiers` of `host` and `nvme`, with threads and buffers for copies, if possible those of `before`."""
     landing = sender = read_ahead = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
@@ -125,9 +125,9 @@ def _files(
     needed: int,
     held: int = 0,
 ) -> NvmeTier:
-    """Return a file tier, new or `before`, after a check that `needed` bytes fit; it has `held` of them. Collective.
+    """Return `before` or, if None, a new file tier, after a check that `needed` bytes fit. Collective.
 
-    Raises ConfigError if the folder cannot be used, or the disk or the budget is too small.
+    `before` has `held` of these bytes. Raises ConfigError if the folder cannot be used, or disk or budget is too small.
     """
     nvme = before
     if nvme is None:
@@ -203,7 +203,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check disk space as :func:`check_host_memory` does memory. `held` bytes stay in files; None: all. Collective."""
+    """Check the disk as :func:`check_host_memory` memory. `held`: bytes that stay in files; None: all. Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -260,7 +260,7 @@ def placed(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Return byte budgets, equal on all ranks: the user's, else from the least free memory of any rank. Collective."""
+    """Return byte budgets, equal on all ranks: the user's, else by the least free bytes of any rank. Collective."""
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
@@ -321,7 +321,7 @@ class Held(NamedTuple):
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
-    later: int  # this number after the first step
+    later: int  # number of such tensors after the first step
     whole: int = 0  # bytes of the state of parameters that are stepped whole
     whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
 
@@ -335,7 +335,7 @@ def change_tiers(
     before: Tiers,
     buckets: Sequence[Held],
 ) -> tuple[Tiers, list[BucketPlan]]:
-    """Make the tiers for another configuration of a sharded module, and plan each bucket. Collective.
+    """Make the tiers for another `config` of a sharded module. Return them and a plan for each bucket. Collective.
 
     Host memory and files are reused; the caller sets their budgets. `buckets` are in the order of `groups`. Raises
     ConfigError, before any change, if bytes are lacking or the folder for files cannot be used.
@@ -377,7 +377,7 @@ def change_tiers(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Sum the bytes at rest on one rank, over (plan, number of element-wise state tensors, bytes of other state)."""
+    """Sum this rank's bytes at rest over `buckets`: (plan, number of sharded state tensors, bytes of other state)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

@@ -37,9 +37,9 @@ from lightning_zero.ranks.waits import Waits
 ROOT_SPLIT_NBYTES = 1024 * 1024
 
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
-# Rows of zero/precision whose parameters are gathered and used in a lower dtype than that of the masters.
+# Choices of zero/precision that gather and use parameters in a lower dtype than that of the masters.
 AUTOCAST_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
-# Rows of zero/precision with one dtype for everything.
+# Choices of zero/precision with one dtype for everything.
 TRUE_DTYPES = {
     Precision.bf16_true: torch.bfloat16,
     Precision.fp16_true: torch.float16,
@@ -149,7 +149,7 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules whose class name matches a pattern. They keep fp32 under bf16."""
+    """Yield the modules whose class name matches a pattern. Under mixed precision their parameters keep fp32."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
@@ -227,7 +227,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """Set the dtype in which gradients are sent, from `zero.comm.grad_comm_dtype`."""
+    """Return `dtypes` with the dtype in which gradients are sent, as `zero.comm.grad_comm_dtype` asks for."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
@@ -264,7 +264,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError on all ranks unless all found first values of the same tensors, in `names`. Collective."""
+    """Raise ConfigError unless all ranks found first values of the same tensors, those in `names`. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()
     if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:

@@ -67,7 +67,8 @@ class Claimed(NamedTuple):
 class GradStore:
     """Holds a reduced gradient on the device. :class:`OnHost` has the same methods.
 
-    ``value`` is the gradient or None; a read waits for a copy to the host. ``memory`` is the tensor that takes memory.
+    ``value`` is the gradient or None; a read waits for a copy to the host. ``memory`` is the tensor that the store has
+    allocated, on the host also while there is no gradient.
     """
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
@@ -114,7 +115,7 @@ class GradStore:
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Multiply the gradient by `factor()` at its next use. Return False if the caller has to scale `value` now."""
+        """Return True and multiply the gradient by `factor()` at its next use; False: the caller must scale `value`."""
         return False
 
 

@@ -55,7 +55,7 @@ class Tiers:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, *, but: Tiers | None = None) -> None:
-        """Close all parts, except those that are in `but` too. May be called twice."""
+        """Close the tiers and helpers, except those that `but` uses too. May be called twice."""
         if os.getpid() != self.pid:  # a forked child would remove its parent's files and locks
             return
         kept = () if but is None else but._parts()

@@ -171,7 +171,7 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the classes for a plain `param` in each state. A class with its own `__torch_function__` never changes."""
+    """Return the class that a plain `param` gets in each state: always its own if that has a `__torch_function__`."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]

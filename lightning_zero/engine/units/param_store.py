@@ -152,7 +152,7 @@ class ParamStore:
 
 
 class InMasterStorage(ParamStore):
-    """Stores nothing: parameters are cast from the masters for each use. For frozen ones the storage has them as is."""
+    """Stores nothing: parameters are cast from the masters for each use; if frozen, the storage holds them uncast."""
 
     def __init__(self, storage: MasterStorage) -> None:
         self._storage = storage

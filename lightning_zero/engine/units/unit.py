@@ -51,7 +51,7 @@ class Unit:
     pending: list[Pending] = field(default_factory=list)
     expected: int = 0  # number of gradients that this backward brings for the unit's parameters
     arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
-    calls: set[int] = field(default_factory=set)  # calls whose inputs lack gradients, which need the frozen weights
+    calls: set[int] = field(default_factory=set)  # open calls: they need frozen weights for gradients of their inputs
     is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
     keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
     gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
@@ -169,7 +169,7 @@ class Unit:
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """Drop the unit and its node slices at a pass's end. A `deadline`: an exception ended it (see `abandon`)."""
+        """Drop the unit and its node slices at a pass's end. After an exception `deadline` is for `abandon`."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:
@@ -223,7 +223,7 @@ class Units(list[Unit]):
         return id(param) in self.places
 
     def place_of(self, param: nn.Parameter) -> Place:
-        """Return the bucket and slot of ``param``. Raise a ConfigError if it is not in the sharded module."""
+        """Return the bucket and record of ``param``. Raise ConfigError if it is not in the sharded module."""
         place = self.places.get(id(param))
         if place is None:
             raise ConfigError(

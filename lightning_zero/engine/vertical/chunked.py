@@ -1,4 +1,4 @@
-"""Runs a function chunk by chunk without a graph, and each chunk once more in the backward.
+"""Runs a function on chunks of its batch, one by one without a graph, and on each chunk once more in the backward.
 
 ::
 
@@ -44,7 +44,7 @@ class CannotDivide(RuntimeError):
 
 
 class Changes(RuntimeError):
-    """Raised if a call changes a buffer, which chunks would change once each. The message says what helps."""
+    """Raised if a call changes a module's buffer: each chunk would change it again. The message says what helps."""
 
 
 class Division(NamedTuple):
@@ -60,7 +60,7 @@ def first_size(value: object) -> int | None:
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks of the batch. ``size``: of the batch; None: unknown."""
+    """Divides the arguments of one call into ``count`` chunks of the batch. ``size``: samples in it; None: unknown."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
@@ -125,7 +125,7 @@ class Inputs:
         return args, kwargs
 
     def call(self, function: Callable[..., object], given: Sequence[Tensor]) -> object:
-        """Call ``function`` with ``given``, parts of the tensors. Raises CannotDivide if it changes its arguments."""
+        """Call ``function`` on its arguments with tensors ``given``. Raises CannotDivide if it changes an argument."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
         result = function(*args, **kwargs)
@@ -244,8 +244,8 @@ class Chunked:
     _: KW_ONLY
     title: str
     in_chunk: Context = contextlib.nullcontext  # around each call of ``function``; in a backward gradients are enabled
-    in_backward: Context = contextlib.nullcontext
-    joined: Sequence[bool] | None = None  # results that are concatenated; None: whose size is a multiple of a chunk's
+    in_backward: Context = contextlib.nullcontext  # around the backward of all chunks
+    joined: Sequence[bool] | None = None  # results to concatenate; None: if dimension 0 is a multiple of the chunk size
     help: str = ""  # what a user can do if the call cannot be divided
 
     def __post_init__(self) -> None:
@@ -328,7 +328,7 @@ class Chunked:
             torch.autograd.backward(roots, of_roots)
 
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
-        """Put one chunk's gradient of the input ``whole`` into ``total``: as a slice; if undivided, by an fp32 sum."""
+        """Add chunk ``index``'s ``grad`` of input ``whole`` to ``total``: as its slice, or (undivided) in fp32."""
         if not self.inputs.divided[number]:
             return (
                 grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)

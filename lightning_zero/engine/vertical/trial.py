@@ -87,11 +87,11 @@ class _NothingDrawn(TorchDispatchMode):
 
 
 class _Unequal(Exception):
-    """Raised if calls on two parts give other results than one call on both parts; the message says which."""
+    """Raised if calls on two parts of a batch give other results than one call on both. The message says which."""
 
 
 class Trial:
-    """Runs a call of ``function`` on parts of its batch, to find how to divide it. ``in_chunk``: around each run."""
+    """Calls ``function`` on parts of a batch, inside ``in_chunk()``, to find which tensors can be divided."""
 
     def __init__(self, function: Callable[..., object], inputs: Inputs, in_chunk: Context) -> None:
         self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
@@ -134,7 +134,7 @@ class Trial:
         ) from failed
 
     def _sets(self, first: Division | None) -> Iterator[tuple[bool, ...]]:
-        """Yield sets of tensors to divide: fewest tensors first, large tensors before small ones."""
+        """Yield sets of inputs to divide (a flag for each): ``first``, then by number of inputs, large inputs first."""
         if first is not None:
             yield first.divided
         found = sorted(self._inputs.candidates, key=lambda number: -self._inputs.tensors[number].numel())
@@ -143,7 +143,7 @@ class Trial:
                 yield tuple(number in chosen for number in range(len(self._inputs.tensors)))
 
     def _copy(self, number: int) -> Tensor:
-        """Return an input for the trial. Equal rows get random values added, else a wrong division would not show."""
+        """Return an input for the trial. If its rows are equal, add random values: a wrong division must show."""
         tensor = self._inputs.tensors[number]
         if number not in self._inputs.candidates or not tensor.is_floating_point():
             return tensor
@@ -200,7 +200,10 @@ class Trial:
 
 
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
-    """Return whether a result's parts are concatenated. Raises _Unequal if ``both``, run in one call, differs."""
+    """Return whether ``both``, a result for two parts, concatenates ``one`` and ``other``, the results for each part.
+
+    If not, it is one value for the whole batch (a loss). Raises _Unequal if it is neither.
+    """
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")
     if not one.ndim and one.is_floating_point():

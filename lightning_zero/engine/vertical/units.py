@@ -1,4 +1,4 @@
-"""Runs forwards of units in chunks, except units that are known to mix the samples of a batch.
+"""Runs forwards of units on chunks of the batch, except units that are known to mix the samples of a batch.
 
 A unit is gathered once for all chunks of its forward, and once for its backward. Gradients of all chunks are summed in
 fp32 and reach the reducer as those of one backward.
@@ -73,7 +73,7 @@ class Vertical:
             self.batch, self._step_has_told = before
 
     def _root_called(self, args: Args, kwargs: Kwargs) -> None:
-        """Take the batch size from the root's arguments if :meth:`step` does not know it."""
+        """Take the batch size from the root module's arguments if :meth:`step` could not find it in its batch."""
         if not self._step_has_told and not self.inside:
             self.batch = first_size((args, kwargs))
 
@@ -95,7 +95,7 @@ class UnitInChunks:
     def __init__(self, unit: Unit, module: nn.Module, vertical: Vertical, passes: Passes) -> None:
         self._unit, self._vertical = unit, vertical
         self._module, self._passes = ref(module), ref(passes)
-        self._divisions: dict[Hashable, Division | None] = {}  # by kind of call; None: evaluations run it whole
+        self._divisions: dict[Hashable, Division | None] = {}  # by kind of inputs and modes; None: run undivided
         self._title = f"unit {unit.title}"
 
     def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
@@ -140,7 +140,7 @@ class UnitInChunks:
     def _divide(
         self, plain: Callable[..., object], module: nn.Module, inputs: Inputs, kind: Hashable, in_chunk: Context
     ) -> tuple[bool, ...]:
-        """Decide which ``inputs`` to divide: as earlier calls of this kind, or by trial. Returns which results to join.
+        """Set which ``inputs`` are divided, as in earlier calls of this kind or by trial. Return which results to join.
 
         ``plain``: the uncompiled forward, because one trial is not worth a compilation.
         """
@@ -194,7 +194,7 @@ def units_around(names: Sequence[str]) -> set[str]:
 
 
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
-    """Raise ConfigError if a unit in chunks mixes samples, none runs in chunks, or a whole_batch class is missing."""
+    """Raise ConfigError if a divided unit mixes samples, no unit is divided, or a class in whole_batch is missing."""
     if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
@@ -223,7 +223,7 @@ def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -
 
 
 def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names of modules in ``unit`` that are known to mix the samples of a batch, and how they do."""
+    """Yield (name, reason) for modules in ``unit`` that are known to compute something else on chunks of a batch."""
     for name, inner in unit.named_modules():
         if isinstance(inner, _BatchNorm) and (inner.training or not inner.track_running_stats):
             yield name, "normalizes over the samples of a batch"

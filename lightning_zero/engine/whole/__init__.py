@@ -2,9 +2,9 @@
 
 ::
 
-    whole_params     shows whole parameters inside of gather() and between runs
+    whole_params     shows whole parameters inside of gather() and between Trainer runs
     values           which rank saves which elements
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
     snapshot         copies shards to the host for a thread that writes them
-    restage          changes the stage or offload row
+    restage          changes the stage or the offload setting
 """

@@ -1,7 +1,7 @@
-"""Move a sharded module to another row of ``zero/stage`` or ``zero/offload``, bucket by bucket, without a file.
+"""Move a sharded module to another stage or offload setting, bucket by bucket, without a checkpoint file.
 
-Buckets, and which ranks share shards, do not depend on rows. The values of a bucket stay in place or move to another
-tier. If the range that a rank owns changes, they are cut or gathered. Only one bucket at a time has old and new values.
+Buckets, and which ranks share shards, stay the same. The values of a bucket stay on their tier or move to another. If
+the range that a rank owns changes, values are cut or gathered. Only one bucket at a time has old and new values.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Seen(NamedTuple):
 
 @outside_autograd
 def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """Move all buckets: see ``Engine.restage``. ``instances``: numbers of this process's file tiers. Collective."""
+    """Move all buckets to the settings of ``config``. ``instances``: numbers of existing file tiers. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
@@ -113,7 +113,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
 
 
 def _agree(engine: Engine, config: ZeroConfig) -> bool:
-    """Return whether any rank changes a row. Raise ConfigError if a rank cannot restage or rows differ. Collective."""
+    """Return whether ``config`` is new to any rank. Raise ConfigError if ranks differ or one is busy. Collective."""
     table: list[_Seen] = engine.comm.all_gather_objects(
         _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )

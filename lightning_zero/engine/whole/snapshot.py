@@ -24,10 +24,10 @@ class _Span:
 
 
 class Snapshot:
-    """Copies the values that storages have when the snapshot is made. :meth:`stage` makes most copies later.
+    """Copies to the host the values that the slices in ``wanted`` have now. :meth:`stage` makes most of these copies.
 
-    Until :meth:`stage` has copied everything, or until :meth:`close`, changes of the storages wait. ``spare`` holds
-    buffers of earlier copies for reuse: new memory would double the time of a copy.
+    Until :meth:`stage` has copied everything, or until :meth:`close`, writers of the storages wait. ``spare`` holds
+    buffers of earlier snapshots for reuse: new memory would double the time of a copy.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Snapshot:
         return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Copy the values to the host, then let the storages change. Called on the writing thread."""
+        """Copy the values to the host, then let the storages change. Called in the thread that writes the files."""
         accelerator = self._streams.accelerator
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):

@@ -1,4 +1,4 @@
-"""Make state dicts of a sharded module and its optimizers in all forms of ``values.py``, and load them into shards."""
+"""Make state dicts of a sharded module and its optimizers (with full, fake or partial tensors), and load them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def module_state(
 def fake_copy(
     engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
 ) -> State:
-    """Return ``module.state_dict()`` on rank 0, with fake tensors for the copy of the masters in ``storages``."""
+    """Return ``module.state_dict()`` with fake tensors for ``storages``, a copy of the masters; {} except on rank 0."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
@@ -76,7 +76,7 @@ def fake_copy(
 def sharded_state_dict(
     engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
 ) -> State:
-    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of masters or of their copy ``storages``. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -107,7 +107,7 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
 
 
 def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
-    """Gather all parameters to the host in checkpoint dtypes, by ``id``; return none if not ``wanted``. Collective."""
+    """Gather all parameters to the host in checkpoint dtypes, by ``id``. Return {} if not ``wanted``. Collective."""
     result: dict[int, Tensor] = {}
     for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
@@ -117,7 +117,7 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
 
 
 def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> State:
-    """Return ``module.state_dict()`` with parameters replaced by ``values``, which are by ``id`` of the parameter."""
+    """Return ``module.state_dict()`` with ``values[id(param)]`` in place of each parameter."""
     with engine.passes.fence.lowered():
         state = engine.module.state_dict(keep_vars=True)
     by_id = {id(info.param): info for b in engine.buckets for info in b.params}
@@ -160,7 +160,7 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 def optimizer_state(
     engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
 ) -> State:
-    """Return the optimizer's full ``state_dict()`` on the host; by default empty except on rank 0. Collective.
+    """Return the optimizer's full ``state_dict()`` on the host; by default {} on ranks other than 0. Collective.
 
     With ``fakes`` tensors have no values. Raises ConfigError if ``optimizer`` does not step the engine's shards.
     """
@@ -283,7 +283,7 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
 
 def _own_nbytes(engine: Engine) -> dict[int, int]:
-    """Return the bytes of masters that this rank owns, by ``id`` of the parameter."""
+    """Return how many bytes of each parameter's master this rank owns, by ``id`` of the parameter."""
     found: dict[int, int] = {}
     for bucket in engine.buckets:
         for fragment in bucket.owned_fragments():
@@ -293,7 +293,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Add a :class:`KeptTensor` for each frozen parameter that ``state`` lacks, so that a load keeps its values."""
+    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that it lacks: a load keeps its values."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
@@ -361,7 +361,7 @@ LATER = frozenset(
 def _pairs(
     optimizer: Optimizer, sharded: Stepper, state: Saved, what: str = "the checkpoint"
 ) -> Iterator[tuple[State, Saved, Place | None, Saved | None]]:
-    """Yield (group, saved group, None, None), then for each of its parameters (group, saved group, place, state)."""
+    """Yield, by param group, (group, saved group, None, None), then by parameter (group, saved group, place, state)."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
         for number, place in _matched(saved["params"], places, what):
@@ -369,7 +369,7 @@ def _pairs(
 
 
 def _matched(saved: Sequence[object], places: Sequence[Place], what: str) -> list[tuple[object, Place]]:
-    """Pair keys of saved states with parameters: by name if the keys are names, else by order."""
+    """Pair the keys of ``saved`` states with the parameters at ``places``: by name if keys are names, else by order."""
     if not all(isinstance(key, str) for key in saved):
         return list(zip(saved, places, strict=True))
     names = set(saved)

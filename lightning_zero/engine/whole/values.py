@@ -44,7 +44,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of a value, from ``start`` on in memory order. Read ``source`` while ``storage`` is open."""
+    """Adjacent elements of ``value``, from its element ``start`` on. Read ``source`` only while ``storage`` is open."""
 
     value: Value
     start: int
@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts that this rank saves, storage by storage. Sends no message, and opens no storage."""
+    """Yield, by storage, parts of masters, state and ``copies`` that this rank saves. Opens and sends nothing."""
     if engine.comm.replica:  # the first replica saves
         return
     for number, bucket in enumerate(engine.buckets):
@@ -103,7 +103,7 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """Yield the ``wanted`` elements that this rank saves, with one storage open at a time.
+    """Yield those parts of the ``wanted`` values that this rank saves, with one storage open at a time.
 
     Call ``Engine.state_dict`` first: it waits for steps, and copies users' writes into the masters.
     """
@@ -116,7 +116,7 @@ def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iter
 
 
 def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather the ``wanted`` values (the same on all ranks), and yield each in one whole range. Collective."""
+    """Gather the ``wanted`` values (the same on all ranks), and yield each as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -145,7 +145,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[Tensor], Tensor | None]
 ) -> dict[int, State]:
-    """Return a bucket's gathered optimizer state by slot, with ``keep(tensor)`` for each whole tensor. Collective."""
+    """Gather a bucket's state ``entries``. Return them with ``keep(whole tensor)`` in place of leaves. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -183,7 +183,7 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """A tensor of which this rank saves ``parts``. ``order`` holds the dimensions, the slowest in memory first."""
+    """A tensor without values: this rank saves ``parts`` of it. ``order``: dimensions, the slowest in memory first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -223,13 +223,13 @@ class TensorParts(Tensor):
 
 
 class Unsharded(NamedTuple):
-    """A value other than a tensor, which only this rank saves."""
+    """An optimizer state value that is not sharded, such as a step count. Only this rank saves it."""
 
     value: object
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy a state with ``tensor_of(leaf)`` for each tensor and :class:`Unsharded` for values without tensors."""
+    """Copy the state ``entry``, with ``tensor_of(leaf)`` for each leaf and other values in :class:`Unsharded`."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

@@ -1,4 +1,4 @@
-"""Show whole parameters: inside of ``gather()``, and on the host between runs.
+"""Show whole parameters: inside of ``gather()``, and on the host between two Trainer runs (after a fit, say).
 
 Between runs each host has one copy in shared memory (memfd), which all its ranks map::
 
@@ -31,7 +31,7 @@ from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import State
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, reason_not_to_fit, on_the_way_nbytes
+from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, on_the_way_nbytes, reason_not_to_fit
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 
@@ -42,7 +42,7 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Engine) -> None:
-    """Wait for steps, and copy users' writes into the masters. Raise RuntimeError if ranks differ. Collective."""
+    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks wrote unequally. Collective."""
     engine.passes.wait_for_all()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -64,7 +64,7 @@ def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
 
 
 def gathered_buckets(engine: Engine) -> list[Bucket]:
-    """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between runs."""
+    """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between Trainer runs."""
     return [bucket for bucket in engine.buckets if bucket.is_plain]
 
 
@@ -201,7 +201,7 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
 
 
 class _Shown(NamedTuple):
-    """A parameter in shared memory: ``original`` is common to the host, ``value`` is this rank's copy-on-write view."""
+    """A parameter in shared memory: ``original`` is what all ranks of a host see, ``value`` a copy-on-write view."""
 
     bucket: Bucket
     info: ParamInfo
@@ -246,7 +246,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """Return the parameters that this rank has changed, by index in ``params``, on the host in the built dtype."""
+        """Return values written on this rank, by index in ``params``: on the host, in the dtype before sharding."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -264,7 +264,7 @@ def _nbytes(engine: Engine) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a view of the parameter at byte ``start`` of ``memory``, in its own storage: a save writes storages."""
+    """Return a parameter as a tensor on ``memory`` from byte ``start``. It has its own storage: a save writes it."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
@@ -278,7 +278,7 @@ def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
 
 
 def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
-    """Return why the copy does not fit on some host, or None. All ranks get the same answer."""
+    """Return why the copy does not fit into some host's ``available`` bytes, or None. It is the same on all ranks."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
@@ -291,7 +291,7 @@ def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Allocate memory on each host's first rank, and map it on all; (None, why) on all if one fails. Collective."""
+    """Allocate a copy on each host's first rank, map it on all. Return (copy, "") or (None, why not). Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -347,7 +347,7 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
 
 
 def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
-    """Write ``values``, the elements ``part`` of a bucket, to its parameters' flat ``targets``."""
+    """Write ``values``, elements ``part`` (start, stop) of a bucket, to ``targets``, a flat tensor per parameter."""
     for f in bucket.layout.cut(*part):
         targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
 
@@ -357,7 +357,10 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 
 @outside_autograd
 def show_whole(engine: Engine) -> bool:
-    """Show whole parameters on the host between runs. Return False, and warn, if there is no room. Collective."""
+    """Show whole parameters on the host between Trainer runs, and return True. Collective.
+
+    Return False if this is switched off, if `gather()` shows some, or (with a warning) if a host lacks memory.
+    """
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
@@ -402,7 +405,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the host copy again if it still equals this rank's masters. Sends no message: other ranks may be gone."""
+    """Show the host copy again and return True, if it still equals this rank's masters. Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
@@ -460,7 +463,7 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 @outside_autograd
 def shard_again(engine: Engine, *, keep: bool = True) -> bool:
-    """Hide the whole parameters; put users' writes into the shards. Return whether it was whole. Collective.
+    """Hide the whole parameters; put users' writes into shards. Return whether they were shown before. Collective.
 
     With ``keep`` the next ``show_whole`` reuses the host copy if masters have not changed.
     """
@@ -490,7 +493,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Have the module sharded inside the ``with``. If it was whole before, show it whole again after. Collective."""
+    """Inside the ``with`` the module is sharded. If it was shown whole before, show it whole after it. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
@@ -506,14 +509,14 @@ def set_aside(engine: Engine) -> Iterator[None]:
 
 
 def check_free_memory(engine: Engine) -> None:
-    """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy. Collective."""
+    """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy of the module. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
         _refuse(_does_not_fit(engine, [row[0] for row in table], [row[1] for row in table]))
 
 
 def check_free_memory_here(nbytes: int) -> None:
-    """Raise a ConfigError if this host has no room for a copy of ``nbytes``. Called before processes start."""
+    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Called before processes start."""
     _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 

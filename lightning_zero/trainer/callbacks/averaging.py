@@ -29,7 +29,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold all masters in memory during the body (the averages need as much). ``changed``: the body writes them."""
+    """Hold all of this rank's masters in memory during the body. ``changed``: the body writes the masters."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -49,7 +49,7 @@ class _Tensors(nn.Module):
 
 
 class _AveragedTensors(_Tensors):
-    """The averages of :class:`_Tensors`. The callback loads a plain module's state dict into them."""
+    """The averages of :class:`_Tensors`. The callback loads a state dict of whole tensors into them."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.load(state, strict)
@@ -95,7 +95,7 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the averages: full tensors on rank 0, or each rank's parts if checkpoints are folders. Collective."""
+        """Return averages: full tensors on rank 0; but each rank's parts if checkpoints are folders. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -130,7 +130,7 @@ class ShardedAverage(AveragedModel):
         return self._storages
 
     def _begin_to_change(self) -> None:
-        """Let a background save copy the averages. Call this before they change."""
+        """Wait until a background save has read the averages. Call this before they change."""
         for storage in self._storages:
             storage.open(to_write=True)
         self._storages = []
@@ -184,7 +184,7 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Placeholder for a callback's average until the module is sharded. ``loaded``: the checkpoint to load then."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: what to load into the average."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -237,7 +237,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """Return the average if it is a ShardedAverage, else None. Raise RuntimeError if it is of another engine."""
+        """Return the average, or None if it is no ShardedAverage. Raise RuntimeError if its engine was replaced."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None

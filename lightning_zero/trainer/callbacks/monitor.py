@@ -246,7 +246,7 @@ def _kinds(engine: Engine) -> set[str]:
 
 
 def _size(batch: Any) -> tuple[int, int]:
-    """Return samples and tokens of a batch, 0 where unknown. Tokens are integers of shape [samples, length]."""
+    """Return numbers of samples and tokens in a batch; 0: unknown. Tokens are integers of shape [samples, length]."""
     parts = (batch.get("input_ids"), batch) if isinstance(batch, Mapping) else batch
     first = next((tensor for tensor in find_tensors(parts) if tensor.dim()), None)
     if first is None:

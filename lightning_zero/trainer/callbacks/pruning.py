@@ -20,7 +20,7 @@ from lightning_zero.lightning_api import ModelPruning, pl
 
 @contextlib.contextmanager
 def _with_values(engine: Engine | None) -> Generator[None, None, None]:
-    """Gather all parameters of the module in the body: global pruning compares those of all layers. Collective."""
+    """Gather the module's parameters in the body: global pruning compares the weights of all layers. Collective."""
     if engine is None:
         yield
         return
@@ -47,7 +47,7 @@ class PrunesShards(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply masks to the state dict that is being saved. Lightning's callback would make a new one."""
+        """Apply masks to the state dict in ``checkpoint``. Lightning's callback would make another state dict."""
         if engine_of(pl_module) is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return

@@ -21,7 +21,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update the averages from the masters by the element-wise ``avg_fn``; the first time copy them. Collective."""
+        """Update averages from the masters by the element-wise ``avg_fn``; the first time copy masters. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):
@@ -53,7 +53,7 @@ class StochasticAverage(ShardedAverage):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Replace the average of each such callback by a :class:`StochasticAverage`, after sharding. Collective."""
+    """Replace each StochasticWeightAveraging callback's average by a StochasticAverage, after sharding. Collective."""
     for callback in stochastic(trainer):
         waiting: Any = callback._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=callback._device)

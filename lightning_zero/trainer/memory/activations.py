@@ -53,7 +53,7 @@ class NotMeasured(ConfigError):
 class LiveBytes(TorchDispatchMode):
     """Counts bytes of the storages that the body's operations create: ``now``, and ``most`` since :meth:`restart`.
 
-    ``flops``: by torch's formulas. torch's own counter is not used: it keeps tensors of checkpointed calls alive.
+    ``flops``: of the body, by torch's formulas. torch's own counter would keep tensors of checkpointed calls alive.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a step into stretches, in each of which one unit runs. ``slots``: number of gradients of each bucket."""
+    """Divides a step into stretches, in each of which one unit runs. ``slots``: each bucket's number of gradients."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots
@@ -123,7 +123,7 @@ class _Recorder:
         self._done: set[int] = set()
 
     def enter(self, unit: int, *, backward: bool) -> None:
-        """End the current stretch, with its peak bytes, and begin a stretch of ``unit``."""
+        """End the current stretch, record its peak bytes, and begin a stretch in which ``unit`` runs."""
         self.stretches.append(
             Stretch(self._unit, self.in_backward, self._live.most, frozenset(self._begun), frozenset(self._done))
         )
@@ -225,14 +225,14 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit on the whole batch; with activation checkpointing, if the settings ask for it."""
+        """Run the forward ``inner`` of a unit on the whole batch, with activation checkpointing if the settings ask."""
         if self._config.activation_checkpointing is Recompute.none:
             return inner(*args, **kwargs)
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit chunk by chunk, as the engine does under ``zero.vertical_chunks``."""
+        """Run the forward ``inner`` of a unit on one chunk of the batch after the other (``zero.vertical_chunks``)."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
@@ -252,7 +252,8 @@ class _Measurement:
         return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any] | None) -> None:
-        """Replace ``module.forward``: tell the recorder when ``unit`` runs, and run it by ``how`` (None: unchanged)."""
+        """Replace ``module.forward`` by a function that tells the recorder when ``unit`` begins and ends. ``how`` runs
+        the unit's forward; None: run it unchanged."""
         inner, recorder = module.forward, self._recorder
         begins = partial(recorder.enter, unit, backward=True)
 
@@ -303,7 +304,7 @@ class _Measurement:
         return Activations(tuple(self._recorder.stretches), saved, nbytes, total, self._sharers.sent)
 
     def _train(self, batch: Any) -> None:
-        """Run one training step on fake tensors: on the batch, or one rank's part of it if ranks share sequences."""
+        """Run one training step on fake tensors. If ranks share sequences, run it on one rank's part of the batch."""
         steps = SequenceSteps(self._module, self._sharers if self._config.sequence_parallel > 1 else None)
         first, *more = self._arguments(batch)
         part, own = steps.cut(first)
@@ -352,7 +353,7 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Measure ``batch``, and a batch of twice its size, to interpolate other sizes. May raise NotMeasured."""
+    """Measure activations of ``batch`` and of one twice its size, to interpolate other sizes. May raise NotMeasured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
@@ -372,7 +373,7 @@ def measure_sizes(
 
 
 def of_size(batch: Any, size: int, wanted: int) -> Any:
-    """Return ``batch``, which has ``size`` samples, with ``wanted`` samples instead, as tensors on meta."""
+    """Return a batch like ``batch``, with ``wanted`` samples instead of ``size``, as tensors on meta."""
     made: dict[int, Any] = {}  # a tensor given twice stays one tensor
 
     def resized(value: Any) -> Any:

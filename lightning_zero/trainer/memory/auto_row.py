@@ -55,7 +55,7 @@ class Decision:
 
     Attributes:
         samples: the largest micro-batch per rank that fits, by the plan; None if not known.
-        fitting: whether the choice was made for training.
+        fitting: whether the choice was made for a fit, not for an evaluation.
     """
 
     stage: str
@@ -77,7 +77,7 @@ class Decision:
 
 @dataclass
 class Auto:
-    """A strategy's choice. ``asked``: settings with ``stage=auto``, for which to choose; None if the stage is given."""
+    """Holds the ``decision`` on stage and offload. ``asked``: settings with ``stage=auto``; None without ``auto``."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """Set the strategy's stage and offload if auto. Raise ConfigError on all ranks if nothing fits. Collective."""
+    """If ``stage=auto``, set the strategy's stage and offload. ConfigError on all ranks if nothing fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return
@@ -120,7 +120,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Return the offload settings; the files' folder may come from the variable LIGHTNING_ZERO_NVME_PATH."""
+    """Return offload settings. With ``zero/offload=auto``, LIGHTNING_ZERO_NVME_PATH may name the folder for files."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -136,7 +136,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """Describe the machine for the plan, as if each rank had only the least free memory and disk of any rank."""
+    """Describe the machine for the plan. ``places``: each rank's host and free bytes; the least of all ranks counts."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -180,7 +180,7 @@ def _decide(
 def model_of(
     strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
 ) -> tuple[Model, list[str]]:
-    """Return ``module`` as the planner needs it, and a list of assumptions where facts are unknown."""
+    """Return the planner's description of ``module``, and a list of assumptions made where facts are unknown."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
     found, why_not = None, "" if fitting else "there is no training"
@@ -220,7 +220,8 @@ def planned_model(
 def activations_of(
     plugin: ZeroPrecision, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig
 ) -> tuple[ByBatchSize | None, str]:
-    """Measure activations of a first training batch, or say why they are not known. Random numbers stay unchanged."""
+    """Return the measured activations of a first training batch, and ""; if they are not known, None and the reason.
+    Random numbers stay unchanged."""
     try:
         with isolate_rng(include_cuda=False):
             batch = batch_from(trainer.fit_loop._data_source.dataloader())

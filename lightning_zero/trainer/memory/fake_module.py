@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """Stand-in for the copy's trainer: the run's Trainer, or else a new one, but with optimizers that do nothing."""
+    """A fake copy's ``trainer``: has its own ``optimizers``; asks the run's Trainer, or a new one, for all else."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -76,7 +76,8 @@ def fake_copy(
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Make the copy ``module`` find a trainer, log nothing, step nothing, and call ``backward`` for a loss."""
+    """Change the copy ``module``: its trainer is a stand-in, it logs nothing, has no schedulers, gathers nothing, and
+    calls ``backward`` in the place of ``manual_backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -90,7 +91,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Give a copy with manual optimization optimizers that do nothing, as many as it configures."""
+    """Let ``optimizers()`` of a manually optimized copy return optimizers that do nothing, as many as configured."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -110,7 +111,8 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Return the state that ``module``'s optimizers will have; if unknown, Adam's number of tensors, and the reason."""
+    """Return the state of ``module``'s optimizers, and "". If it is unknown, return Adam's number of state tensors, and
+    the reason."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False):
@@ -131,7 +133,7 @@ def states_of(
 
 
 def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Call each parameter's function when its gradient arrives, and drop the gradient."""
+    """Register hooks: when a parameter's gradient arrives, they drop the gradient and call the parameter's function."""
 
     def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
         def drop(param: Tensor) -> None:
@@ -160,7 +162,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _optimizers_in(found: object) -> list[Optimizer]:
-    """Return the optimizers in what ``configure_optimizers`` has returned."""
+    """Return the optimizers in ``found``, a result of ``configure_optimizers``."""
     if isinstance(found, Mapping):
         found = found.get("optimizer")
     if isinstance(found, list | tuple):

@@ -56,7 +56,7 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Divide ``total`` bytes in files by role. What is neither masters nor compute parameters is optimizer state."""
+    """Divide ``total``, the bytes in files, by role: parameters and masters as planned, the rest optimizer state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):
@@ -71,7 +71,7 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Return the number of state tensors per parameter now; a ``StateOfRank`` if some optimizer steps whole tensors."""
+    """Return each parameter's number of state tensors; a ``StateOfRank`` if an optimizer steps whole tensors."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(
@@ -99,7 +99,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned between two steps, with gradients if ``held`` still has some."""
+    """Return the bytes planned for the time between two steps; with gradients if ``held`` has bytes of gradients."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

@@ -28,7 +28,7 @@ def planned_states(
     window_nbytes: int,
     param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
 ) -> int | TensorStates:
-    """Return the number of state tensors per parameter, or the state of each if some optimizer steps whole tensors.
+    """Return the number of state tensors per parameter; if an optimizer steps whole tensors, each parameter's state.
 
     Raises UnknownStateError if an optimizer cannot be tried.
 

@@ -49,7 +49,7 @@ class _Failure(NamedTuple):
 class BackgroundSaves:
     """Runs a strategy's background saves, one at a time.
 
-    ``may_fail``: training goes on if the save fails; equal on all ranks. ``spare``: memory to use for the next copies.
+    ``may_fail``: training goes on if the save fails; equal on all ranks. ``spare``: buffers for the next copies.
     """
 
     def __reduce__(self) -> Any:
@@ -71,7 +71,7 @@ class BackgroundSaves:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this rank already knows of a failure. Does not wait."""
+        """Return whether this rank already knows that the save under way has failed. Does not wait."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def begin(
@@ -151,7 +151,7 @@ class BackgroundSaves:
             last.result()
 
     def wait_alone(self, long_work: LongWork = SILENT) -> None:
-        """Wait as :meth:`wait` does, after an exception: other ranks may be gone, and an error only makes a warning."""
+        """After an exception, when other ranks may be gone: wait as :meth:`wait` does, but only warn of an error."""
         self._hurry.set()
         try:
             self.wait(long_work)

@@ -25,7 +25,7 @@ _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
 
 class CheckpointFiles(Processes):
-    """The part of both strategies that reads and writes checkpoint files and folders."""
+    """Base class of the Trainer's and Fabric's strategies: reads and writes checkpoint files and folders."""
 
     _checkpoint_io: CheckpointIO | None
     if TYPE_CHECKING:  # Lightning's
@@ -49,7 +49,7 @@ class CheckpointFiles(Processes):
     def _write_folder(
         self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any
     ) -> None:
-        """Save ``checkpoint`` as a folder, in the background with ``behind``. Collective.
+        """Save ``checkpoint`` as a folder; in the background if ``behind`` is given. Collective.
 
         ``settings``: arguments of :func:`divide`.
 
@@ -69,10 +69,8 @@ class CheckpointFiles(Processes):
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
-        """Read a file or a folder, after comparing it with its checksums if ``verified``. Collective.
-
-        ``of_trainer``: name the module's entry ``state_dict``, as in checkpoints of the Trainer.
-        """
+        """Read a file or a folder, after comparing it with its checksums if ``verified``. ``of_trainer``: name the
+        module's entry ``state_dict``, as in checkpoints of the Trainer. Collective."""
         if verified:
             self._verify(path)
 
@@ -84,10 +82,8 @@ class CheckpointFiles(Processes):
         return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
-        """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Collective.
-
-        Raises ConfigError on all ranks, with the file, if it is damaged.
-        """
+        """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Raise ConfigError on
+        all ranks, with the file, if it is damaged. Collective."""
         if not is_local(path):
             raise ConfigError(
                 f"zero.checkpoint.verify: expected false for a checkpoint that is no local file, got true for {path}. "
@@ -117,7 +113,8 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare ``part`` of ``parts`` of checkpoint ``name`` with its checksums. Raise ConfigError if it is damaged."""
+    """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Raise
+    ConfigError if one is damaged."""
     if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 class Checkpoints:
     """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
 
-    ``range_save``: the save under way if all ranks write ranges of one file. ``fakes``: its tensors without values.
+    ``range_save``: the save under way, if all ranks write ranges of one file. ``fakes``: its tensors without values.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -124,7 +124,7 @@ class Checkpoints:
         return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint``, with random number states and records. On failure, raise on all ranks. Collective."""
+        """Write ``checkpoint``, random number states and the model's record. All ranks raise on failure. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             row, waits = self._strategy._random_numbers.row(), self._strategy._waits
             what = "states of random numbers"
@@ -165,7 +165,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """Return what the next save needs to run in the background; None if training must wait for the save."""
+        """Return the thread and buffers for a save in the background; None if training must wait for the next save."""
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
@@ -183,7 +183,7 @@ class Checkpoints:
             after_writes(self._strategy.checkpoint_io, act)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way. Raise its error, or warn if training may go on. Collective."""
+        """Wait for the save under way. If it failed, raise its error, or warn if training may go on. Collective."""
         if self.background.is_under_way:
             try:
                 with self.noting_failure():
@@ -224,7 +224,7 @@ class Checkpoints:
         """Read a checkpoint on every rank, and keep its random number states for this run. Collective.
 
         Raises:
-            ConfigError: the file is damaged, no checkpoint, or would run code without ``weights_only=False``; on all
+            ConfigError: the file is damaged or no checkpoint, or has code without ``weights_only=False``; on all
                 ranks.
             OSError: reading failed, but another try may succeed; a RuntimeError on other ranks.
         """
@@ -287,7 +287,8 @@ class Checkpoints:
         )
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that were left for setup. Raise ConfigError if optimizers do not match. Collective."""
+        """Load the weights that ``load_model`` left for setup. Raise ConfigError if the checkpoint's optimizer states
+        do not match the optimizers. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -298,7 +299,7 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the checkpoint's tensors, to shard with, if some rank's module is on meta; else None. Collective.
+        """Return the checkpoint's tensors, from which to shard, if a rank's module is on meta; else None. Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """
@@ -344,7 +345,7 @@ class Checkpoints:
             self._load_into_shards(self._strategy.engine, checkpoint, weights, strict=False)
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Compare saved states with this run's optimizers, and return the pairs. Collective."""
+        """Return pairs of optimizer and saved state. Raise on all ranks if a state does not match. Collective."""
         pairs = [
             (o, s) for o, s in zip(self._strategy.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)
         ]

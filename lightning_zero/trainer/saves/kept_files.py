@@ -29,7 +29,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Remove a checkpoint; if ``last.ckpt`` links to it, only when the link leads to a newer checkpoint."""
+        """Remove a checkpoint. If ``last.ckpt`` links to it, wait until the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -38,7 +38,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link atomically, after background writes. Lightning would remove the old link at once."""
+        """Replace the link ``last.ckpt`` atomically after background writes. Lightning would remove it at once."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -54,7 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Let a job remove the checkpoint it resumed from if the job wrote it. Lightning would keep it as a user's."""
+        """Also allow removing the checkpoint from which this job resumed, if the job wrote it. Lightning keeps it."""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -107,7 +107,7 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return the paths of this job's ``last.ckpt``. A callback that lacks its path would write ``last-v1.ckpt``."""
+        """Return the path of this job's ``last.ckpt`` for each callback, which else would write ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"

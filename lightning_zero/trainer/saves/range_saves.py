@@ -57,7 +57,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Tells ranks where to write: the file, how to recognise it, and the holes and dtypes of each value's tensors."""
+    """Tells ranks where to write: the file, its inode and size, and for each value ranges of the file and dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -72,9 +72,9 @@ class RangeSave:
     """One save of a checkpoint as a file. Each rank writes its own ranges of the file.
 
     Args:
-        io: its ``look_at`` checks the finished file.
+        io: its ``look_at`` is called with the finished checkpoint.
         with_values: whether state dicts hold values, for hooks that read them.
-        noting: context that marks exceptions as raised on all ranks.
+        noting: makes a context manager that marks an exception as one that all ranks raise.
         fakes: makes tensors without values.
     """
 
@@ -100,7 +100,7 @@ class RangeSave:
         return self._of(lambda fakes: self._engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
     def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
-        """Return the module's state dict with values from ``storages``, one per bucket, instead of the masters."""
+        """Return the module's state dict with the values in ``storages``, one storage per bucket, not the masters'."""
         without_frozen = self._engine.config.checkpoint.exclude_frozen
         return self._of(lambda fakes: fake_copy(self._engine, fakes, storages, trainable_only=without_frozen))
 
@@ -188,7 +188,7 @@ class RangeSave:
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """Write all ranks' ranges on rank 0. Raise an error only at the end, when no rank waits. Collective."""
+        """Write all ranks' ranges on rank 0. If a write fails, receive the rest before raising. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
 
@@ -256,7 +256,7 @@ def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) 
 
 
 def _telling(did: Did, write: WriteAt) -> WriteAt:
-    """Wrap ``write`` to report the written bytes to ``did``."""
+    """Return a function that calls ``write``, then adds the number of written bytes to the progress display ``did``."""
 
     def both(data: memoryview, offset: int) -> None:
         write(data, offset)
@@ -266,7 +266,7 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Return inode and size, to tell a file from one of the same name on another node."""
+    """Return the file's inode and size. They tell it from a file of the same name on another node."""
     found = os.fstat(fd)
     return found.st_ino, found.st_size
 
@@ -284,7 +284,7 @@ def _open(place: _Place) -> int | None:
 
 
 def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
-    """Return ``state`` with tensors replaced by ``values``, keyed by the tensors' ``id``. Mappings change in place."""
+    """Return ``state`` with tensors replaced by ``values``, keyed by the tensors' ``id``. Changes mappings in place."""
     if isinstance(state, Tensor):
         return values.get(id(state), state)
     if type(state) in (list, tuple):
@@ -300,7 +300,7 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 class SavesByRanges(pl.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Decide, before state dicts are made, whether all ranks write ranges of the file; then save. Collective."""
+        """Save, after deciding if all ranks write ranges of the file: state dicts depend on this. Collective."""
         checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
         if checkpoints is None or checkpoints.range_save is not None:
             super().save_checkpoint(filepath, weights_only, storage_options)
@@ -314,7 +314,7 @@ class SavesByRanges(pl.Trainer):
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
-    """Return a RangeSave if all ranks can write the file; None if it is saved in another way. Collective."""
+    """Return a RangeSave if all ranks can write ranges of the file ``filepath``, else None. Collective."""
     module, strategy = trainer.lightning_module, cast(Any, trainer.strategy)
     engine = engine_of(module) if module is not None else None
     io = strategy.checkpoint_io

@@ -46,7 +46,7 @@ def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
 
 
 def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
-    """Raise ConfigError if the user gave a CheckpointIO but checkpoints are folders: ``io`` would never be called."""
+    """Raise ConfigError if checkpoints are folders, but the user gave a CheckpointIO, which would never be called."""
     if io is not None and type(io) is not ZeroCheckpointIO and settings.name is CheckpointFormat.sharded:
         raise ConfigError(
             f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
@@ -55,7 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's entries for DCP's files and for ``meta.pt``. ``named``: keys of optimizers (Fabric)."""
+    """Return ``checkpoint``'s entries for DCP's files, then those for ``meta.pt``. ``named``: keys of optimizers."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -145,8 +145,8 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Return whether loading copies the tensor at ``path``. Other tensors stay in use as they are, so they must be read
-    at once: the folder may be removed later."""
+    """Return whether loading copies the tensor at the nested keys ``path``. A tensor that is not copied stays in use,
+    so it must be read at once: the folder may be removed later."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
