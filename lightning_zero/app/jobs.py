@@ -1,4 +1,4 @@
-"""Run the main job inside a cluster's job: fit the Trainer to the nodes, save before the job ends, and resume."""
+"""Run ``lightning_zero.train`` as a job of SLURM: use the job's nodes, save before the time is over, and resume."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError, for ``shard`` and Fabric, if the stage is ``auto`` or ``sequence_parallel`` is above 1."""
+    """Raise ConfigError if the stage is ``auto`` or ``sequence_parallel`` is above 1. Only the Trainer has these."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "

@@ -498,7 +498,7 @@ def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Describe ``tensor`` for :func:`find_route`; ``with_grad`` holds ids of the parameters that have a gradient."""
+    """Describe the message of ``tensor`` to its owner. ``with_grad``: ids of parameters whose gradient goes too."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

@@ -88,7 +88,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return names of the module's tensors that have no source, without adapters. Tied tensors need one source."""
+    """Return the names of module tensors that have no value in ``sources``. Adapters need none, tied tensors one."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

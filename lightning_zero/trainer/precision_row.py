@@ -35,7 +35,7 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """Precision plugin of the Trainer or Fabric for a choice of ``zero/precision``. Others raise ConfigError.
+    """Precision plugin of the Trainer or Fabric. Precisions that no ``zero/precision`` has raise ConfigError.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.

@@ -171,7 +171,8 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the class that a plain `param` gets in each state: always its own if that has a `__torch_function__`."""
+    """Return the class that ``param`` takes before sharding, while gathered, and while resharded. Classes with a
+    ``__torch_function__`` stay as they are."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
