@@ -307,10 +307,15 @@ class OptimizerConfig:
             element-wise: each element needs only its own value, gradient and state.
         state_dtype: dtype of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), ``bf16``,
             or ``int8`` (8-bit codes with an exponent per 256 elements). Steps are computed in fp32.
+        skip_nonfinite: skip a step on all ranks if a gradient is inf or NaN, as fp16 always does, and raise an error at
+            so many skipped steps in a row. ``null``: step with such gradients.
     """
 
     sharding: Sharding = Sharding.auto
     state_dtype: StateDtype = StateDtype.fp32
+    skip_nonfinite: int | None = None
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
+        if self.skip_nonfinite is not None:
+            positive("zero.optimizer.skip_nonfinite", self.skip_nonfinite)

@@ -104,7 +104,8 @@ class Passes:
     precision: Precision
 
     def __post_init__(self) -> None:
-        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed)
+        most_overflows = self.config.optimizer.skip_nonfinite
+        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows)
         self.fence = Fence([b for unit in self.units for b in unit.buckets], in_pass=lambda: self.key is not None)
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
         self.hooks = Hooks(self)

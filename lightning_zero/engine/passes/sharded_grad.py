@@ -268,9 +268,22 @@ class LazyNorm(Tensor):
 class ShardedGrads:
     """Owns the gradients of one engine as users see them: one :class:`ShardedGrad` per parameter, made once."""
 
-    def __init__(self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        after_step: AfterStep,
+        forget_failed: Callable[[], None],
+        most_overflows: int | None,
+    ) -> None:
+        """``most_overflows``: ``zero.optimizer.skip_nonfinite``."""
         self._reducer, self._grads = reducer, reducer.grads
         self._after_step, self._forget_failed = after_step, forget_failed
+        self._most_overflows = most_overflows
+        self.overflows = 0  # steps that were skipped because a gradient was not finite
+        self._in_a_row: dict[
+            int, int
+        ] = {}  # such steps since the last other one, by id of an optimizer's first parameter
+        self._known_finite: set[int] = set()  # optimizers whose gradients :meth:`overflowed` has found to be finite
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
         self._aside = False
@@ -457,8 +470,21 @@ class ShardedGrads:
                 views += views_of(grad, bucket.owned_fragments(), slots)
         return views
 
+    def must_skip(self, places: Sequence[Place]) -> bool:
+        """Return whether ``zero.optimizer.skip_nonfinite`` forbids a step of the parameters at ``places``. Collective."""
+        if self._most_overflows is None or not places:
+            return False
+        key = id(places[0].info.param)
+        overflowed = key not in self._known_finite and self.overflowed(places)  # fp16 has looked, before clipping
+        self._known_finite.discard(key)
+        return overflowed
+
     def overflowed(self, places: Iterable[Place]) -> bool:
-        """Return whether any rank has a non-finite gradient at ``places``. Reads each on its tier. Collective."""
+        """Return whether any rank has a non-finite gradient at ``places``, the parameters of an optimizer that is about
+        to step. The caller then skips the step. Reads each gradient on its tier. Collective.
+
+        Raises RuntimeError on all ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped.
+        """
         if self._aside:
             return False
         places = list(places)
@@ -469,4 +495,26 @@ class ShardedGrads:
         checks += [torch.stack(list(known.values())).all()] if known else []
         found = not all(map(bool, checks))  # few ``bool`` calls, because the host waits for the device in each
         # All ranks must skip the step together, so they agree.
-        return bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))
+        overflowed = bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))
+        self._count(places, overflowed)
+        return overflowed
+
+    def _count(self, places: Sequence[Place], overflowed: bool) -> None:
+        key = id(places[0].info.param)
+        self.overflows += overflowed
+        self._in_a_row[key] = overflowed * (self._in_a_row.get(key, 0) + 1)
+        (self._known_finite.discard if overflowed else self._known_finite.add)(key)
+        if overflowed and self._in_a_row[key] == self._most_overflows:
+            names = [place.info.fqn for place in places if self._is_nonfinite(place)]
+            table = self._reducer.comm.meet(names[:3], "the names of gradients that are not finite")
+            first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
+            raise RuntimeError(
+                f"{self._most_overflows} step(s) in a row had gradients that are not finite (zero.optimizer."
+                f"skip_nonfinite={self._most_overflows}), first those of {', '.join(first)}. No parameter has changed in "
+                "these steps. Look at their batches and at the loss, lower optimizer.lr, or set "
+                "zero.optimizer.skip_nonfinite to a larger number."
+            )
+
+    def _is_nonfinite(self, place: Place) -> bool:
+        fragment = place.bucket.grad_fragment(place.info.slot)
+        return fragment is not None and not bool(torch.isfinite(fragment.values).all())

@@ -97,7 +97,11 @@ class Stepper(ABC):
             return loss
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
-        used = self._around.passes.sharded_grads.used_params()
+        grads = self._around.passes.sharded_grads
+        if grads.must_skip(places):
+            self._around.ends(set(), [])
+            return loss
+        used = grads.used_params()
         changed = self._step(used)
         self._around.ends(changed, [place.info for place in places if id(place.info.param) in used])
         return loss

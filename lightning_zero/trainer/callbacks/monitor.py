@@ -161,7 +161,7 @@ class ZeroMonitor(Callback):
         oldest, before, now = self._logged[0], self._logged[-2], self._logged[-1]
         speed = self._speed(trainer, {name: now[name] - oldest.get(name, 0) for name in now})
         recent = {name: now[name] - before.get(name, 0) for name in now}
-        metrics = speed | self._waits(trainer, recent) | self._memory(trainer)
+        metrics = speed | self._waits(trainer, recent) | self._memory(trainer) | self._overflows(trainer)
         # Not ``self.log``: Lightning drops its values if Trainer(log_every_n_steps=) differs from ours.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -206,6 +206,12 @@ class ZeroMonitor(Callback):
         if fetched := done["ahead"] + done["missed"]:
             found["zero/prefetch_hits"] = done["ahead"] / fetched
         return found
+
+    @staticmethod
+    def _overflows(trainer: pl.Trainer) -> dict[str, float]:
+        engine = _engine(trainer)
+        skips = engine.config.optimizer.skip_nonfinite is not None or engine.passes.precision is Precision.fp16
+        return {"zero/skipped_steps": float(engine.passes.sharded_grads.overflows)} if skips else {}
 
     @staticmethod
     def _memory(trainer: pl.Trainer) -> dict[str, float]:

@@ -1,0 +1,102 @@
+"""Steps whose gradients are not finite are skipped on all ranks (``zero.optimizer.skip_nonfinite``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero.config import ConfigError, OptimizerConfig
+from lightning_zero.trainer.precision import ZeroPrecision
+from tests.engine.support import Model, Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens
+from tests.harness import on_ranks
+from tests.rows import PLACES
+from tests.trainer.toys import Lit, fit
+
+ROWS = [("none", 0), ("none", 1), ("none", 3), *PLACES]
+
+
+def poisoned(loss: Tensor) -> Tensor:
+    """A loss whose gradients are NaN, on the last rank."""
+    return loss * float("nan") if dist.get_rank() == dist.get_world_size() - 1 else loss
+
+
+def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
+    for step in range(5):
+        if step in bad and isinstance(side, Twin):
+            continue
+        if step in bad:
+            side.backward(poisoned(language_loss(side.module, tokens(step))))
+        accumulate(side, step, 2)
+        if clips:
+            side.clip(0.5)
+        side.step()
+        side.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", ["auto", "tensors"])
+@pytest.mark.parametrize(("row", "stage"), ROWS)
+def test_skipped_steps_leave_the_bits_of_a_run_without_their_batches(
+    row: str, stage: int, sharding: str, tmp_path: Path
+) -> None:
+    offload: Any = {"name": row, "nvme_path": str(tmp_path)} if "nvme" in row else row
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    settings, clips = {"skip_nonfinite": 3, "sharding": sharding}, row == "none"
+    with Sharded(module, stage=stage, offload=offload, optimizer_settings=settings) as sharded:
+        trains(twin, (0, 2, 3), clips)
+        trains(sharded, (0, 2, 3), clips)
+        assert_same(sharded, twin, tolerance=1e-6 if sharding == "tensors" or clips else 0.0)
+        assert sharded.engine.passes.sharded_grads.overflows == 3
+
+
+@on_ranks(2)
+def test_as_many_skipped_steps_in_a_row_as_allowed_are_an_error_with_the_names() -> None:
+    with Sharded(Model(), optimizer_settings={"skip_nonfinite": 2}) as sharded:
+        for bad in (True, False, True, True):
+            loss = language_loss(sharded.module, tokens(0))
+            sharded.backward(poisoned(loss) if bad else loss)
+            if sharded.engine.passes.sharded_grads.overflows == 2:
+                with pytest.raises(
+                    RuntimeError, match=r"2 step\(s\) in a row .*skip_nonfinite=2\), first those of embed"
+                ):
+                    sharded.step()
+            else:
+                sharded.step()
+            sharded.zero_grad()
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="zero.optimizer.skip_nonfinite: expected a number > 0, got 0"):
+        OptimizerConfig(skip_nonfinite=0)
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(Lit):
+    """One rank's loss is NaN at batch 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return poisoned(loss) if batch_idx == 1 else loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_trainer_skips_a_step_and_goes_on(precision: str, tmp_path: Path) -> None:
+    def train(**settings: Any) -> tuple[bool, float | None]:
+        strategy = ZeroStrategy("zero3", precision_plugin=ZeroPrecision(precision), **settings)
+        run = fit(strategy, tmp_path, Poisoned(), max_epochs=1, callbacks=[ZeroMonitor(1)])
+        finite = all(torch.isfinite(value).all() for value in run.weights.values())
+        return finite, run.metrics.get("zero/skipped_steps")
+
+    with_scale = precision == "16-mixed"  # the first loss scale is too large, and is halved
+    assert train(optimizer={"skip_nonfinite": 3}) == (True, 1 + with_scale)
+    assert train() == ((True, 2) if with_scale else (False, None))
