@@ -63,9 +63,7 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_are_an_error_with_the_names()
             loss = language_loss(sharded.module, tokens(0))
             sharded.backward(poisoned(loss) if bad else loss)
             if sharded.engine.passes.sharded_grads.overflows == 2:
-                with pytest.raises(
-                    RuntimeError, match=r"2 step\(s\) in a row .*skip_nonfinite=2\), first those of embed"
-                ):
+                with pytest.raises(RuntimeError, match=r"2 step\(s\) in a row .*, first those of embed"):
                     sharded.step()
             else:
                 sharded.step()

@@ -280,10 +280,9 @@ class ShardedGrads:
         self._after_step, self._forget_failed = after_step, forget_failed
         self._most_overflows = most_overflows
         self.overflows = 0  # steps that were skipped because a gradient was not finite
-        self._in_a_row: dict[
-            int, int
-        ] = {}  # such steps since the last other one, by id of an optimizer's first parameter
-        self._known_finite: set[int] = set()  # optimizers whose gradients :meth:`overflowed` has found to be finite
+        # Both by id of the first parameter of an optimizer:
+        self._in_a_row: dict[int, int] = {}  # skipped steps since its last other step
+        self._known_finite: set[int] = set()  # :meth:`overflowed` has found its gradients to be finite
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
         self._aside = False
@@ -471,7 +470,7 @@ class ShardedGrads:
         return views
 
     def must_skip(self, places: Sequence[Place]) -> bool:
-        """Return whether ``zero.optimizer.skip_nonfinite`` forbids a step of the parameters at ``places``. Collective."""
+        """Return whether ``zero.optimizer.skip_nonfinite`` forbids a step of ``places``. Collective."""
         if self._most_overflows is None or not places:
             return False
         key = id(places[0].info.param)
@@ -509,10 +508,9 @@ class ShardedGrads:
             table = self._reducer.comm.meet(names[:3], "the names of gradients that are not finite")
             first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
             raise RuntimeError(
-                f"{self._most_overflows} step(s) in a row had gradients that are not finite (zero.optimizer."
-                f"skip_nonfinite={self._most_overflows}), first those of {', '.join(first)}. No parameter has changed in "
-                "these steps. Look at their batches and at the loss, lower optimizer.lr, or set "
-                "zero.optimizer.skip_nonfinite to a larger number."
+                f"{self._most_overflows} step(s) in a row had gradients that are not finite, first those of "
+                f"{', '.join(first)}. No parameter has changed in these steps. Look at their batches and losses, lower "
+                "optimizer.lr, or raise zero.optimizer.skip_nonfinite."
             )
 
     def _is_nonfinite(self, place: Place) -> bool:
