@@ -19,6 +19,7 @@ if importlib.util.find_spec("torch") is None:
     )
 
 if TYPE_CHECKING:
+    from lightning_zero.checkpoint.hugging_face.export import stream as stream
     from lightning_zero.config import ZeroConfig as ZeroConfig
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
@@ -47,6 +48,7 @@ _HOMES = {
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",
     "shard": "lightning_zero.sharding",
+    "stream": "lightning_zero.checkpoint.hugging_face.export",
     "attention": "lightning_zero.sequence.attention",
     "SequencePart": "lightning_zero.sequence.part",
     "mean_over_tokens": "lightning_zero.sequence.part",

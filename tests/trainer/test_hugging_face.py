@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -96,6 +97,13 @@ def logits_of(model: Any) -> Tensor:
     return out
 
 
+def assert_streams(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """``lightning_zero.stream`` gives the tensors that were exported to ``folder``."""
+    files = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    found = {name: value.clone() for name, value in lightning_zero.stream(module, dtype)}
+    assert_weights(dict(sorted(found.items())), dict(sorted(files.items())), tolerance=0)
+
+
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
@@ -115,6 +123,7 @@ def test_exported_model_gives_the_logits_of_the_trained_one(kind: str, stage: st
         expected = module.model(TOKENS).logits
     state = {key.removeprefix("model."): value for key, value in weights(of).items()}
     of.strategy.export(tmp_path / "out", shard_size="40KB")
+    assert_streams(module, tmp_path / "out", None)
     if dist.get_rank() == 0:  # the model's own way, on one rank alone
         module.model.save_pretrained(tmp_path / "alone")
         alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
@@ -133,8 +142,10 @@ def test_exported_model_gives_the_logits_of_the_trained_one(kind: str, stage: st
 @on_ranks(2)
 def test_export_in_another_dtype_is_one_file_and_replaces_nothing(tmp_path: Path) -> None:
     saved("llama", tmp_path / "in")
-    of = fit(Lit("llama"), tmp_path, init_from=str(tmp_path / "in"))
+    module = Lit("llama")
+    of = fit(module, tmp_path, init_from=str(tmp_path / "in"))
     of.strategy.export(tmp_path / "out", dtype="bf16")
+    assert_streams(module, tmp_path / "out", torch.bfloat16)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
@@ -176,6 +187,7 @@ def test_adapters_of_peft_are_trained_saved_and_exported_alone(tmp_path: Path) -
     with of.strategy.step_scope():
         expected = whole.model(TOKENS).logits
     of.strategy.export(tmp_path / "out")
+    assert_streams(whole, tmp_path / "out", None)
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size < 20_000
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
     found = peft.PeftModel.from_pretrained(base, tmp_path / "out")

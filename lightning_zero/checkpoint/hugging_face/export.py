@@ -1,4 +1,7 @@
-"""Export a sharded model: each rank writes its ranges of the tensors; only tensors to convert are gathered."""
+"""Export a sharded model to a folder, or yield its tensors in the form of such files.
+
+To export, each rank writes its ranges of tensors. Only tensors to convert are gathered.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.durable import Part, naming, written_aside
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer
@@ -21,8 +24,9 @@ from lightning_zero.checkpoint.hugging_face.names import ADAPTERS, Group, Outgoi
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import MasterStorage, opened
 from lightning_zero.engine.whole.state_dicts import sharded_state_dict
 from lightning_zero.engine.whole.values import TensorParts
@@ -62,18 +66,76 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | No
         _Export(engine, Path(path), dtype, shard_nbytes).run()
 
 
-class _Export:
-    def __init__(self, engine: Engine, path: Path, dtype: torch.dtype | None, shard_nbytes: int) -> None:
-        self._engine, self._path, self._dtype = engine, path, dtype
-        self._shard_nbytes = shard_nbytes
-        self._gathered: tuple[Any, Tensor] | None = None
+def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of each tensor that ``export`` would write, for an inference engine. Collective.
 
-    def run(self) -> None:
+    All ranks must take all tensors, between steps. A tensor is on the device, and valid until the next one is taken.
+    One bucket is gathered at a time, in fp32 if its masters are. ``dtype``: of floating-point tensors; ``None``: as
+    before sharding. Raises RuntimeError if ``module`` is not sharded.
+    """
+    engine = engine_of(module)
+    if engine is None:
+        raise RuntimeError(f"lightning_zero.stream: expected a sharded module, got {type(module).__name__}.")
+    return _Tensors(engine, dtype).stream()
+
+
+class _Tensors:
+    """The tensors of an engine's model in the form that files of Hugging Face have."""
+
+    def __init__(self, engine: Engine, dtype: torch.dtype | None) -> None:
+        self._engine, self._dtype = engine, dtype
+        self._infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
+        self._gathered: tuple[Bucket, Tensor] | None = None
+
+    @outside_autograd
+    def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
+        """Return the engine's state dict, the same on meta in the dtypes of the files, and their names. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
         tied = {key: first.setdefault(id(state[key]), value) for key, value in like.items()}
-        plan = self._together("its names", lambda: outgoing(self._engine.module, tied))
+        return state, like, self._together("its names", lambda: outgoing(self._engine.module, tied))
+
+    def _like(self, key: str, value: Tensor) -> Tensor:
+        """Return a meta tensor with the shape and dtype that the tensor ``key`` will have in the files."""
+        info = self._infos.get(key)
+        own = info.dtype if info is not None else value.dtype
+        wanted = self._dtype if self._dtype is not None and own.is_floating_point else own
+        return torch.empty(value.shape, dtype=wanted, device="meta")
+
+    @outside_autograd
+    def _gather(self, key: str) -> Tensor:
+        """Return a whole parameter. Its bucket stays gathered until another bucket is needed. Collective."""
+        place = self._engine.units.place_of(self._infos[key].param)
+        if self._gathered is None or self._gathered[0] is not place.bucket:
+            self._gathered = None  # first, so that two are never held
+            self._gathered = place.bucket, place.bucket.full_master()
+        return place.bucket.part_of(self._gathered[1], place.info)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        state, like, plan = self._plan()
+        order = {key: number for number, key in enumerate(self._infos)}  # bucket by bucket
+        with self._engine.comm.at("lightning_zero.stream, which all ranks must iterate to its end"):
+            for name, key in sorted(plan.renamed.items(), key=lambda item: order.get(item[1], -1)):
+                value = self._gather(key) if key in self._infos else state[key]
+                yield name, value.detach().to(like[key].dtype)
+            for group in plan.groups:
+                values = {key: self._gather(key).clone() for key in group.members}
+                for name, value in group.convert(values).items():
+                    yield name, value.to(group.results[name].dtype)
+
+    def _together(self, what: str, act: Callable[[], Any]) -> Any:
+        engine = self._engine
+        return together(engine._group, engine.comm.waits, f"exporting a model: {what}", act, patient=True)
+
+
+class _Export(_Tensors):
+    def __init__(self, engine: Engine, path: Path, dtype: torch.dtype | None, shard_nbytes: int) -> None:
+        super().__init__(engine, dtype)
+        self._path, self._shard_nbytes = path, shard_nbytes
+
+    def run(self) -> None:
+        state, like, plan = self._plan()
         with contextlib.ExitStack() as stack:  # the writer exits before the folder gets its name
             files, part = self._together("a folder", lambda: self._begin(stack, plan, like))
             made = str(part.path) if part is not None else ""
@@ -90,17 +152,6 @@ class _Export:
             close = partial(self._engine.comm.long_work.call, writer.close, f"{self._path.name}, to the disk")
             self._together("its files on the disk", close)
             self._together("its end", lambda: self._end(stack, plan, folder))
-
-    def _like(self, key: str, value: Tensor) -> Tensor:
-        """Return a meta tensor with the shape and dtype that the tensor ``key`` will have in the files."""
-        info = self._infos.get(key)
-        own = info.dtype if info is not None else value.dtype
-        wanted = self._dtype if self._dtype is not None and own.is_floating_point else own
-        return torch.empty(value.shape, dtype=wanted, device="meta")
-
-    @property
-    def _infos(self) -> dict[str, Any]:
-        return {fqn: info for bucket in self._engine.buckets for info in bucket.params for fqn in info.fqns}
 
     def _shown(self, items: Sequence[T], what: str) -> Iterator[T]:
         return self._engine.comm.long_work.items(items, f"exporting to {self._path.name}, in {what}")
@@ -146,14 +197,6 @@ class _Export:
                     found.append(_Piece(name, part.start, part.storage, lambda part=part: part.source.tensor))  # type: ignore[misc]
         return by_home(found)
 
-    def _gather(self, key: str) -> Tensor:
-        """Return a whole parameter. Its bucket stays gathered until another bucket is needed. Collective."""
-        place = self._engine.units.place_of(self._infos[key].param)
-        if self._gathered is None or self._gathered[0] is not place.bucket:
-            self._gathered = None  # first, so that two are never held
-            self._gathered = place.bucket, place.bucket.full_master()
-        return place.bucket.part_of(self._gathered[1], place.info)
-
     def _convert(self, writer: Writer, group: Group, values: dict[str, Tensor], number: int) -> None:
         if number % self._engine.comm.world_size == self._engine.comm.rank:
             for name, value in group.convert({key: v.cpu() for key, v in values.items()}).items():
@@ -165,10 +208,6 @@ class _Export:
             dtype = self._dtype or next((i.dtype for i in self._infos.values() if i.dtype.is_floating_point), None)
             write_extras(plan.model, folder, dtype, self._engine.config.init_from, adapters=plan.adapters)
         stack.close()
-
-    def _together(self, what: str, act: Callable[[], Any]) -> Any:
-        engine = self._engine
-        return together(engine._group, engine.comm.waits, f"exporting a model: {what}", act, patient=True)
 
 
 def _is_turned(value: Any) -> bool:
