@@ -238,7 +238,7 @@ def figures_of_step(step: Step) -> dict[str, int]:
 def figures_of_fsdp2(step: Step) -> dict[str, int]:
     files = modules(FSDP2)
     return {
-        "lines of the engine": lines_of(engine),
+        "lines of the engine": lines_of(files),
         "files of the engine": len(files),
         "lines of the longest file": max(lines_of([p]) for p in files),
         "Any in the engine": sum(len(re.findall(r"\bAny\b", p.read_text())) for p in files),
