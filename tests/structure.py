@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 37_778,
-    "lines of the engine": 10_723,
+    "lines of the package": 37_864,
+    "lines of the engine": 10_759,
     "files of the engine": 42,
     "lines of the longest file": 600,
     "lines of tests": 48_900,
@@ -212,8 +212,8 @@ def figures_of_sources() -> dict[str, int]:
     package, engine = modules(), modules(PACKAGE / "engine")
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {
-        "lines of the package": 37_778,
-        "lines of the engine": 10_723,
+        "lines of the package": lines_of(package),
+        "lines of the engine": lines_of(engine),
         "files of the engine": len(engine),
         "lines of the longest file": max(lines_of([p]) for p in package),
         "lines of tests": lines_of(list((ROOT / "tests").rglob("*.py"))),
@@ -238,7 +238,7 @@ def figures_of_step(step: Step) -> dict[str, int]:
 def figures_of_fsdp2(step: Step) -> dict[str, int]:
     files = modules(FSDP2)
     return {
-        "lines of the engine": 10_723,
+        "lines of the engine": lines_of(files),
         "files of the engine": len(files),
         "lines of the longest file": max(lines_of([p]) for p in files),
         "Any in the engine": sum(len(re.findall(r"\bAny\b", p.read_text())) for p in files),
