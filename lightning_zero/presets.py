@@ -1,4 +1,4 @@
-"""Presets: names for ``Trainer(strategy=...)``, each of which stands for a stage, an offload row and a start method."""
+"""Presets: names for ``Trainer(strategy=...)``, each for a stage, a choice of ``zero/offload`` and a start method."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Preset(NamedTuple):
-    stage: str  # a row of zero/stage
-    offload: str  # a row of zero/offload
+    stage: str  # a choice of zero/stage
+    offload: str  # a choice of zero/offload
     start_method: str = "popen"  # of the strategy
 
 

@@ -85,7 +85,7 @@ def node_name() -> str:
 
 
 def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Make the object that steps ``optimizer``. Its class and the settings decide: by slices, or by whole tensors."""
+    """Make the object that steps ``optimizer``, by slices or by whole tensors as its class and the settings require."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

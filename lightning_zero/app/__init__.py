@@ -1,12 +1,12 @@
-"""The main job and its tools, started as ``lightning_zero.train``, ``.plan``, ``.submit`` and ``.env``.
+"""The commands ``python -m lightning_zero.train`` (the main job: it trains), ``.plan``, ``.submit`` and ``.env``.
 
 ::
 
     train        the main job                        tasks      fit, validate, test, predict
-    parts        optimizer, model and data of a run  schema     types of the Hydra groups
+    parts        builds optimizer, model and data    schema     types of the Hydra groups
     instantiate  objects from groups                 overrides  explains mistakes on the command line
     plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output
-    submit       a run as a SLURM job                jobs       a run inside a cluster's job
+    submit       starts a run as a SLURM job         jobs       a run inside a cluster's job
     slurm        scripts and settings for SLURM      sweep      sweeps and their table
     convert      checkpoints in another form         env, check  reports and tests the machine
 """

@@ -1,7 +1,7 @@
 """Train a small model at every stage and on every tier of this machine: ``python -m lightning_zero.env --check``.
 
-For each row (stage, offload setting, precision) a model trains a few steps from the same weights, in one process per
-GPU (or two on the CPU). Its losses must equal DistributedDataParallel's up to rounding, its resting bytes the plan's.
+For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
+(or two on the CPU). Losses must equal DistributedDataParallel's up to rounding, bytes between steps the plan's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOUND = {"fp32": 1e-4, "bf16": 5e-2}  # relative difference of losses; sums are 
 
 
 class Row(NamedTuple):
-    """A combination of settings to check."""
+    """A combination of stage, offload setting and precision to check."""
 
     stage: str
     offload: str = "none"
@@ -49,13 +49,14 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """List every allowed pair of stage and offload setting, in fp32, and two stages in bf16."""
+    """List the combinations to check: every allowed pair of stage and offload setting in fp32, two stages in bf16."""
     found = [Row(stage.name, offload.name) for stage, offload in allowed_rows()]
     return [*found, Row("zero1", precision="bf16"), Row("zero3", precision="bf16")]
 
 
 def check(text: str, folder: str | None) -> None:
-    """Train with each row whose name contains ``text``; exit with code 1 if one fails. ``folder``: for offloading."""
+    """Train with each combination of settings whose name contains ``text``. Exit with code 1 if one fails. ``folder``:
+    where offloaded files are written; None: the system's temporary folder."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -101,7 +102,7 @@ def _model() -> GPT:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train ``STEPS`` steps and return their losses. The last gradients are not zeroed, so that they count at rest."""
+    """Train ``STEPS`` steps and return their losses. Keep the last step's gradients, so that their bytes count too."""
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):
@@ -116,7 +117,8 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
-    """Train a model with the settings ``row``, compare its resting bytes with the plan's, return losses. Collective."""
+    """Train a model with the settings ``row`` and return its losses. Raises AssertionError if the bytes that it holds
+    after the last step differ from the plan's. Collective."""
     offload: dict[str, Any] = {"name": row.offload}
     if Offload[row.offload].uses_files or row.offload == "auto":
         offload["nvme_path"] = files

@@ -36,7 +36,7 @@ from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS,
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return the exit code."""
+    """Run ``python -m lightning_zero.checkpoint convert`` with ``arguments`` and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def convert(
     source: str, target: str, to: str = "", dtype: str | None = None, shard_size: str = "", prefix: str | None = None
 ) -> None:
-    """Write the checkpoint ``source`` in the form ``to`` to the new path ``target``. For options see the module.
+    """Write the checkpoint ``source`` to the new path ``target``. The file's docstring explains the other arguments.
 
     Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
     OSError or RuntimeError, with file and cause, if reading or writing fails.
@@ -86,7 +86,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Replace each tensor by a StoredTensor, whose values are read and cast when written. Tied tensors stay tied."""
+    """Replace each tensor in ``tree`` by a StoredTensor, read and cast when it is written. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

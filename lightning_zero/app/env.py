@@ -39,7 +39,8 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Collect the machine's facts by section. A failed section holds its error. ``disk``: folder of a disk to test."""
+    """Collect facts about this machine by section. A failed section holds its error. ``disk``: a folder, for its
+    speed."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -70,7 +71,6 @@ def _torch() -> Facts:
 
 
 def _packages() -> Facts:
-    """List the versions of the package and of its installed requirements and extras."""
     found = {}
     for requirement in ["lightning-zero", *(importlib.metadata.requires("lightning-zero") or ())]:
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Select the environment variables that matter to a run, without secrets."""
+    """Select from ``environ`` what matters to a run. Leave out variables named like secrets, and passwords in URLs."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())
@@ -179,7 +179,7 @@ def variables(environ: Mapping[str, str]) -> Facts:
 
 
 def _rate(move: Callable[[], Any]) -> str:
-    """Time ``move``, which transfers ``PROBE_NBYTES``, and return the best rate of three calls."""
+    """Call ``move``, which transfers ``PROBE_NBYTES`` bytes, a few times. Return the best rate as text, in GB/s."""
     move()
     seconds = []
     for _ in range(3):
@@ -190,7 +190,7 @@ def _rate(move: Callable[[], Any]) -> str:
 
 
 def _lines_of(command: list[str]) -> list[str]:
-    """Run a command and return the lines of its output, or nothing if it fails."""
+    """Run a command and return the lines of its output that are not blank; an empty list if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -199,7 +199,7 @@ def _lines_of(command: list[str]) -> list[str]:
 
 
 def text_of(found: Mapping[str, Facts]) -> str:
-    """Format the sections as text to paste into a report."""
+    """Format the sections that :func:`facts` has collected as text to paste into a bug report."""
     lines = []
     for section, entries in found.items():
         lines.append(section)
@@ -213,7 +213,7 @@ def text_of(found: Mapping[str, Facts]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Without ``--check`` it succeeds even if a section of the report fails."""
+    """Run ``python -m lightning_zero.env``. Without ``--check`` it succeeds even if a section of the report fails."""
     parser = argparse.ArgumentParser(prog="python -m lightning_zero.env", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(

@@ -17,13 +17,13 @@ INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of log
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, or the process from which Lightning starts the others."""
+    """Return whether this process is rank 0, or the one from which Lightning starts the other ranks' processes."""
     place = launched()
     return place is None or not (place.rank or place.local_rank)
 
 
 def locate(key: str, path: Any) -> Any:
-    """Import the object with a dotted path. Raises ConfigError if it does not exist."""
+    """Import the object at the dotted path ``path``. Raises ConfigError about the setting ``key`` if there is none."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(f"{key}: expected the dotted path of a class, got {path!r}. Change {key}.")
     try:
@@ -37,7 +37,8 @@ def locate(key: str, path: Any) -> Any:
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
-    """Return the argument names of a function or class (with its bases', if it takes ``**kwargs``); ``None``: any."""
+    """Return the names of the arguments that a function or class takes; ``None`` if it may take any. If a class takes
+    ``**kwargs``, the arguments of its base class count too."""
     names: set[str] = set()
     for of in target.__mro__ if inspect.isclass(target) else [target]:
         if inspect.isclass(of) and ("__init__" not in of.__dict__ or of is object):
@@ -69,7 +70,7 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Call the class ``_target_`` of ``node`` with the other keys; with ``_partial_``, return a function for that.
+    """Call the ``_target_`` of ``node`` with its other keys. With ``_partial_``, return a function that does so.
 
     Args:
         key: path of ``node`` in the configuration, for messages.
@@ -112,7 +113,7 @@ def build(
 
 
 def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
-    """Call ``make`` to construct ``target``. If torch or Lightning defines it, its refusals become ConfigErrors."""
+    """Call ``make`` to construct ``target``. If a class of torch or Lightning refuses arguments, raise ConfigError."""
     try:
         return make()
     except Exception as error:
@@ -133,7 +134,7 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 
 def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
-    """Raise ConfigError if an argument is text where the default of ``target`` is a number."""
+    """Raise ConfigError if an argument of ``target`` is text although its default is a number."""
     for name, parameter in inspect.signature(target).parameters.items():
         value = arguments.get(name)
         if isinstance(value, str) and type(parameter.default) in (int, float):
@@ -141,7 +142,7 @@ def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
-    """Instantiate every entry of the group ``key`` that is not null."""
+    """Build every entry of the Hydra group ``key`` that is not null. ``nodes``: the entries by name."""
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")

@@ -1,4 +1,4 @@
-"""Run ``lightning_zero.train`` as a job of SLURM: use the job's nodes, save before the time is over, and resume."""
+"""Run ``lightning_zero.train`` as a job of SLURM: use the job's nodes, save before its time limit, and resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator from ``cluster``. Raises ConfigError if ``trainer`` differs."""
+    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raises ConfigError if it has others."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -73,7 +73,7 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
 
 
 def check_inside(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process: the login node would train."""
+    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process, which is on the login node."""
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Return Lightning's SLURM environment, which listens for the signal before the time limit; empty without SLURM."""
+    """Return Lightning's SLURM environment in a list. It handles the signal before the time limit. No SLURM: ``[]``."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     if cluster.name is not ClusterName.slurm:
@@ -94,7 +94,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Within the body, the Trainer loads ``ckpt_path`` (None: nothing), not the checkpoint of an earlier SLURM job."""
+    """Inside the ``with`` the Trainer loads ``ckpt_path`` (None: nothing) and no checkpoint of an earlier SLURM job."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
@@ -115,7 +115,7 @@ def saves_nothing(config: TrainConfig) -> str | None:
 
 
 def check_saves(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError if ``save_minutes`` was given although checkpoints are disabled."""
+    """Raise ConfigError if the user gave ``save_minutes`` although checkpoints are disabled."""
     setting = saves_nothing(config)
     if setting is not None and config.save_minutes is not None and "save_minutes" in explicit:
         raise ConfigError(
@@ -134,7 +134,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """Say how to continue a run from the checkpoint ``path``. ``arguments``: those of the run's command line."""
+    """Return the command (in a job: advice) to continue a run from checkpoint ``path``. ``arguments``: of that run."""
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
     if job_name() is not None or (place is not None and place.by != "plain"):
@@ -143,7 +143,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from: the newest of a restarted job, else ``ckpt_path``. Equal on all ranks."""
+    """Return the checkpoint to resume from: a restarted job's newest, else ``config.ckpt_path``. Equal on all ranks."""
     job = job_name()
     if job is None:
         return config.ckpt_path
@@ -159,7 +159,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
 
 
 def keep_metrics(trainer: Trainer) -> None:
-    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on: Lightning would delete it."""
+    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on; Lightning would delete it."""
     from lightning.pytorch.loggers import CSVLogger
 
     for logger in trainer.loggers:

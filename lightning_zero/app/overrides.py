@@ -1,4 +1,4 @@
-"""Explain mistakes in command-line overrides: Hydra's own sentence, and the nearest valid override.
+"""Explain mistakes in command-line overrides by Hydra's own message and the valid override nearest to the given one.
 
 ::
 
@@ -32,7 +32,7 @@ _silenced = False  # whether this module has set FULL_ERROR
 
 @contextlib.contextmanager
 def hydra_raises() -> Iterator[None]:
-    """Make Hydra raise its errors, instead of printing them and exiting, until :func:`hydra_prints`."""
+    """Inside the ``with``, or until :func:`hydra_prints`, Hydra raises errors instead of printing them and exiting."""
     global _silenced
     if FULL_ERROR not in os.environ:
         os.environ[FULL_ERROR], _silenced = "1", True
@@ -43,7 +43,7 @@ def hydra_raises() -> Iterator[None]:
 
 
 def hydra_prints() -> None:
-    """Let Hydra print exceptions again, without its own frames: undo :func:`hydra_raises`."""
+    """Undo :func:`hydra_raises`: Hydra prints exceptions again, with tracebacks that leave out Hydra's own frames."""
     global _silenced
     if _silenced:
         os.environ.pop(FULL_ERROR, None)
@@ -51,7 +51,8 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Raise ConfigError for a key of ``node`` that its dataclass lacks, or with a ``/``. ``path``: of ``node``."""
+    """Raise ConfigError if a key at any depth of ``node`` contains a ``/`` or its dataclass lacks the key. ``path``:
+    the place of ``node`` in the configuration, with a final dot."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)
@@ -80,14 +81,15 @@ class _Conf(NamedTuple):
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 
     def named(self, last: str) -> str | None:
-        """Return the path of the group called ``last``; else of the setting, if just one has that name; else None."""
+        """Return the path of the group whose last name is ``last``. Without one, return the path of the setting with
+        that name, or None if several have it or none has."""
         same = [k for k in sorted(self.settings) if nearest(last, [k.rpartition(".")[2]], exact=True)]
         groups = [k for k in same if k.replace(".", "/") in self.groups]
         return groups[0] if groups else same[0] if len(same) == 1 else None
 
 
 def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
-    """Return the message of Hydra or OmegaConf about an override, with a suggestion."""
+    """Return the text of ``error``, which Hydra or OmegaConf has raised for an override, with a valid one suggested."""
     conf = _known(config_name)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         conf.groups[error.missing_cfg_file.removesuffix(".yaml").rpartition("/")[0]] = list(error.options)
@@ -112,14 +114,14 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
 
 
 def explain_flag(arguments: list[str], config_name: str) -> str:
-    """Suggest an override in place of a flag such as ``--max_steps 5``. Empty if no setting is similar."""
+    """Suggest, in a sentence, an override for a flag such as ``--max_steps 5``. Empty if no setting is similar."""
     conf = _known(config_name)
     said = (meant(a.lstrip("-"), conf) for a in arguments if a.startswith("--"))
     return next((f"a setting is written key=value, without dashes. {s}" for s in said if s.startswith("Did")), "")
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """Return the command-line argument that the error ``text`` is about; else the key in a file that ``text`` names."""
+    """Return the command-line argument that the error ``text`` is about, else the key that it names, else ``""``."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]
@@ -131,7 +133,7 @@ def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
 
 
 def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
-    """Suggest the valid override nearest to ``given``, or list the valid ones. ``options``: valid values, if known."""
+    """Return a sentence that suggests the valid override nearest to ``given`` or lists valid ones, or an empty text."""
     key, equals, value = given.lstrip("+~").partition("=")
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:

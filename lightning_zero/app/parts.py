@@ -24,7 +24,7 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def agreed_precision(config: TrainConfig) -> str | None:
-    """Return the Trainer's precision: by ``zero/precision`` if it is given, else ``trainer.precision``.
+    """Return the Trainer's precision: by ``zero/precision`` if it is given, else ``trainer.precision``. None: neither.
     Raises ConfigError if both are given and differ."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
@@ -75,7 +75,7 @@ def build_optimizer(config: TrainConfig) -> Any:
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
     """Build the LightningModule of the group ``model``, with the optimizer if it takes one.
 
-    The group's defaults are arguments of our ``LitGPT``. A user's class gets only those that it takes. Arguments from
+    The group's defaults are arguments of our ``LitGPT``. A user's class gets only those that it takes. Arguments on
     the command line (``explicit``) are never dropped.
     """
     from lightning_zero.models.gpt import LitGPT
@@ -100,7 +100,7 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def build_loggers(config: TrainConfig) -> list[Any]:
-    """Build the loggers. Raises ConfigError if a package is missing or nobody is logged in to wandb."""
+    """Build the loggers. Raises ConfigError if a package is missing, or for wandb if nobody is logged in."""
     loggers = build_all("logger", config.logger)
     for name, logger in zip((n for n, node in config.logger.items() if node is not None), loggers, strict=True):
         if type(logger).__name__ == "WandbLogger" and not logger._offline and is_first():
@@ -124,7 +124,7 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Return the arguments that may be dropped: those of ``ours`` if ``node`` names another class, else none."""
+    """Return the arguments that a class need not take: those of ``ours`` if ``node`` names another class, else none."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 
@@ -133,7 +133,7 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
     """Check that the ranks of the run can share the data.
 
     Raises ConfigError if ``zero.sequence_parallel`` does not divide the number of ranks. With data classes of this
-    package, also if it does not divide the sequence length, or if a fit has less than a batch per rank.
+    package, also if it does not divide the sequence length, or if the data of a fit is less than one batch per rank.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

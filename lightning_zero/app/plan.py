@@ -67,7 +67,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
 
 
 def numbers(held: Bytes) -> dict[str, dict[str, int]]:
-    """Return the bytes ``held``, without zeros, as ``{tier: {role: bytes}}`` for JSON."""
+    """Return the numbers of bytes ``held``, without zeros, as ``{tier: {role: bytes}}`` for the JSON document."""
     found: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier}
     for (role, tier), nbytes in sorted(held.items(), key=lambda item: item[0][0].value):
         if nbytes:
@@ -120,7 +120,7 @@ def document(
     choice: Choice | str,
     rates: Rates,
 ) -> dict[str, Any]:
-    """Build the document that ``json=true`` prints. Sizes are in bytes."""
+    """Build the whole plan as the JSON document that ``json=true`` prints. Sizes are in bytes."""
     first, model = best(rows), described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
@@ -219,7 +219,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Return the settings for planning ``offload``: the user's if he chose that ``zero/offload``, else the defaults."""
+    """Return the budgets to plan ``offload`` with: the user's if this is his ``zero/offload``, else the defaults."""
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 

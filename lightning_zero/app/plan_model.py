@@ -77,7 +77,7 @@ def describe(
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
-    """Call ``build`` with the meta device and the default dtype that a run under ``precision`` would have."""
+    """Call ``build`` under the meta device and the default dtype of a run with ``precision``. Return the module."""
     dtype = torch.get_default_dtype()
     # Keep what a model prints out of the JSON document.
     with contextlib.redirect_stdout(sys.stderr):
@@ -95,9 +95,9 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """Build the module with real tensors but parameters on meta, after the attempt on pure meta raised ``error``.
+    """Build the module with only its parameters on meta, because ``build`` raised ``error`` with all tensors there.
 
-    Some code needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
+    The code of some models needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
     try:
         with parameters_on_meta():
@@ -111,7 +111,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """Return each tensor's state if the optimizer steps whole tensors, else the number of states per parameter."""
+    """Return the number of state tensors per parameter, or each one's state if the optimizer steps whole tensors."""
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only

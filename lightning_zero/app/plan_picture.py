@@ -46,7 +46,7 @@ def check_picture(path: str) -> None:
 def draw(
     path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
 ) -> list[str]:
-    """Draw the plan to ``path``; without a suffix, to ``path.png`` and ``path.svg``. Return the paths of the files."""
+    """Draw the plan to the file ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
@@ -72,7 +72,7 @@ def draw(
 
 
 def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
-    """Return what each panel shows: GPU memory (host memory on a CPU), and each further tier that some row uses."""
+    """Return one panel for GPU memory (host memory without GPUs), and one for each other tier that ``rows`` use."""
 
     def panel(name: str, capacity: int, ranks: int, *tiers: Tier) -> Panel:
         def share(row: Row) -> dict[Role, int]:  # at the moment of the largest sum over the tiers
@@ -116,7 +116,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
 
 
 def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
-    """Label each bar: left its stage and offload setting; right whether it fits, and if the user or auto takes it."""
+    """Label each bar: on the left its stage and offload setting, on the right whether it fits and if it is chosen."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])

@@ -1,4 +1,4 @@
-"""Print the memory plan: for each stage and offload setting its bytes, seconds, missing memory, and what would help."""
+"""Print the memory plan: for each stage and offload setting its bytes and seconds, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIME_COLUMNS = ("gathers", "reductions", "step", "bound by")
 
 @dataclass(frozen=True)
 class Described:
-    """A model whose memory is planned, with the facts that only the printed text needs."""
+    """A model whose memory is planned, with facts about it that only the printed text needs."""
 
     model: Model
     precision: str  # choice of zero/precision, such as bf16
@@ -97,8 +97,8 @@ def _times(row: Row) -> list[str]:
 
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
-    """Build the tables of bytes and seconds. If ``width`` columns of text are too few for one table, peak bytes
-    and resting bytes get a table each."""
+    """Build a table of bytes and a table of seconds. If the first is wider than ``width`` characters, split it: one
+    table of peak bytes and one of bytes between steps."""
     rest = (lambda row: [_cell(row, roles) for roles in ROLE_COLUMNS.values()], tuple(ROLE_COLUMNS))
     peaks, times = (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
     wide = _table(rows, config, None, [rest, peaks])
@@ -113,8 +113,8 @@ def _table(
     lines: box.Box | None,
     parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
 ) -> Table:
-    """Build a table of ``rows`` in the frame ``lines`` (None: rich's own). ``parts``: groups of columns, each with
-    a function from a row to its cells, and the names of the columns."""
+    """Build a table with a line for each of ``rows``, framed by ``lines`` (None: rich's default). ``parts``: groups of
+    columns, each as a function that returns a row's cells, and the names of the columns."""
     style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
     table = Table(pad_edge=False, **style)
     for name in ("", "stage", "offload"):
@@ -139,7 +139,7 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
-    """Say for each row that does not fit what memory it lacks and what would make it fit; then which row to try."""
+    """Say for each stage and offload setting that does not fit what it lacks and what would help; then what to try."""
     return [
         f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
         for row, advice in zip(rows, advices, strict=True)
@@ -173,7 +173,7 @@ def _first_to_try(rows: list[Row]) -> str:
 
 
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
-    """Write the sentences that explain the columns of the tables."""
+    """Return the sentences printed below the tables, which explain their columns."""
     several = model.limits.micro_batches > 1
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
     return [
@@ -256,7 +256,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Say which stage and offload setting ``auto`` takes, and the largest micro-batch that fits; or why none fits."""
+    """Say which stage and offload setting ``auto`` takes and its largest micro-batch; if none fits, say why."""
     if isinstance(choice, str):
         return f"auto takes nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
@@ -272,7 +272,7 @@ def show(
     choice: Choice | str,
     rates: str,
 ) -> None:
-    """Print the plan. ``choice``: what ``auto`` takes, or why no row fits. ``rates``: from :func:`rates_line`."""
+    """Print the plan. ``choice``: what ``auto`` takes, or why nothing fits. ``rates``: text from :func:`rates_line`."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
     console = Console(width=width, highlight=False)
     model = described.model

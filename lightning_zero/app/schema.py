@@ -23,7 +23,7 @@ PRECISION_RESOLVER = "lightning_zero_precision"
 
 
 class Task(Enum):
-    """The task of a run."""
+    """What a run does: one of the Trainer's methods."""
 
     fit = "fit"
     validate = "validate"
@@ -111,17 +111,17 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Return the run folder's name: the job's, equal on all processes and after a restart; without a job, the time."""
+    """Return the run folder's name: in a job the job's, equal on all ranks and after a restart; otherwise the time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 def trainer_precision(row: Any) -> str | None:
-    """Return the value of ``Trainer(precision=)`` for a choice of ``zero/precision``; for None return None."""
+    """Return the value of ``Trainer(precision=)`` for ``row``, a choice of ``zero/precision``. None gives None."""
     return None if row is None else choose("precision", row).value
 
 
 def register_schema() -> None:
-    """Register the schema and the resolvers with Hydra. May be called again.
+    """Register the schema and the resolvers with Hydra. Another call changes nothing.
 
     Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``, and pass
     ``precision: ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.

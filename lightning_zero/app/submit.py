@@ -69,7 +69,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Run the main job's checks on this machine, which may lack the cluster's devices. Raises ConfigError."""
+    """Check the configuration like the main job, although this machine may lack its devices. Raises ConfigError."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     train.check_checkpoint(config.ckpt_path)
@@ -90,7 +90,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence messages about this machine's devices: they do not apply to the job, and stdout is for the script."""
+    """Silence messages about this machine's devices. They do not apply to the job, and stdout is for the script."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -130,7 +130,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Plan the run's memory and describe it in a text. Raises ConfigError if the run does not fit the machine."""
+    """Plan the run's memory and return a text about it. Raises ConfigError if the run does not fit the machine."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model
@@ -172,7 +172,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Return the job's arguments of ``lightning_zero.train``: this command's, without the keys of ``submit`` itself."""
+    """Return the job's arguments of ``lightning_zero.train``: those of this command without the keys of ``submit``."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
     found = [o for o in overrides.task if not ours.match(o)]
@@ -201,7 +201,7 @@ def submit(text: str) -> str:
 
 
 def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_dir: str | None, dry_run: bool) -> None:
-    """Check the run, write the script, and submit or print it."""
+    """Check the run and make its script. Print the script and, unless ``dry_run``, submit it."""
     if config.cluster.name is ClusterName.none:
         raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
     explicit = train.explicit_keys()

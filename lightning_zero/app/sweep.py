@@ -35,7 +35,7 @@ failed: list[int] = []  # numbers of the failed jobs
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise ConfigError if ``arguments`` choose submitit's launcher, or optuna's sweeper and it is not installed."""
+    """Raise ConfigError for submitit's launcher in ``arguments``, or for optuna's sweeper if it is not installed."""
     asked = {a.lstrip("+") for a in arguments}
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
@@ -64,8 +64,8 @@ def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Submit a job. Return the sbatch process, which waits for the job and exits with its exit code. Raises ConfigError
-    if there is no sbatch."""
+    """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with its exit code. Raises
+    ConfigError if there is no sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
@@ -88,7 +88,7 @@ def quoted(value: str) -> str:
 
 
 def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Run a sweep's jobs one after the other on this machine, or as many at once as SLURM allows.
+    """Run a sweep's jobs and return their results. On this machine they run one by one, under SLURM at the same time.
 
     Args:
         config: the sweep's configuration.
@@ -125,7 +125,7 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read the results file in a run folder. Empty if the run did not finish."""
+    """Read the results file in a run folder. Return an empty dictionary if the run has not written one."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
     except (FileNotFoundError, ValueError):

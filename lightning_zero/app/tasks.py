@@ -59,7 +59,7 @@ def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModu
 
 
 def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
-    """Raise ConfigError if the data has tokens that the model does not know."""
+    """Raise ConfigError if the vocabulary of the data is larger than that of the model."""
     known, there = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
     if isinstance(known, int) and isinstance(there, int) and known < there:
         raise ConfigError(
@@ -69,7 +69,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Write each rank's ``rank-<rank>.pt``: a list of pairs (indices of data items, output of ``predict_step``)."""
+    """Write each rank's predictions to ``rank-<rank>.pt``: pairs (indices of items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -92,7 +92,7 @@ class WritePredictions(BasePredictionWriter):
 class LastValidation(Callback):
     """Keep the metrics of the last validation of a fit, so that it is not repeated if no step followed.
 
-    ``wanted``: a metric that the first validation (or sanity check) must log; otherwise all ranks raise ConfigError.
+    ``wanted``: a metric that the first validation (or sanity check) must log. Without it all ranks raise ConfigError.
     """
 
     def __init__(self, wanted: str | None = None) -> None:
@@ -115,7 +115,7 @@ class LastValidation(Callback):
 
 
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
-    """Raise ConfigError if the metric that a sweep optimizes was not logged."""
+    """Raise ConfigError if ``wanted``, the metric that a sweep optimizes, is not in ``found``, the logged metrics."""
     if wanted is not None and wanted not in found:
         close = nearest(wanted, found)
         raise ConfigError(
@@ -175,7 +175,7 @@ def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Ite
 def _report(
     config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
 ) -> None:
-    """Print the last lines of a run and write its results to the run folder. After a fit also a plot and a page."""
+    """Print the last lines of a run and write its results to the run folder, after a fit with a plot and a page."""
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:
@@ -222,7 +222,7 @@ def _first(paths: list[str]) -> str | None:
 
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
-    """Suggest the user's next command: test the checkpoint of a finished run, or continue an unfinished run from it."""
+    """Return the next command: test a finished fit's checkpoint (None: no test), or continue an unfinished fit."""
     given = [a for a in sys.argv[1:] if not a.startswith("hydra.")]
     if not finished:
         return command_to_go_on(given, checkpoint)
@@ -233,6 +233,6 @@ def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """Return the metric that a sweep optimizes. Raises ConfigError if it was not logged."""
+    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if it was not logged."""
     check_metric(config.optimized_metric, metrics)
     return None if config.optimized_metric is None else metrics[config.optimized_metric]

@@ -71,8 +71,8 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
-    """Return ``trainer.devices``. For ``auto``: how many processes a launcher has started on this node; without a
-    launcher 2 if there is no GPU, else ``auto``."""
+    """Return ``trainer.devices``. If that is ``auto``, return how many processes a launcher has started on this node.
+    Without a launcher, return 2 if there is no GPU, else ``auto``."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")
@@ -88,13 +88,13 @@ def local_devices(trainer: Mapping[str, Any]) -> Any:
 
 
 def number_of_nodes(trainer: Mapping[str, Any]) -> int:
-    """Return ``trainer.num_nodes``, else the launcher's number of nodes (torchrun may change it), else 1."""
+    """Return ``trainer.num_nodes`` if set, else the launcher's number of nodes (torchrun may change it), else 1."""
     place = launched()
     return trainer.get("num_nodes") or (place.nodes if place is not None else None) or 1
 
 
 def explicit_keys() -> set[str]:
-    """Return the keys given on the command line."""
+    """Return the keys of settings and groups that the command line sets, such as ``zero/stage``."""
     return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
 
 
@@ -151,7 +151,7 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(config: TrainConfig, trainer: Trainer) -> None:
-    """Raise ConfigError for a wrong ``zero.init_from`` or unit class, or too little memory for ``gather_after_fit``."""
+    """Raise ConfigError for a wrong ``zero.init_from``, an unknown unit class, or no room for ``gather_after_fit``."""
     from lightning.pytorch.utilities.seed import isolate_rng
 
     from lightning_zero.app.plan_model import describe
@@ -181,7 +181,7 @@ def check_checkpoint(path: str | None) -> None:
 
 
 def check_task(config: TrainConfig) -> None:
-    """Raise ConfigError if a task would evaluate untrained weights, or ``predict`` is to give a sweep's metric."""
+    """Raise ConfigError if the task would evaluate untrained weights, or is ``predict`` while a metric is optimized."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
@@ -220,7 +220,7 @@ def fails_in(model: LightningModule, error: Exception) -> bool:
 
 
 def run(config: TrainConfig) -> float | None:
-    """Build everything, perform the task and print its results. Returns the metric that a sweep optimizes."""
+    """Check and build all parts of a run, perform its task, print results. Return the metric that a sweep optimizes."""
     explicit = explicit_keys()
     fit_trainer(config)
     check_inside(config.cluster)
@@ -257,7 +257,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Give the strategy the number of state tensors and the activations, for ``auto`` and the final memory table."""
+    """Give the strategy the number of state tensors, for ``auto``, and the activations, for the final memory table."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy
@@ -297,7 +297,7 @@ def _task(cfg: DictConfig) -> float | None:
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
-    """Convert Hydra's configuration to a checked :class:`TrainConfig`. Raises ConfigError."""
+    """Convert Hydra's configuration to a :class:`TrainConfig`. Raises ConfigError for unknown keys and wrong values."""
     check_keys(cfg)
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
@@ -334,7 +334,7 @@ def refusals() -> Iterator[None]:
 
 
 def said_in_a_sentence(error: Exception) -> bool:
-    """Print ``error`` without a traceback, if it is about a disk or another rank; return whether it is."""
+    """If ``error`` is about a disk or another rank, print it without a traceback and return True, else return False."""
     from lightning_zero.ranks.peers import PeerError
     from lightning_zero.trainer.interruptions import failed_on_all_ranks
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_zero.checkpoint COMMAND ...``"""
+"""The commands of ``python -m lightning_zero.checkpoint``: ``convert`` and ``verify``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _ONES = 0xFFFFFFFF
 
 
 class Record(NamedTuple):
-    """A record's place in the file, and the checksum that its bytes have, once they are written."""
+    """Where a record lies in the zip file, and the checksum of its bytes (right only once they are written)."""
 
     name: str
     start: int
@@ -56,10 +56,10 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file that still lacks its tensors' values. ``holes``: a storage's ``_cdata`` -> its record."""
+    """A checkpoint file that still lacks its tensors' values. ``holes``: from a storage's ``_cdata`` to its record."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
-        """Write ``checkpoint`` to the empty file ``fd``. Fake tensors are written as plain tensors of their sizes."""
+        """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""
         self._fd = fd
         self._storages: dict[int, tuple[str, UntypedStorage]] = {}
         with os.fdopen(fd, "r+b", closefd=False) as file:
@@ -93,7 +93,7 @@ class Skeleton:
         return Module()
 
     def fill(self, did: Did = lambda nbytes: None) -> list[Piece]:
-        """Write the values of all storages except fake ones. Return what was written, with checksums."""
+        """Write the values of all storages except fake ones. Return the written pieces with their checksums."""
         done: list[Piece] = []
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
@@ -107,7 +107,7 @@ class Skeleton:
 
         Args:
             done: the pieces that all ranks have written.
-            may_have_gaps: whether a record, by its name, may have unwritten bytes; they are zeros.
+            may_have_gaps: called with a record's name; whether some of its bytes may stay unwritten, as zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -144,7 +144,7 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, into ``hole`` from byte ``start`` on. Return what was written."""
+    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start`` on. Return the pieces."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -210,8 +210,8 @@ def _times(a: int, b: int) -> int:
 
 
 def records_of(file: BinaryIO) -> list[Record]:
-    """Return the records of a file of torch.save, which zip tools and torch must read alike. Raises zipfile.BadZipFile
-    if it is no such file, was cut off, or has a damaged table; OSError from the system."""
+    """Return the records of a file that torch.save has written. Raises zipfile.BadZipFile for another file, and if the
+    file was cut off or torch and zip tools read its table differently. OSErrors of the system stay unchanged."""
     try:
         return _records_of(file)
     except zipfile.BadZipFile:

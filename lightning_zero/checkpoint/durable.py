@@ -64,11 +64,11 @@ class Part:
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file or folder beside ``path``, which the body writes; at the end it gets the name ``path``.
+    """Make an empty file or folder beside ``path``, for the ``with`` to write; at its end it gets the name ``path``.
 
-    Other processes may write to it and must sync what they write; this process syncs all it finds, so that the result
-    survives a power cut. Raises OSError, or RuntimeError for another error of the body, with file and cause; then
-    ``path`` is as before."""
+    Other processes can write to it too, and must sync what they write. At the end this process syncs all, so that the
+    result survives a power cut. An error of the body becomes an OSError or RuntimeError with file and cause, and
+    ``path`` stays as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 
@@ -168,7 +168,7 @@ def _host() -> str:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``. If ``target`` exists and either is a folder, exchange the names."""
+    """Rename ``source`` to ``target``. If ``target`` exists and one of them is a folder, exchange their names."""
     occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
@@ -195,7 +195,7 @@ def _exchange(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove dead processes' ``.part`` and ``.old`` from ``folder``, which has just changed. Return their names."""
+    """Remove ``.part`` and ``.old`` of dead processes from ``folder``, which has just changed. Return their names."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -208,7 +208,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """Remove ``path`` and return True if its writer is dead; but rename an ``.old`` to ``name`` if that is missing."""
+    """Remove ``path`` and return True if the process that wrote it is dead, else return False. But if ``name``, the old
+    name of an ``.old``, is missing, rename ``path`` to it and return False."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -234,7 +235,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
-    """Rename a file or folder to a temporary name, then remove it: a killed process leaves no half checkpoint."""
+    """Rename a file or folder to a temporary name, then remove it, so that a killed process leaves no half of it."""
     gone = Path(path).with_name(part_name(Path(path).name))
     os.rename(path, gone)
     sync_folder(gone.parent)
@@ -277,7 +278,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, a view of bytes, at ``offset``, and start to write it to the disk."""
+    """Write all of ``data``, a view of bytes, into a file at ``offset``. Begin to bring it to the disk too."""
     written = 0
     while written < len(data):
         written += os.pwrite(fd, data[written:], offset + written)
@@ -293,7 +294,7 @@ def begin_sync(fd: int, start: int, nbytes: int) -> None:
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return the OSError that caused ``error``, else ``error``. ``outer``: an earlier error, where the search ends."""
+    """Return the OSError that caused ``error``, else ``error``. The search ends at ``outer``, an earlier error."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

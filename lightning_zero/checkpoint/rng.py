@@ -22,7 +22,7 @@ _MERSENNE = "MT19937"
 
 
 class Generators(NamedTuple):
-    """The states of one process's generators. Cheap to take, because a run takes them before each batch."""
+    """The states of one process's random generators. Cheap to copy, because a run copies them before each batch."""
 
     torch: Tensor
     python: Any
@@ -40,7 +40,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def seeded(cls, seed: int, device: Device) -> Generators:
-        """Return the states after seeding with ``seed`` (64 bits)."""
+        """Return the states that the generators have after they are seeded with ``seed`` (64 bits)."""
         return cls(
             torch.Generator().manual_seed(seed).get_state(),
             random.Random(seed).getstate(),
@@ -49,7 +49,7 @@ class Generators(NamedTuple):
         )
 
     def restore(self, device: Device) -> None:
-        """Restore the states; NumPy's only if it uses the same kind of generator."""
+        """Give these states to the process's generators; to NumPy's only if it is of the same kind as the saved one."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -87,8 +87,8 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
-    """Return the states with which ``rank`` continues. ``table`` holds tensors ``[saved ranks, bytes]`` by name. If the
-    number of ranks has changed, make seeds from the saved states: different on each rank if the saved ones differed."""
+    """Return the states with which ``rank`` continues. ``table``: saved states, [ranks, bytes], by name. If the number
+    of ranks has changed, seed from the saved states: each rank differently, unless all saved ranks had the same."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

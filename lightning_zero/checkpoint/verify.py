@@ -1,4 +1,4 @@
-"""Compare the bytes of checkpoints with their checksums: one per record of a file, one per tensor box of a folder."""
+"""Compare the bytes of checkpoints with their checksums. Files have one per record, folders one per box of a tensor."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ NOTHING = Report(0, 0, [])
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Read a checkpoint and compare it with its checksums; of ``parts`` ranks, rank ``part`` reads every ``parts``-th
-    record. Raises ConfigError for a folder that is no complete checkpoint; zipfile.BadZipFile for a file that
-    torch.save has not written or that was cut off; OSError from the system."""
+    """Compare a checkpoint with its checksums. Of ``parts`` ranks that share the work, ``part`` reads every
+    ``parts``-th record. Raises ConfigError for a folder that is no complete checkpoint, and zipfile.BadZipFile for a
+    file that torch.save has not written or that was cut off. OSErrors of the system stay unchanged."""
     path, total = Path(path), NOTHING
     files = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
@@ -54,7 +54,8 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
 
 
 def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
-    """Yield for each record or box a function that compares it. Call it before the next, or the file is closed."""
+    """Yield for each record or box a function that compares it. Call it before taking the next: then its file
+    closes."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):
@@ -91,7 +92,7 @@ def _compare(file: Any, record: Record) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``python -m lightning_zero.checkpoint verify PATH ...``"""
+    """Run ``python -m lightning_zero.checkpoint verify PATH ...`` and return the exit code."""
     if not arguments:
         print("usage: python -m lightning_zero.checkpoint verify PATH ...")
         return 2

@@ -42,7 +42,7 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
     ``what``: what the objects are for, in words; if ranks pass different words, all raise an ApartError. ``patient``:
-    wait beyond the timeout while any rank works. All raise a TypeError if :func:`dumps` refuses any rank's object."""
+    wait beyond the timeout while any rank works. All ranks raise TypeError if :func:`dumps` refuses one's object."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
@@ -85,13 +85,13 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` call this, however long they work first; not for devices. Collective."""
+    """Wait until all ranks of ``group`` call this, as long as any rank works. Does not wait for devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Encode ``value``. Returns the message and all ranks' message sizes. All raise if one rank cannot. Collective."""
+    """Encode ``value``. Return the message and all ranks' message sizes. If one rank cannot, all raise. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -119,8 +119,8 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather a ``row`` of each rank on rank 0, as ``[ranks, bytes] uint8``; other ranks get None. Rows are on the host,
-    and equally long on all ranks. Blocks. Collective."""
+    """Gather the bytes ``row`` of each rank on rank 0, as ``[ranks, bytes] uint8``; other ranks get None. ``row`` is on
+    the host, and equally long on all ranks. Blocks. Collective."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None

@@ -6,9 +6,9 @@ add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :c
 Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
 message sums a reduced shard over the nodes. Agreements always go over all ranks.
 
-All ranks must issue the operations of one group in the same order, and gathers and reductions interleave, so each kind
-has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first half
-complete, at a moment that differs between ranks. So this half has a third group.
+All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
+kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
+half complete, at a moment that differs between ranks. So this half has a third group.
 
 On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
 another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
@@ -57,7 +57,7 @@ class Communicator:
 
     Attributes:
         shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
-        node_rank, node_size: the same for this node's ranks that share slices until the backward; 0: no such group.
+        node_rank, node_size: the same in the group of this node that keeps slices for the backward; 0: no such group.
         replica: index of the copy of all shards to which this rank's shard belongs.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
@@ -143,7 +143,7 @@ class Communicator:
 
     @property
     def exchanges(self) -> bool:
-        """Return whether a reduction can be an all-to-all, whose parts may have a narrower dtype than their sum."""
+        """Return whether reductions can use an all-to-all, which can send a narrower dtype than that of the sum."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     # -- logical operations -------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Communicator:
     def all_reduce(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` over ranks, in place or in ``total_dtype``; see :meth:`reduce_scatter`. Collective."""
+        """Sum ``full`` over ranks. In place if ``total_dtype`` is its dtype. See :meth:`reduce_scatter`. Collective."""
         self._count("all_reduce", label, full, total_dtype)
         return self._reduce(full, label, factor, total_dtype, whole=True)
 
@@ -289,7 +289,7 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Do as :meth:`all_gather_objects`. All raise ApartError if ranks call it with another ``what``. Collective."""
+        """Do as :meth:`all_gather_objects`. All ranks raise ApartError if they pass different ``what``. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -348,8 +348,8 @@ class Communicator:
     ) -> Reduction:
         """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it.
 
-        These are a sum over replicas and, with ``whole``, a gather of all slices. The host does not wait in between, so
-        all ranks issue all messages in the order of reductions."""
+        Those messages are a sum over replicas and, with ``whole``, a gather of all slices. The host does not wait for
+        the first sum, so all ranks issue all messages in the order of reductions."""
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
             return Reduction(Pending(self, label, [], same, kind="reduce"))
@@ -380,7 +380,7 @@ class Communicator:
         return Reduction(first, *later)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
-        """Issue the messages after the sum ``shard`` on the reduce stream. Return ``shard``, or all if ``whole``."""
+        """Issue the messages that follow the sum ``shard``. Return ``shard``; if ``whole``, the sums of all shards."""
         assert self._groups is not None
         if self._groups.replicate is not None:
             self._issue_sum(shard, async_op=False)

@@ -41,7 +41,7 @@ def even_alone() -> bool:
 
 
 class GroupKind(NamedTuple):
-    """Describes one communicator's process groups. Another one reuses them only if it needs all these values equal."""
+    """Describes one communicator's process groups. Another communicator reuses them only if all values are equal."""
 
     topology: Topology
     backend: str
@@ -139,7 +139,7 @@ class _Parent(NamedTuple):
 
 class GroupPool:
     """Keeps process groups for reuse, because torch never frees them. Ranks drop their communicators at different
-    moments, so they agree on which groups are free. Groups on which ranks sent unequal numbers stay unused."""
+    moments, so they agree on which groups are free. Groups with unequal numbers of sent messages are not reused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []

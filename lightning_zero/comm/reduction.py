@@ -40,7 +40,7 @@ class Pending:
 
     def abandon(self, deadline: float) -> bool:
         """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether they
-        have ended. If not, they may still use their memory, and nobody may resize its storage."""
+        have ended. If not, they can still use their memory, and nobody may resize its storage."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".
@@ -80,7 +80,7 @@ class Reduction:
     land reductions in one order. ``finish`` waits for all phases."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
-        """Start with ``first``. Each of ``later`` gets the previous result and issues the next operation."""
+        """``first``: the first operation. Each of ``later`` gets the previous result and issues the next operation."""
         self._now = first
         self._later = list(later)
         self._has_landed = False
@@ -114,8 +114,8 @@ class Reduction:
 
 
 class SpareBuffers:
-    """Keeps the largest host buffers for reuse, up to ``keep_nbytes``. torch does not cache host memory: large blocks
-    go back to the system and return page by page, so that writes take several times as long."""
+    """Keeps the largest host buffers for reuse, up to ``keep_nbytes``. torch does not cache host memory: it frees large
+    blocks, and new blocks fault in page by page, so that writes to them take several times as long."""
 
     def __init__(self, keep_nbytes: int) -> None:
         self._keep_nbytes = keep_nbytes
@@ -132,7 +132,7 @@ class SpareBuffers:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep a ``buffer`` [numel] that nobody uses. Device buffers are freed, because streams may use them."""
+        """Keep ``buffer`` [numel], which nobody uses any more. Frees device buffers, because streams may use them."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
             self._kept.sort(key=attrgetter("nbytes"))

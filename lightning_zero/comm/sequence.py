@@ -34,7 +34,7 @@ class SequenceGroup:
     ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
-        """Make the groups. Collective."""
+        """Make the process groups. Collective."""
         ranks = dist.get_process_group_ranks(parent)
         members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
         backend = backend_for(parent, device)
@@ -103,9 +103,9 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
-    """Return this rank's group: an earlier one if its ranks have issued equally many messages, else new. Collective.
+    """Return this rank's group: an old one if its ranks have sent equally many messages, else a new one. Collective.
 
-    After an exception counts may differ. Then a new message of one rank would be matched with an old one of another."""
+    After an exception the numbers can differ. Then one rank's new message would be matched with another's old one."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)

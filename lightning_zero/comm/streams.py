@@ -102,8 +102,8 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory``, of the current or the reduce stream's pool, until ``event``: another stream reads it. Beyond
-        :data:`HELD` blocks these two streams, not the host, wait for the oldest event."""
+        """Keep ``memory`` of the current or the reduce stream's pool until ``event``, because another stream reads it.
+        If more than :data:`HELD` blocks are kept, these two streams, not the host, wait for the oldest event."""
         # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):

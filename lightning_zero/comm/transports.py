@@ -64,8 +64,8 @@ class Transport(Protocol):
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective.
 
-        ``in_place``: the sum may lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: that of
-        ``full``."""
+        ``in_place``: allow the sum to lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: the
+        dtype of ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
@@ -122,7 +122,7 @@ def _works(work: Any) -> list[Any]:
 
 class DirectTransport(Transport):
     """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. On gloo with two ranks
-    and 64 MiB, gathers take a sixth and reductions a quarter of the library's time, and neither blocks when issued."""
+    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Neither blocks when issued."""
 
     exchanges = True
 
@@ -176,7 +176,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
 
 
 def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum ``terms``, each [n], in order in ``dtype``, in pieces that stay in the cache and need little memory."""
+    """Sum ``terms``, each [n], in order and in ``dtype``: slice by slice, to stay in the cache and need few bytes."""
     first, *others = terms
     total = torch.empty_like(first, dtype=dtype)
     converted = torch.empty(min(SUM_CHUNK, len(total)), dtype=dtype)

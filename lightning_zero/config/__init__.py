@@ -6,7 +6,7 @@
     settings    ZeroConfig: all groups together, the arguments of ZeroStrategy
     names       enums of allowed values, and ConfigError
     values      types of settings, and sizes such as 80GB
-    rows        makes settings from keywords, row names and other settings
+    rows        makes settings from keywords, names such as zero3, and other settings
 """
 
 from lightning_zero.config.groups import CheckpointConfig as CheckpointConfig

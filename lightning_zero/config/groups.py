@@ -168,7 +168,7 @@ class OffloadConfig:
 
 
 def without_effect(row: Offload) -> list[str]:
-    """List the settings of :class:`OffloadConfig` that have no effect with the choice ``row``."""
+    """List the settings of :class:`OffloadConfig` that have no effect with ``row``, a choice of ``zero/offload``."""
     found = []
     if not row.uses_files and row is not Offload.auto:
         found += ["nvme_path", "nvme_budget"]

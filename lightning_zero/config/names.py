@@ -44,7 +44,7 @@ class Offload(Enum):
 
     @property
     def uses_files(self) -> bool:
-        """Return whether parameters or optimizer state always rest in files. Under ``auto`` they may."""
+        """Return whether parameters or optimizer state are always in files. ``auto`` may use files, but gives False."""
         return "nvme" in self.name
 
     @property
@@ -127,7 +127,7 @@ OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64":
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` is a synonym or (unless ``exact``) a misspelling of."""
+    """Return the name in ``known`` that ``given`` is a synonym or (unless ``exact``) a misspelling of, or None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -136,7 +136,7 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the member of ``zero/<group>`` called ``name``. Raises ConfigError if there is none."""
+    """Return the choice of ``zero/<group>`` called ``name``, as an enum member. Raises ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name

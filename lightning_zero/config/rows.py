@@ -37,7 +37,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` that uses files, else ``None``."""
+    """Return the value of ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` with files, else ``None``."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
@@ -47,7 +47,7 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError if the stage is ``auto`` or ``sequence_parallel`` is above 1. Only the Trainer has these."""
+    """Raise ConfigError for stage ``auto`` or ``sequence_parallel`` above 1, which only the Trainer supports."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -63,7 +63,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config`` with a stage in place of ``auto``, to lay out buckets, which are equal at every stage."""
+    """Return ``config``, with stage 1 in place of ``auto``. Every stage lays out the same buckets, so any will do."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -82,7 +82,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the stages and offload settings from which ``auto`` chooses; with files only if a folder is given."""
+    """List the pairs (stage, offload settings) from which ``auto`` chooses. If no folder is given, none uses files."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
@@ -101,7 +101,7 @@ def with_rows(
 
     Args:
         stage: a stage's name or number; ``None``: keep the stage.
-        offload: a name; or a mapping or :class:`OffloadConfig` with all settings; ``None``: keep the offload setting.
+        offload: a name, or all settings as a mapping or :class:`OffloadConfig`; ``None``: keep the offload setting.
         settings: if ``offload`` is a name, its other settings, such as budgets; default: those of ``config``.
 
     Raises ConfigError for an unknown name, a stage and offload that exclude each other, or a setting without effect.

@@ -25,7 +25,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each setting of ``key`` (``zero.comm``) to the type of its field. Raises ConfigError if it cannot."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group (``zero.comm``)."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():
@@ -43,7 +43,7 @@ def kinds_of(settings: type[object]) -> dict[str, Any]:
 
 
 def _taken(key: str, kind: Any, value: Any) -> Any:
-    """Return ``value`` converted to the type ``kind``, and words for what was expected: empty if ``value`` is valid."""
+    """Return ``value`` converted to the type ``kind``. Raises ConfigError about the setting ``key`` if it cannot."""
     optional = NoneType in get_args(kind)
     if optional:
         if value is None:

@@ -43,7 +43,7 @@ def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
 
 
 class Chunks(Dataset[Tensor]):
-    """A dataset of items ``[block_size + 1] int64``, cut from ``tokens [n] uint8``. ``chunks``: the chunks' numbers."""
+    """Items ``[block_size + 1] int64``, cut from ``tokens [n] uint8``. ``chunks``: the number of each item's chunk."""
 
     def __init__(self, tokens: Tensor, chunks: np.ndarray, block_size: int) -> None:
         self.tokens, self.chunks, self.block_size = tokens, chunks, block_size

@@ -37,7 +37,7 @@ class Accelerator:
         return None
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Queue the body's work on ``stream``, and take its memory from the stream's pool."""
+        """Queue the body's work on ``stream``, and allocate the body's memory from the pool of ``stream``."""
         return contextlib.nullcontext()
 
     def record(self) -> Event:

@@ -1,4 +1,4 @@
-"""Records what compute waits for, how many bytes move, and when each lane is busy, in seconds of one process.
+"""Records what compute waits for, how many bytes move, and when each lane (compute, gathers, disk ...) is busy.
 
 ::
 
@@ -7,7 +7,7 @@
     disk    :     [unit 2 ]
 
 On the host a moment is read from the clock. On streams it is a recorded event, which is read when it is over, so nobody
-waits for it. Without a listener each function costs only a call.
+waits for it. Without a call of :func:`listen` nothing is recorded, and each function costs only a call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Recorder:
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
-        """Return the present time: of the host's clock, or after all that the current stream has queued."""
+        """Return the present moment: a time of the host's clock, or an event after all work that is queued now."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
     def move(self, kind: str, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
-        """Return seconds that compute has waited, by kind. Waits of streams that are not over yet are not in them."""
+        """Return the seconds that compute has waited, by kind. Waits of streams count when they are over."""
         with self._lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
@@ -185,7 +185,7 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span of ``lane``; None if no spans are kept. ``on_host``: take the host's clock even with a device."""
+    """Begin a span of ``lane``. Return None if no spans are kept. ``on_host``: use the host's clock on a device too."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 

@@ -56,11 +56,11 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Inside the ``with``, parameters of ``target`` hold full masters; its end writes changes to shards. Collective.
+    """Inside the ``with``, parameters of ``target`` hold full values. Its end writes changes to the shards. Collective.
 
-    Masters are fp32; under precision ``*_true`` or ``fp64`` they have its dtype. All ranks must write the same values,
-    unless ``from_rank`` names the rank whose values all ranks get. With ``grads``, ``param.grad`` holds the full
-    reduced gradient, and changes to it go into the shards too.
+    The values are the masters, in fp32, or in the dtype of precision ``*_true`` and ``fp64``. All ranks must write the
+    same values, unless ``from_rank`` names the rank whose values all ranks get. With ``grads``, ``param.grad`` holds
+    the full reduced gradient, and changes to it go into the shards too.
     """
     engine, params = _resolve(target)
     with show_gathered(engine, params, from_rank=from_rank, grads=grads):
@@ -76,7 +76,7 @@ def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of ``target`` as torch's ``clip_grad_norm_``. Return the norm before clipping. Collective."""
+    """Clip gradients of ``target`` as torch's ``clip_grad_norm_`` does. Return the norm before clipping. Collective."""
     engine, params = _resolve(target)
     places = [engine.units.place_of(param) for param in params]
     return engine.passes.sharded_grads.clip_by_norm(places, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -39,7 +39,7 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
-    """Check settings and module, and return the units' descriptions. Sends no message, as one rank alone may raise."""
+    """Check settings and ``module``. Return descriptions of its units. Sends no message: one rank alone may raise."""
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -55,14 +55,14 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """What replaced forwards of units share: ``vertical`` for chunks of the batch, ``compiled`` for torch.compile."""
+    """Objects that the replaced forwards of all units share: for chunks of the batch, and for torch.compile."""
 
     vertical: Vertical
     compiled: CompiledModules
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Replace units' forwards where the settings ask for recomputation, chunks of the batch or torch.compile."""
+    """Replace the forwards of ``units``. Add recomputation, chunks of the batch and torch.compile as configured."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
@@ -88,7 +88,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
-    """Register hooks that gather and drop units, cast fp32 modules' outputs, and refuse calls that see placeholders."""
+    """Register hooks to gather and drop units, cast outputs of fp32 modules, and refuse calls on placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

@@ -68,7 +68,7 @@ LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _instances() -> set[int]:
-    """Return the instance numbers of this process's file tiers. A new file tier takes another number."""
+    """Return the instance numbers of this process's file tiers. A new file tier takes a number not among them."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
@@ -226,7 +226,7 @@ class Engine:
 
     @outside_autograd
     def release(self) -> None:
-        """Undo the sharding: leave full parameters on the device, without hooks; close files and groups. Collective.
+        """Undo the sharding. Parameters become full on the device. Hooks, files and groups are removed. Collective.
 
         Raises RuntimeError if ranks have written different values to parameters since the last backward.
         """
@@ -266,13 +266,13 @@ class Engine:
         ranks that share shards stay the same.
 
         Args:
-            stage: a name in ``zero/stage`` or the stage's number; None: unchanged.
-            offload: a name in ``zero/offload``, or all settings of ``zero.offload``. With a name, the rest stays.
-            follow: functions called with a bucket's number and :class:`Move` before each move of a bucket, to move
-                values of it that other objects hold (averaged weights).
+            stage: a name in ``zero/stage`` or the stage's number. None: unchanged.
+            offload: a name in ``zero/offload``, or all settings of ``zero.offload``. A name keeps the other settings.
+            follow: functions called before each bucket's move with its number and :class:`Move`. They move values
+                that other objects hold for the bucket's elements (averaged weights).
 
         Raises ConfigError on all ranks, before any change, if the settings cannot be used or differ between ranks, or
-        if a step is open. If the move of values fails, every later use of the engine raises.
+        if a rank is inside a step or a pass. If the move of values fails, every later use of the engine raises.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with whole_params.set_aside(self):
@@ -285,13 +285,13 @@ class Engine:
     ) -> State:
         """Return ``module.state_dict()`` with full values on the host; by default {} on ranks other than 0. Collective.
 
-        The module's own ``state_dict`` method makes it, also an overridden one. Tied parameters share one tensor.
-        With ``trainable_only`` the dict lacks frozen parameters. With ``fakes`` tensors have a shape and a dtype only.
+        If the module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
+        ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no values.
         """
         return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
-        """Load ``state`` into the shards. It is a full state dict, the same on all ranks. Collective."""
+        """Load ``state``, a full state dict that is the same on all ranks, into the shards. Collective."""
         with whole_params.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
@@ -299,10 +299,10 @@ class Engine:
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
-        """Open a pass in which modules can be called and parameters of the root unit can be read. Collective.
+        """Open a pass (a forward and its backward): modules can be called and the root's parameters read. Collective.
 
-        The pass ends with the next backward, or with ``evaluation`` at the end of the ``with``. Passes with the same
-        ``key`` share one recorded order of gathers.
+        The pass ends with the next backward. With ``evaluation`` it has no backward, and ends at the end of the
+        ``with``. Passes with the same ``key`` share one recorded order of gathers.
         """
         if not evaluation:
             whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
@@ -312,7 +312,7 @@ class Engine:
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step the shards, and return its stepper. Collective.
 
-        Raises ConfigError if it cannot step shards, has parameters of other modules, or its state would not fit.
+        Raises ConfigError if it cannot step shards, has parameters of other modules, or lacks memory for its state.
         """
         make = partial(self._make_stepper, self, self._around_step, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Make ``method`` run with grad and inference mode off. In it, operations on parameters call no engine."""
+    """Decorate ``method`` to run with grad and inference mode off. In it, operations on parameters call no engine."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -42,13 +42,13 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes of torch, such as ``with torch.device(...)``, the innermost last."""
+    """Return torch's active function modes (``with torch.device(...)`` activates one), the innermost last."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Inside the ``with``, ``modes`` are active: autograd runs a backward without the function modes of its caller."""
+    """Activate torch's function ``modes`` inside the ``with``. Autograd runs a backward without those of its caller."""
     with contextlib.ExitStack() as around:
         there = function_modes()
         for mode in modes:
@@ -58,7 +58,7 @@ def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as :func:`outside_autograd`, but set modes only where needed. ``method`` must not use parameters."""
+    """Decorate as :func:`outside_autograd`, but change modes only if they differ. ``method`` must use no parameters."""
     guarded = outside_autograd(method)
 
     @functools.wraps(method)
@@ -71,6 +71,6 @@ def without_history(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast is off; it does nothing on a device without autocast (meta)."""
+    """Return a context in which autocast is off. For a device type without autocast (meta) it does nothing."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

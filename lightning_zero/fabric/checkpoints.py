@@ -1,6 +1,6 @@
-"""Implement fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder in DCP's format.
+"""Save and load the mapping of objects that users give to fabric.save, as one file or as a folder in DCP's format.
 
-The file equals Fabric's under DDP. All ranks write it if it holds one sharded module; with several, rank 0 writes it.
+The file equals that of Fabric under DDP. All ranks write it if it holds exactly one sharded module, else rank 0 does.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Checkpoints(CheckpointFiles):
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: maps keys of ``state`` to functions of an entry's name and value that say whether to save the entry.
-                If a folder is saved, values have only shapes and dtypes.
+            filter: functions by key of ``state``. Each gets an entry's name and value, and returns whether to save it.
+                If a folder is saved, the value has only a shape and a dtype.
         """
         path = self.broadcast(path)
         filter = filter or {}
@@ -127,16 +127,16 @@ class Checkpoints(CheckpointFiles):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, saved at any stage by any number of ranks, into ``state``. Return the entries that
-        ``state`` does not have. Collective.
+        """Load a file or a folder, saved at any stage by any number of ranks, into ``state``. Return the entries whose
+        keys are not in ``state``. Collective.
 
         Args:
-            state: a mapping as it was saved; or a module or an optimizer, for a file that holds only that.
-            strict: require all of ``state``'s keys, and exact matches of modules.
+            state: a mapping with keys as saved; or one module or optimizer, if the checkpoint is its state alone.
+            strict: require that the checkpoint has all keys of ``state``, and exactly the entries of each module.
 
         Raises:
-            ConfigError: the checkpoint is not whole, or of another model; on all ranks. Nothing is loaded.
-            KeyError: a key of ``state`` is missing.
+            ConfigError: the checkpoint is damaged or of another model. All ranks raise, and nothing is loaded.
+            KeyError: the checkpoint lacks a key of ``state``, and ``strict`` is true.
         """
         path = self.broadcast(path)
         checkpoint = self._read_checkpoint(

@@ -12,7 +12,7 @@ from lightning_zero.engine.torch_modes import outside_graphs
 
 
 class ZeroModule(nn.Module):
-    """Calls the user's ``module``, which is sharded in place. Forward methods that users mark come through it, too."""
+    """Calls the user's ``module``, which is sharded in place. Fabric also calls marked forward methods through it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward, and reduce all gradients before it returns. Collective."""
+        """Run the backward, and reduce all gradients before this returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
@@ -50,7 +50,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Once per step, find out if gradients overflowed. Then show users gradients without loss scale. Collective."""
+        """With loss scaling, find out once per step if gradients overflowed, and remove the scale from those that users
+        see. Collective."""
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
@@ -59,7 +60,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the optimizer. With loss scaling, all ranks skip a step if gradients overflow on one. Collective."""
+        """Step the optimizer. With loss scaling, all ranks skip it if gradients of any rank overflow. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:  # as torch.amp.GradScaler

@@ -99,7 +99,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the first module's engine. Its Waits show ranks in a step that another rank saves, and the reverse."""
+        """Return the first module's engine, or None. By its Waits, ranks in a step learn that another rank is saving
+        instead, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -123,13 +124,13 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's modules on the host, or on meta with ``empty_init``: the device may be too small."""
+        """Create the body's modules on the host, or with ``empty_init`` on meta, as the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: Module) -> None:
-        """Move a module without parameters, such as a metric. Other modules may not fit whole: sharding moves them."""
+        """Move ``module`` to the device if it has no parameters, like a metric. Sharding moves other modules."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
@@ -229,7 +230,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
 class _Accumulation:
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context. If ``enabled``, backwards in it reduce gradients at stages 2 and 3, but not at 0 and 1."""
+        """Return a context manager. If ``enabled``, backwards in it reduce gradients only at stages 2 and 3."""
         if not enabled:
             return contextlib.nullcontext()
         engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)

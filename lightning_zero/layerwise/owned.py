@@ -73,8 +73,8 @@ class Owned:
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def take(self, wanted: Sequence[WholeTensor]) -> None:
-        """Take ``wanted`` as the tensors, after param groups have changed: known ones keep their objects and state, and
-        the state of all others is dropped."""
+        """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors that were in it keep their
+        objects and state. The state of tensors that are no longer in it is dropped."""
         found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key in [key for key in self.tensors if key not in found]:
             self.drop(key)
@@ -118,7 +118,7 @@ class Owned:
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give the full parameter its values [shape] and gradient for a step, and copy its state to their device."""
+        """Give the full parameter ``values`` [shape] and ``grad`` for a step, and copy its state to their device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -137,8 +137,8 @@ class Owned:
         return found
 
     def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move the bucket's optimizer state to the tier of its masters, whose storage must be open. ``only``: move
-        only the state of these tensors."""
+        """Move the bucket's optimizer state to the tier of its masters. The masters' storage must be open. ``only``:
+        move only the state of these tensors; None: of all."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
@@ -172,7 +172,7 @@ class Owned:
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the state that this rank saves, by slot in the bucket, with a :class:`Leaf` for each tensor."""
+        """Return the state that this rank saves, by slot in the bucket, with a :class:`Leaf` in place of a tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -180,7 +180,8 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
-        """Yield what this rank saves of :meth:`leaves`, with flat values in memory order. The storage may be closed."""
+        """Yield those of :meth:`leaves` that this rank saves, each also flat, in memory order. Works also while the
+        masters' storage is closed."""
         flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -219,7 +220,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose storage is gone. Make or remove full parameters, as its new plan needs."""
+        """Drop the state of a bucket whose storage is gone. Make or remove full parameters, as the new plan needs."""
         self._flat_states.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -249,7 +250,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what messages tell of a state ``value``: a :class:`Leaf` for a tensor with numel > 1, else a copy."""
+    """Return what ranks send of an optimizer state's value: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -262,7 +263,7 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` if it is alone on the host; else a copy there, in the memory of ``before[name]`` if it fits."""
+    """Return ``leaf`` if it has a host storage of its own; else a host copy, in ``before[name]`` if that fits."""
     if _is_alone(leaf):
         return leaf
     at_rest = before.get(name)

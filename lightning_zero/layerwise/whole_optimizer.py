@@ -321,7 +321,7 @@ class WholeOptimizer(Stepper):
         self._agree(parts.outcome, error)
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """If the step failed on one rank, raise on all; else apply the settings that it changed on all. Collective."""
+        """If the step failed on one rank, raise on all. Else apply on all the settings that it changed. Collective."""
         outcomes = [outcome]
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
@@ -464,8 +464,8 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Wait for stepped values; write masters and state to storages. Return a write's error instead of raising it,
-        because other ranks wait for this rank."""
+        """Wait for stepped values; write masters and state to storages. If a write fails, return its error instead of
+        raising it, because other ranks wait for this rank; else return None."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None

@@ -36,7 +36,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Map ``x [batch, length, d_model]`` to the same shape. ``rotation [1, 2, length, head_width / 2]`` or None."""
+        """Map ``x [batch, length, d_model]`` to the same shape. ``rotation``: rotary cosines and sines ``[1, 2, length,
+        head_width / 2]``, or None."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -122,7 +123,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits; with ``targets [batch, length]``, each token's loss in nats, by chunks of logits."""
+        """Return logits. With ``targets [batch, length]``, return each token's loss in nats, by chunks of logits."""
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:

@@ -60,7 +60,7 @@ class LitCausalLM(LanguageModel):
         self.model.train()  # from_pretrained leaves the model in eval mode
 
     def _shards(self) -> bool:
-        """Return whether to build the model without values: ZeroStrategy reads them later, a memory plan needs none."""
+        """Return whether to build the model without values. ZeroStrategy reads them later; a memory plan needs none."""
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         if torch.get_default_device().type == "meta":

@@ -116,7 +116,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """Return a function from step to a factor of the learning rate. It stays 1 after warmup if training has no end."""
+    """Return a function from step to a factor of the learning rate. If training has no end, it stays 1 after warmup."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

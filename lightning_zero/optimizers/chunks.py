@@ -54,7 +54,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: it rounds masters stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: whether it rounds stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 
@@ -72,9 +72,9 @@ def step_in_chunks(
 
     Args:
         optimizer: one of torch's element-wise optimizers. Its ``state[run]`` is the run's state.
-        group: the optimizer's only param group. The step replaces its ``params``.
-        factor: 0-d; multiplies copies of the gradients, not ``grad`` itself.
-        rounding: (index of the run's first element, salt), to round parameters and state stochastically.
+        group: the optimizer's only param group. This function replaces its ``params``.
+        factor: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
+        rounding: (index of the run's first element, salt), to round stochastically; None: round to nearest.
     """
     state = optimizer.state[run]
     step = type(optimizer).step

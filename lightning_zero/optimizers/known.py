@@ -90,14 +90,15 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
-    """Step ``optimizer`` on its small parameter ``probe``, and count the element-wise states that this makes."""
+    """Step ``optimizer`` on its small parameter ``probe``, and count the element-wise states that the step makes."""
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Count a parameter's element-wise states: a copy of ``optimizer`` steps a small one. Unknown classes: 0."""
+    """Return how many element-wise states ``optimizer`` keeps for a parameter, by stepping a small one with a copy. For
+    an unknown class, return 0."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]

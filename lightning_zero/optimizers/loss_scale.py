@@ -21,7 +21,7 @@ class LossScaler(GradScaler):
 
     @classmethod
     def like(cls, scaler: GradScaler) -> LossScaler:
-        """Make a LossScaler with the settings of a ``torch.amp.GradScaler``; of a disabled one, with the defaults."""
+        """Make a LossScaler with the settings of ``scaler``, or with the default settings if ``scaler`` is disabled."""
         if not scaler.is_enabled():
             return cls()
         return cls(

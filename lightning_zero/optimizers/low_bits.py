@@ -72,7 +72,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Says how a tensor of optimizer state is stored: bf16, or int8 codes. ``signed``: values may be negative."""
+    """Says if a tensor of optimizer state is stored as bf16 or int8 codes. ``signed``: whether values can be < 0."""
 
     dtype: StateDtype
     signed: bool
@@ -88,14 +88,15 @@ class Format:
         return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
 
     def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """Return a view of elements ``[low, high)`` of the stored tensor ``whole``; for int8 multiples of BLOCK."""
+        """Return a view of elements ``[low, high)`` of the tensor ``whole``. For int8, both are multiples of BLOCK."""
         if not self.is_packed:
             return whole[low:high]
         assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
         return whole[low // BLOCK : high // BLOCK]
 
     def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """Return a view of ``numel`` elements of the stored tensor ``whole`` from ``start``, to the end of a block."""
+        """Return a view of ``numel`` elements of the stored tensor ``whole``, from element ``start`` on. For int8, the
+        view goes on to the end of a block."""
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
 
@@ -131,8 +132,8 @@ class Format:
     ) -> None:
         """Encode fp32 ``values`` [n] into ``part``. ``values`` serves as scratch memory and is overwritten.
 
-        ``noise``: random bits, added to the values before the low bits are cut off, so that a carry rounds up. Elements
-        in no Stretch are truncated. None: round to nearest.
+        ``noise``: random bits, added to the values before the low bits are cut off, so that a carry rounds up. Of
+        elements in no Stretch the low bits are only cut off. None: round all values to nearest.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
@@ -194,7 +195,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Encode ``values`` [n], of any dtype, in ``part``, rounded to nearest. Return whether any value changed."""
+        """Encode ``values`` [n], of any dtype, in ``part``, rounded to nearest. Return whether rounding changed any."""
         numel = len(part) * BLOCK if self.is_packed else len(values)
         wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
         wide[: len(values)].copy_(values)
@@ -210,8 +211,8 @@ def _above(signed: bool) -> int:
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two 0-d fp32 tensors: the numbers that codes stand for before scaling, 1.0 for the least code (0), and
-    that of the largest code."""
+    """Return two 0-d fp32 tensors: what the least code (0), and what the largest code stands for before scaling. The
+    first is 1.0."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest
@@ -230,11 +231,12 @@ _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash wi
 _TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
 
 Places = Sequence[tuple[Fragment, str]]
-"""The parts of parameters in a run, in order, each with its parameter's name. ``start`` counts from the run's start."""
+"""A run's fragments of parameters, in order, each with its parameter's name. A fragment starts at element ``start`` of
+the run."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return random bits to round a state of the elements ``[low, high)`` of a run, in step ``step``; none for padding.
+    """Return random bits to round the state of elements ``[low, high)`` of a run in step ``step``. Padding gets none.
 
     ``places``: the run's fragments of parameters. ``number``: the state's index among the optimizer's states."""
     table, found = _table(device), []
@@ -273,8 +275,8 @@ M = TypeVar("M")
 
 
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
-    """Call ``work`` in one thread per memory; each call gets a memory and a common iterator, which gives each of the
-    ``items`` to one thread. Wait for all threads, and raise the first error."""
+    """Call ``work`` in one thread per memory. Each call gets its memory, and an iterator over ``items`` that all calls
+    share, so that each item goes to one thread. Wait for all threads, and raise the first error."""
     left = iter([*items])  # a list's iterator gives each item to one thread, thanks to the interpreter's lock
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
@@ -332,7 +334,7 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 
 
 class _Memory:
-    """Buffers in which one thread steps a piece of at most ``numel`` elements. The memory plan counts their size."""
+    """Buffers in which one thread steps a piece of a run: at most ``numel`` elements. The memory plan counts them."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -346,7 +348,7 @@ class _Memory:
 
 
 class PieceMemory:
-    """Keeps the buffers of threads that step pieces, for all optimizers: new memory would fault in page by page."""
+    """Keeps the buffers in which threads step pieces of runs, for all optimizers. New ones would cost page faults."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
@@ -368,8 +370,8 @@ class NarrowStep:
     """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``formats`` says how ``state`` is
     stored. ``step``: the number of the step, from 1.
 
-    ``factor``: 0-d; multiplies copies of the gradients, not ``grad`` itself. ``rounding``: (index of the run's first
-    element, salt), to round bf16 parameters stochastically.
+    ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
+    ``rounding``: (index of the run's first element, salt), to round bf16 parameters stochastically; None: to nearest.
     """
 
     run: Tensor
@@ -382,7 +384,7 @@ class NarrowStep:
     rounding: tuple[int, int] | None = None
 
     def by(self, optimizer: Optimizer, memory: PieceMemory) -> None:
-        """Do the step piece by piece with ``optimizer``, an element-wise one of torch's that has one param group."""
+        """Step the run piece by piece. ``optimizer``: one of torch's element-wise optimizers, with one param group."""
         run = self.run
         chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)
         pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]

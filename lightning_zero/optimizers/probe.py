@@ -39,10 +39,10 @@ def probe(
     *,
     true_shapes: bool = True,
 ) -> Probed:
-    """Try ``optimizer`` by stepping copies of it. Sends no message; the optimizer and random states stay as they are.
+    """Try ``optimizer`` by stepping copies of it. Sends no message. The optimizer and random states do not change.
 
-    ``dtype_of`` returns the dtype of a parameter's master. ``true_shapes``: try the model's shapes too. Raises
-    ConfigError if the optimizer's step sends messages or calls its closure itself.
+    ``dtype_of`` returns the dtype of a parameter's master. ``true_shapes``: also step tensors of the model's shapes.
+    Raises ConfigError if the optimizer's step sends messages or calls its closure itself.
     """
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")

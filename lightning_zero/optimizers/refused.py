@@ -20,7 +20,7 @@ _KEY = "zero.optimizer.state_dtype"
 
 
 def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochastic_rounding: bool) -> bool:
-    """Raise a ConfigError if ``optimizer`` cannot work under ``settings``. Return whether it steps whole tensors."""
+    """Raise ConfigError if ``optimizer`` cannot work under ``settings``. Return whether it must step whole tensors."""
     name = type(optimizer).__qualname__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
@@ -57,7 +57,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """Refuse torchao's and bitsandbytes' low-bit classes: they choose bits by a tensor's size, which slices change."""
+    """Refuse torchao's and bitsandbytes' low-bit classes. These choose bits by a tensor's size, which slices change."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))

@@ -36,7 +36,7 @@ def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the tensor of each tensor of more than one element in a parameter's state."""
+    """Yield path and tensor for each tensor with more than one element in a parameter's state."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield name, value
@@ -47,7 +47,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Return a copy of a state: new mappings and lists, in which ``change(path, value)`` replaces every other value."""
+    """Copy a state: its mappings and lists are copied, and ``change(path, value)`` replaces every other value."""
 
     def inside(key: Any, item: Any) -> Any:
         return map_tree(item, change, f"{name}/{key}" if name else str(key))
@@ -67,7 +67,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Copy a state, and replace the tensors of :func:`leaves_of` by ``change(path, tensor)``."""
+    """Copy a state. In the copy, ``change(path, tensor)`` replaces the tensors of :func:`leaves_of`."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )
@@ -75,7 +75,7 @@ def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for a tensor of optimizer state in messages between ranks. ``name``: its path, see :func:`leaves_of`."""
+    """Stands for a tensor of optimizer state in messages between ranks. ``name``: its path in :func:`leaves_of`."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,13 +88,13 @@ class Leaf:
 
 
 def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
-    """Copy a state, and replace each :class:`Leaf` by ``value_of(leaf)``."""
+    """Copy a state. In the copy, ``value_of(leaf)`` replaces each :class:`Leaf`."""
     # Copy deep: an optimizer would raise a step count that parameters share once for each parameter.
     return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """List the :class:`Leaf` objects in a state, in the order in which they stand there, which all ranks share."""
+    """List the :class:`Leaf` objects in a state, in their order in the state, which is the same on all ranks."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found

@@ -40,7 +40,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def calls_its_closure(optimizer: Optimizer) -> ConfigError:
-    """Make the error for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
+    """Return the error for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
     return ConfigError(
         f"optimizer: expected a step that needs gradients only, got {type(optimizer).__qualname__}, whose step() calls "
         "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
@@ -50,7 +50,7 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """In the body, let steps of the class ``name`` send no messages; after it, restore all random states."""
+    """In the body, raise ConfigError if a step of the class ``name`` sends messages. After it restore random states."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -69,7 +69,7 @@ def trying(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Refuses collectives of torch.distributed: in training ranks step different tensors; messages would not match."""
+    """Refuses collectives of torch.distributed. In training ranks step different tensors, so these would not match."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,8 +110,8 @@ class Trial:
 
     Args:
         cut: returns the lengths of the flat slices into which a parameter's tensor is cut; None: do not cut.
-        most_true: try tensors of the parameters' own shapes, of at most so many elements in all; two of a shape if a
-            param group has two. Small tensors replace shapes that are too large. 0: only small tensors.
+        most_true: try tensors of the parameters' own shapes, with at most this number of elements in all. Small tensors
+            replace shapes that are too large. A shape that a param group has twice is tried twice. 0: only small ones.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the tensors into calls of ``step``, some with empty param groups; true shapes: one tensor per call."""
+        """Divide the tensors among calls of ``step``. In a trial of the parameters' own shapes, each tensor has its own
+        call. Otherwise there are three calls, some with empty param groups."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -270,13 +271,14 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return three small shapes: two equal ones, because some optimizers step equal shapes as a batch, and another."""
+    """Return three small shapes. Two are equal, because some optimizers step tensors of equal shapes as a batch."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Choose true shapes of at most ``left`` elements in all, smallest first: each shape once, then each again."""
+    """Choose parameters' shapes with at most ``left`` elements in all. Take each shape once, then each again, smallest
+    first."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):

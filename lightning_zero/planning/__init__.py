@@ -1,12 +1,12 @@
-"""Pure decisions: integers in, frozen data out. No process group, no device, no memory.
+"""Functions that plan a run from integers and return frozen data. They use no process group, device or tensor values.
 
 ::
 
     units         which modules are units
     layout        where parameters and shards lie in a bucket
     boxes         ranges of a flattened tensor in the tensor's own coordinates
-    placement     stages as rows of placements, offload choices as rows of tiers
-    buckets       the plan of one bucket: where each role rests
+    placement     each stage's placement of roles, each offload setting's tier of roles
+    buckets       the plan of one bucket: where each role's memory is between steps
     state_dtype   size of resting optimizer state
     topology      which ranks share shards
     schedule      the order of gathers, and prefetching
@@ -16,5 +16,5 @@
     speed         the least and the expected time of a step, and bytes sent
     peaks         peak FLOP/s of GPUs
     fit           whether a plan fits a machine
-    choose        the row that auto takes, and the largest micro-batch
+    choose        the stage and offload setting that auto takes, and the largest micro-batch
 """

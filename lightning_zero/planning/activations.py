@@ -25,7 +25,7 @@ KEPT_BUFFERS_NBYTES = 64 << 20  # upper bound of those buffers
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a pass in which one unit runs."""
+    """A part of a forward or backward pass, in which one unit runs."""
 
     unit: int  # 0: the root, or code between units
     backward: bool  # whether it is in the backward
@@ -65,7 +65,7 @@ class ByBatchSize:
         return self.sizes[0] != self.sizes[1]
 
     def of(self, size: int) -> Activations:
-        """Interpolate the activations of ``size`` samples. Raises ValueError if only one other size is known."""
+        """Interpolate the activations of ``size`` samples. Raises ValueError if the model accepts only another size."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:
             return small
@@ -125,12 +125,11 @@ def peaks_with(
 
 
 def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
-    """Return the bytes of gradients that rest on the device of ``rank`` at ``moment``."""
     return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of buffers that finished reductions keep for later ones. They do so only if there is no GPU."""
+    """Return the bytes of the buffers that reductions of gradients keep for later reductions; 0 if there is a GPU."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
     limit = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
@@ -142,7 +141,7 @@ def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
-    """Yield the bytes of gathered units in each stretch."""
+    """Yield for each stretch the bytes of the parameters that are gathered during it."""
     nbytes = memory.by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     at: dict[tuple[int, bool], int] = {}
     for unit, backward, held in memory.gathered_along(nbytes, limits):
@@ -158,7 +157,7 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Tracks the bytes of gradients in a backward: ``reducing`` until they are reduced, then ``landed`` (at rest)."""
+    """Counts bytes of gradients in a backward: ``reducing`` before and in a reduction, ``landed`` at rest after it."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._limit, self._limits = buckets, limits.reduce_bucket_bytes, limits
@@ -171,7 +170,7 @@ class _Gradients:
         self.reducing = self.landed = 0
 
     def go_on(self, stretch: Stretch) -> None:
-        """Advance to the stretch ``stretch``: set ``reducing`` and ``landed`` to their bytes in it."""
+        """Advance to ``stretch``. Set ``reducing`` and ``landed`` to the bytes that are held during it."""
         self._under_way.extend(self._full)
         self._filling.difference_update(self._full)
         self._filling |= stretch.begun

@@ -35,7 +35,8 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
-    """List the boxes of elements ``[start, stop)``. ``order``: dimensions, slowest in memory first; None: row-major."""
+    """List the boxes of elements ``[start, stop)`` of a flattened tensor. ``order``: its dimensions, slowest in memory
+    first; None: row-major."""
     if order is None or list(order) == sorted(order):
         return _row_major(tuple(shape), start, stop)
     found = _row_major(tuple(shape[d] for d in order), start, stop)

@@ -1,7 +1,7 @@
-"""Plan where each role of a bucket (parameters, masters, gradients, state) rests, from its stage and offload setting.
+"""Plan where each role of a bucket (parameters, masters, gradients, state) is kept, from its stage and offload setting.
 
-The *storage* is the memory of masters and optimizer state. :class:`ParamsRest` says where compute parameters rest. Only
-this file decides that::
+The *storage* is the memory of masters and optimizer state. :class:`ParamsRest` says where compute parameters are kept
+between uses. No other file decides this::
 
     stage, offload, precision            | full buffer       | storage               | params_rest
     0-2, fp32                            | parameters        | (a view of it)        | full_is_master
@@ -26,7 +26,7 @@ from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
 class Role(Enum):
-    """What memory is used for. The first four roles stay allocated at rest; the others are temporary."""
+    """What memory is used for. The first four roles stay allocated between steps; the others are temporary."""
 
     compute_param = "compute_param"
     master_param = "master_param"
@@ -122,7 +122,7 @@ class BucketPlan:
 
     @property
     def copies_master(self) -> bool:
-        """Return whether the full buffer is a copy of the storage, not the same memory."""
+        """Return whether the buffer of all parameters is a copy of the masters' storage, not the same memory."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
@@ -138,7 +138,7 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the role of the storage in plans: ``compute_param`` if no other memory holds the parameters."""
+        """Return the storage's role in plans: ``compute_param`` if no memory but the storage holds the parameters."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -148,7 +148,7 @@ class BucketPlan:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
-        """Return whether parameters and masters rest in the same buffers, tier and dtypes as under ``other``."""
+        """Return whether parameters and masters are kept in the same buffers, tier and dtypes as with ``other``."""
         pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
         return len(set(pairs)) == 1
 
@@ -163,7 +163,7 @@ class BucketPlan:
 
     @property
     def accumulates_locally(self) -> bool:
-        """Return whether gradients wait unreduced until the last micro-batch."""
+        """Return whether a rank adds up the gradients of all micro-batches of a step before they are reduced."""
         return self.row.grad is Placement.replicated
 
     @property
@@ -180,7 +180,7 @@ class BucketPlan:
         return self.layout.shard_numel if self.shards_master else self.layout.numel
 
     def owned_range(self, rank: int) -> tuple[int, int]:
-        """Return the range of elements whose masters and state ``rank`` holds."""
+        """Return the range of the bucket's elements whose masters and optimizer state ``rank`` holds."""
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
@@ -200,11 +200,11 @@ class BucketPlan:
         return sizes.exchanged and self._divided and self.layout.world_size <= EXCHANGE_MAX_RANKS and as_made
 
     def wire_itemsize(self, micro_batches: int = 1) -> int:
-        """Return the bytes per element of a gradient in a message."""
+        """Return the bytes per element of a gradient in a message, in a step of ``micro_batches`` backwards."""
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether gradients are reduced in a buffer of their own, not in the one where micro-batches add up."""
+        """Return whether gradients are reduced in a buffer other than the one in which micro-batches add them up."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 
@@ -217,7 +217,8 @@ class BucketPlan:
 def place(
     shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int, *, even_alone: bool = False
 ) -> BucketPlan:
-    """Plan a bucket over ``world_size`` ranks. ``even_alone``: run its collectives on a single rank too."""
+    """Plan the bucket ``shape`` over ``world_size`` ranks, at the stage ``row`` and with the offload setting ``tiers``.
+    ``even_alone``: run the bucket's collectives on a single rank too."""
     return BucketPlan(
         shape.unit,
         lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),

@@ -40,7 +40,7 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` with only the memory that plans may fill. If activations are unknown, more stays free."""
+    """Return ``machine`` with only the memory that plans fill. A part stays free, more if activations are unknown."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
 
@@ -58,9 +58,10 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 def choose_row(
     model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
 ) -> Choice:
-    """Choose the fastest of ``candidates`` that fits. Raises ConfigError if none fits.
+    """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit.
 
-    Ties go to the row that sends least, then offloads least, then shards least. ``keys``: the settings in the error.
+    Of equally fast ones it takes the one that sends least, then offloads least, then shards least. ``keys``: the
+    settings that the error names.
     """
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
@@ -79,10 +80,10 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """Return the largest micro-batch of a rank, up to ``MOST_SAMPLES``, with which ``row`` fits; ``None``: unknown.
+    """Return the largest micro-batch of a rank with which the plan ``row`` fits, up to ``MOST_SAMPLES``; None: unknown.
 
     The size is a multiple of ``model.in_parts``. If possible, activations are measured at that size, because bytes may
-    grow faster than samples. ``usable``: the machine with the memory that may be filled.
+    grow faster than samples. ``usable``: the machine without the memory that stays free.
     """
     known = model.activations
     if known is None or not known.scales:
@@ -156,7 +157,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, usable: Machine) -> str:
-    """Say how much memory a row needs and how much there is, on the tier that lacks most."""
+    """Say how much memory the plan ``row`` needs and how much there is, on the tier that lacks most."""
     if row.refused:
         return "has budgets without usable memory"
     if not row.shortages:
@@ -191,7 +192,7 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str)
 
 
 def machine_text(usable: Machine) -> str:
-    """Describe the memory that a plan may fill."""
+    """Describe in words the ranks, hosts and memory of ``usable``."""
     ranks = f"{usable.world_size} rank(s) on {usable.nodes} host(s)"
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
     return (

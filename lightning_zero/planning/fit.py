@@ -63,7 +63,7 @@ class Model:
 
     @property
     def copy_nbytes(self) -> int:
-        """Return the bytes of one host's copy of the whole module."""
+        """Return the bytes of the copy of the whole module that a host can hold after a run."""
         return memory.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
 
     @property
@@ -79,7 +79,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The bytes that a plan needs beyond those of one GPU (``device``) or one host (``host`` and ``nvme``)."""
+    """How many bytes a plan needs beyond the memory of one GPU (``device``) or of one host (``host``, ``nvme``)."""
 
     tier: Tier
     nbytes: int
@@ -115,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes a row fit: a total number of GPUs, or another choice of ``zero/offload`` at the same stage."""
+    """What makes a stage with an offload setting fit: so many GPUs in all, or another offload setting at the stage."""
 
     gpus: int | None
     offload: Offload | None
@@ -129,7 +129,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets for auto."""
+    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets of auto."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -169,7 +169,7 @@ def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run if the module is gathered (else none), and the memory that a host lacks."""
+    """Return a rank's bytes after a run if the module is gathered (empty if not), and the bytes that its host lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
@@ -182,7 +182,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
-    """Plan a rank's buckets, sharded over all ranks or over a node's: ``machine.hybrid_shard`` decides, as in a run."""
+    """Plan a rank's buckets. ``machine.hybrid_shard`` decides whether all ranks share the shards or those of a node."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
@@ -227,7 +227,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling the hosts, and the first of ``rows`` at its stage that fits."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and the first of ``rows`` at the same stage that fits."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -240,7 +240,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and offloads least; of several, the lowest stage. ``None``: no row fits."""
+    """Return which of ``rows`` fits and offloads least, at the lowest stage if there are several; None if none fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

@@ -27,7 +27,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter inside a bucket: elements ``[start, start + numel)``, then a gap of zeros up to ``stop``."""
+    """A parameter inside a bucket: elements ``[start, start + numel)``, then zeros as padding up to ``stop``."""
 
     index: int  # position of the parameter in the bucket
     start: int
@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """Return the end of the gap, where the next slot may start."""
+        """Return the end of the padding behind the parameter, where the next slot begins."""
         return round_up(self.start + self.numel, self.align)
 
 
@@ -51,8 +51,8 @@ class Fragment:
     stop: int  # end, from the shard's start, with the part of the gap behind the parameter that is in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """Intersect with the range ``keep`` of the shard. Return the first element in the parameter, and the range in
-        the fragment; ``None`` if the intersection is empty."""
+        """Intersect this fragment with the range ``keep`` of the shard. Return the intersection's first element, from
+        the parameter's start, and its range, from the fragment's start; ``None`` if it is empty."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -71,19 +71,19 @@ class BucketLayout:
 
     @property
     def used_numel(self) -> int:
-        """Return the number of elements before the padding, with the gaps between parameters."""
+        """Return the number of elements before the padding at the bucket's end, with the gaps between parameters."""
         return self.slots[-1].stop if self.slots else 0
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """List the parts of parameters inside the shard of ``rank``, in order."""
+        """List the parts of the bucket's parameters that are inside the shard of ``rank``, in order."""
         low, high = self.shard_range(rank)
         return tuple(self.cut(low, high))
 
     def cut(self, low: int, high: int) -> Iterator[Fragment]:
-        """Yield the parts of parameters inside elements ``[low, high)`` of the bucket."""
+        """Yield the parts of the bucket's parameters that are inside its elements ``[low, high)``."""
         for slot in self.slots:
             first = max(low, slot.start)
             last = min(high, slot.start + slot.numel)
@@ -91,7 +91,7 @@ class BucketLayout:
                 yield Fragment(slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return the element ranges that belong to no parameter. They always hold zeros."""
+        """Return the ranges of the bucket's elements that belong to no parameter. They always hold zeros."""
         found: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:
@@ -142,7 +142,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join neighbouring fragments of a shard whose ``keys`` are equal into runs. Leave out those with key ``None``."""
+    """Join neighbouring fragments of a shard with equal ``keys`` into runs. Return (key, run) of each but key None."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -66,7 +66,8 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank if some optimizer steps whole tensors. A tensor's state is on its owner only."""
+    """Optimizer state of one rank if some optimizer steps whole tensors. Of all ranks only the owner of a tensor, which
+    steps it, has its state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes beside the shards during the step, from owners.step_peak
@@ -123,7 +124,7 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield role, tier and bytes of all that rests of a bucket. ``state``: bytes of each state tensor."""
+    """Yield role, tier and bytes of each part of a bucket that stays allocated. ``state``: bytes of state tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
@@ -170,7 +171,8 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, is backward, gathered bytes) at each use of a unit. ``nbytes``: see :func:`gathered_peaks`."""
+    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. For ``nbytes`` see
+    :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -204,7 +206,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, prefetched) + offloaded steps
         backward = rest + gradients + gathered + reducing (the filling unit, reductions in flight) + offloaded steps
-        step     = rest + gradients + a piece of them in the master dtype + offloaded steps + whole tensors
+        step     = rest + gradients + a chunk of them in the master dtype + offloaded steps + tensors stepped whole
         each     + staging memory between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
@@ -224,7 +226,8 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's share of the units that its node keeps for the backward: all but the root."""
+    """Return the bytes of a rank's share of the units that its node keeps for the backward (all but the root); else
+    0."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
@@ -242,8 +245,8 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
 
     These gradients belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as
-    autograd made them until their bucket is complete. Gradients that add up replicated are reduced in place if the wire
-    dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient.
+    autograd made them until their bucket is complete. Gradients that each rank adds up unsharded are reduced in place
+    if the wire dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient.
     """
     trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
@@ -301,13 +304,13 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Return the bytes of host memory into which a gather reads the bucket's shard; 0 if it is not in a file."""
+    """Return the bytes of host memory into which a gather reads the bucket's shard from a file; 0 without a file."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Return whether ranks that hold ``rest`` use at most half of GPU and host. ``gpu=0``: the device is the host."""
+    """Return whether ``local_ranks`` ranks that hold ``rest`` each use at most half of GPU (0: none) and host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -336,7 +339,7 @@ def copy_nbytes(params: Iterable[int]) -> int:
 
 
 def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
-    """Say why a whole module's copy of ``nbytes`` does not fit on the host ``where``; ``None``: it fits."""
+    """Say why a copy of the whole module, of ``nbytes``, does not fit on the host ``where``. Return None if it fits."""
     if nbytes <= SPARE * available:
         return None
     return (
@@ -346,12 +349,12 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the bytes that a rank gathers at a time to fill the copy; 0 unless it ``gathers`` from other hosts."""
+    """Return the bytes that a rank gathers at a time to fill the module's copy; 0 if it ``gathers`` nothing."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 
 def after_run(rest: Bytes, nbytes: int, on_the_way: int, ranks: int) -> Bytes:
-    """Compute the bytes of one rank after a run, with its share of the copy.
+    """Compute the bytes of one rank after a run: ``rest``, and its share of the copy of the whole module.
 
     Args:
         nbytes: bytes of the module's copy, shared equally by the ``ranks`` of a host.

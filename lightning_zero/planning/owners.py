@@ -36,7 +36,8 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensors into windows (lists of indices): adjacent units up to ``limit`` bytes; a larger one is split."""
+    """Group tensors into windows, and return them as lists of indices. A window has the tensors of adjacent units, up
+    to ``limit`` bytes, or a part of a larger unit."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)
@@ -97,7 +98,7 @@ class Transfer(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor, in one rank's shard and in a message."""
+    """Adjacent elements of a tensor: their place in it, in one rank's shard and in the messages with its owner."""
 
     transfer: int  # index in the window
     offset: int  # first element, from the tensor's start
@@ -122,7 +123,7 @@ class Route:
 
 
 def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives in a window. ``layouts``: of all buckets, over the same ranks."""
+    """Plan what ``rank`` sends and receives in a window. ``layouts``: those of all buckets, over the same ranks."""
     ranks = layouts[window[0].bucket].world_size if window else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(window, layouts, [(other, rank, other) for other in others], ranks)
@@ -134,7 +135,8 @@ def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank
 def _lay_out(
     window: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out the pieces of a rank's messages with its peers. ``pairs``: (peer, rank with the shard, owner).
+    """Lay out pieces of tensors in the messages between a rank and its peers.
+    ``pairs``: (peer, rank with the shard, owner).
 
     Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back.
     """

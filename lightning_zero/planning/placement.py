@@ -1,4 +1,4 @@
-"""Define stages as rows of placements, and offload choices as rows of tiers. Only this file knows stages by name."""
+"""Define each stage by its placement of roles, each offload choice by their tiers. Only this file names stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tier(Enum):
 
 
 class StageRow(NamedTuple):
-    """The placement of each role of a bucket at rest."""
+    """One stage: whether each role of a bucket is replicated or sharded between steps."""
 
     compute_param: Placement
     grad: Placement  # sharded: reduced at every micro-batch; replicated: accumulated until the last
@@ -29,7 +29,7 @@ class StageRow(NamedTuple):
 
 
 class TierRow(NamedTuple):
-    """The tier of each role at rest."""
+    """One offload choice: the tier of each role of a bucket between steps."""
 
     master: Tier  # master_param and optim_state
     grad: Tier
@@ -70,7 +70,7 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count the collectives of a bucket in one optimizer step. ``stays_gathered``: between forward and backward."""
+    """Count a bucket's collectives in one optimizer step. ``stays_gathered``: whether between forward and backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -97,13 +97,13 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Replace default budgets by those that the user gave."""
+        """Return these default budgets, with those that the user gave (not None) in their place."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
-    """Return a rank's default budgets. Half of the device is left for activations and gathered units."""
+    """Return a rank's budgets by default. Half of the device is left for activations and gathered units."""
     return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 

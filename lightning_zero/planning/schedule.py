@@ -14,7 +14,7 @@ MAX_PLAN = 65536  # entries; longer histories are cut, and ranks then agree on e
 
 
 class Entry(NamedTuple):
-    """One gather of ``unit`` for ``uses`` uses. Between several uses the unit stays gathered."""
+    """One gather of ``unit``, after which it stays gathered for ``uses`` uses."""
 
     unit: int
     uses: int = 1
@@ -29,8 +29,8 @@ class Plan(NamedTuple):
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
-    """Return whether a unit of ``nbytes`` may be prefetched. ``waiting``: bytes of each unit that is prefetched but not
-    used yet; if there is none, a unit of any size may, unless ``prefetch_bytes`` is 0."""
+    """Return whether a unit of ``nbytes`` can be prefetched within ``prefetch_bytes``. ``waiting``: bytes of each unit
+    that was prefetched and not used yet. If there is none, a unit of any size can, unless ``prefetch_bytes`` is 0."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
@@ -72,7 +72,7 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions in ``history`` of a unit's successive uses, between which it stays gathered."""
+    """Yield pairs of positions in ``history``: two successive uses of one unit, between which it stays gathered."""
     previous: dict[int, int] = {}
     gaps: list[tuple[int, int, int]] = []
     for place, unit in enumerate(history):
@@ -88,14 +88,14 @@ def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -
 
 @dataclass(slots=True)
 class Cursor:
-    """A position in a plan: the number of entries issued in this pass."""
+    """A position in a plan: how many of its gathers have been issued in this pass."""
 
     plan: Plan
     position: int = 0
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def up_to(self, unit: int) -> list[int] | None:
-        """Return the next units to gather, up to and including ``unit``, and advance. None: no gather of it is left."""
+        """Return the units to gather next, up to and including ``unit``, and advance. None: ``unit`` is not ahead."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0
@@ -111,7 +111,7 @@ class Cursor:
         return self.plan.entries[self.position].unit if self.position < len(self.plan.entries) else None
 
     def ahead(self, admit: Callable[[int], bool]) -> list[int]:
-        """Return the next units, for prefetching, as long as ``admit`` accepts them, and advance."""
+        """Return the next units to prefetch, up to the first one that ``admit`` refuses, and advance past them."""
         taken: list[int] = []
         while self.position < len(self.plan.entries) and admit(self.plan.entries[self.position].unit):
             taken.append(self._take())

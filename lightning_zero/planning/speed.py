@@ -84,14 +84,14 @@ class Work:
     network: float = 0.0
 
     def seconds(self, rates: Rates) -> dict[str, float]:
-        """Return the seconds of each resource. Disk reads and writes are added up."""
+        """Return how many seconds each resource works, by name. Disk reads and writes are added up as ``disk``."""
         found = {f.name: getattr(self, f.name) / getattr(rates, f.name) for f in fields(self)}
         disk = found.pop("disk_read") + found.pop("disk_write")
         return {**found, "disk": disk}
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """Sum the work of one step. ``flops``: of all forwards and backwards on this rank."""
+    """Sum a rank's work in one step, except for the network. ``flops``: of all its forwards and backwards."""
     work = Work(compute=flops)
     for bucket in buckets:
         if not bucket.trainable:
@@ -136,7 +136,7 @@ class Sent:
 
     @property
     def nbytes(self) -> float:
-        """Return the bytes that a rank sends, without gathers within a node."""
+        """Return the bytes that a rank sends in a step, without gathers within a node."""
         return self.gathers + self.reductions + self.exchanged
 
 

@@ -23,7 +23,7 @@ DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
 
 
 def param_align(state: StateDtype) -> int:
-    """Return the multiple of elements at which parameters begin in a bucket."""
+    """Return the number of elements at whose multiples parameters begin in a bucket."""
     return BLOCK if state is StateDtype.int8 else PARAM_ALIGN
 
 
@@ -35,7 +35,7 @@ def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
-    """Divide the ``numel`` elements of a step into pieces. Return the elements of a piece, and the number of threads.
+    """Divide an optimizer step of ``numel`` elements into pieces. Return the elements of a piece and the thread count.
 
     ``threads``: host threads that are available; ``None``: the step runs on a device.
     """
@@ -48,7 +48,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Return the bytes of buffers for a step of ``numel`` elements, piece by piece. The host's are never freed."""
+    """Return the bytes of the buffers for an optimizer step of ``numel`` elements. On the host they are never freed."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

@@ -42,7 +42,7 @@ class TensorStates:
         return sum(sum(state.nbytes) for states in self.tensors for state in states)
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan]) -> StateOfRank:
-        """Return the state of the rank that holds most state, and its bytes beside the shards during a step."""
+        """Return the optimizer state of the rank that holds most, and its bytes beside the shards during a step."""
         ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
         by_optimizer: dict[int, list[_Tensor]] = {}
         for number, (bucket, states) in enumerate(zip(buckets, self.tensors, strict=True)):
@@ -84,7 +84,7 @@ class TensorStates:
 
 
 def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
-    """Return an upper bound of the bytes of each element-wise state tensor that a rank holds for ``bucket``."""
+    """Return for each element-wise state tensor of ``bucket`` an upper bound of its bytes on one rank."""
     if not bucket.trainable:
         return []
     starts = [slot.start for slot in bucket.layout.slots]
@@ -96,7 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Estimate a window's bytes on a rank, as if all shards were equal. ``own``: whether the rank owns each tensor."""
+    """Estimate a rank's bytes in a window, as if all shards were equal. ``own``: whether the rank owns each tensor."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

@@ -6,7 +6,7 @@
     shards   : 0 1 2 3           shards   : 0 1 | 2 3      gathers and reduce-scatters stay within a node
     replicas : -                 replicas : 0 2 | 1 3      reduced shards are summed across nodes
 
-Under ``node_backward`` all ranks share shards, and each node keeps a copy of dropped units until the backward's end.
+Under ``node_backward`` all ranks share shards, and each node keeps a copy of every dropped unit for the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def flat(world_size: int) -> Topology:
 
 
 def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
-    """Share shards within each node. ``names``: the node of each rank. Raises ConfigError if nodes differ in ranks."""
+    """Let the ranks of a node share shards. ``names``: each rank's node. Raises ConfigError if nodes are unequal."""
     if not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
@@ -59,7 +59,8 @@ def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
 
 
 def within_nodes(names: Sequence[str]) -> Topology:
-    """Shard over all ranks, and keep units for the backward within nodes. Raises ConfigError if that has no effect."""
+    """Shard over all ranks, but keep units for the backward within nodes. Raises ConfigError if that has no effect, as
+    with one node. ``names``: the node of each rank."""
     nodes = by_node(names, "node_backward").shard_groups
     check_nodes(len(nodes), len(nodes[0]))
     return Topology(flat(len(names)).shard_groups, nodes)

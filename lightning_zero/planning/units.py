@@ -98,7 +98,7 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:
-    """Divide ``module`` into submodules of at most ``max_bytes`` if possible. Return their names, except ``taken``."""
+    """Divide ``module`` into submodules of at most ``max_bytes`` if possible. Return their names without ``taken``."""
     result: list[str] = []
     for name, child in module.named_children():
         size = _nbytes(child)

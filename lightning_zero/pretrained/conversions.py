@@ -66,8 +66,8 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 
 
 class _Group:
-    """Tensors in files that together become tensors in memory. Reading one converts all, and caches them until another
-    group is read."""
+    """Tensors in files that together become tensors in memory. Reading one of the latter converts all, and caches them
+    until another group is read."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 

@@ -22,16 +22,16 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> StoredTensor:
-        """``read(start, stop, order)`` returns [stop - start] elements in ``dtype`` on the host.
+        """``read(start, stop, order)`` returns elements ``[start, stop)`` of the flat tensor in ``dtype``, on the host.
 
-        Dimensions are flattened in ``order`` (None: row-major).
+        The tensor is flattened with its dimensions in ``order``; None: row-major.
         """
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
         made._read = read
         return made
 
     def read(self, start: int, stop: int, order: Sequence[int] | None = None) -> Tensor:
-        """Read elements ``[start, stop)`` of the flattened tensor to the host."""
+        """Read elements ``[start, stop)`` of the tensor, flattened with its dimensions in ``order``, to the host."""
         return self._read(start, stop, order)
 
     def whole(self) -> Tensor:

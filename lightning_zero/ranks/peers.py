@@ -106,7 +106,7 @@ class Peers:
         return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
 
     def forget(self) -> None:
-        """Forget who was gone, and use new keys, when all ranks go on after an exception. Collective."""
+        """Forget which ranks were gone, and use new store keys, when all ranks go on after an exception. Collective."""
         self._round, self._culprit, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
@@ -121,7 +121,7 @@ class Peers:
         return f"rank {rank} ({who})" if who is not None else f"rank {rank}"
 
     def answer(self) -> None:
-        """Answer a roll call and read its result. A thread calls it every few seconds."""
+        """Answer another rank's roll call, and read which rank has ended. A thread calls this every few seconds."""
         if self._holder is None:
             self._holder = self._who(0)
         if self._store.check([self._key("roll")]):
@@ -230,7 +230,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call. The first rank that calls this holds it for all ranks."""
+        """Return the ranks that do not answer a roll call. The first caller holds it; other ranks read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
@@ -248,6 +248,6 @@ class Peers:
         return waiting
 
     def _let_others_hear(self) -> None:
-        """Wait a moment if the store ends with this process, so that other ranks can read what was written."""
+        """Wait a moment if the store ends with this process, so that other ranks can read what this rank has posted."""
         if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.25 * self._every_s)

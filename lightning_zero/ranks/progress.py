@@ -71,7 +71,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that shows how much of one piece of work is done. ``total`` is None if unknown."""
+        """Yield a function that shows how much of the work ``what`` is done. ``total`` is None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

@@ -34,7 +34,7 @@ _POLL_S = 0.02
 
 
 class StartError(ConfigError):
-    """Raised if the ranks do not come together, with what was expected and found and what to change."""
+    """Raised if the ranks cannot join. The message says what was expected and found, and what to change."""
 
 
 # -- what is compared ---------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | o
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
-    """Write into ``run_dir`` that this job trains there. Return whether it has before. One rank calls it, after all
-    have joined."""
+    """Write into ``run_dir`` that this job trains there. Return whether it was already written that this job does. One
+    rank calls this, after all ranks have joined."""
     job = job_name()
     if job is None:
         return False
@@ -78,7 +78,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint at ``path``. One rank calls it. ``owner``: callback to remove it."""
+    """Note that this job will write a checkpoint at ``path``. One rank calls it. ``owner``: a callback's state key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
@@ -87,7 +87,7 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
-    """Return the checkpoints that this job has begun to write, by the callback that owns them."""
+    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them."""
     found: dict[str, set[Path]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -121,7 +121,7 @@ def _whole(path: Path) -> bool:
 
 
 def write_outcome(word: str) -> bool:
-    """Write ``word`` to the file in which the job's script looks for it; return whether there is such a file."""
+    """Write ``word`` to the file in which the job's script looks for it. Return False if the script names no file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path:
         Path(path).write_text(f"{word}\n")

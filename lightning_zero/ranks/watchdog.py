@@ -146,7 +146,7 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether the process of rank 0, which holds the store, ends now. Its connections close before it."""
+        """Return whether rank 0's process, which holds the store, ends now. Waits a bit: connections close earlier."""
         deadline = time.monotonic() + DYING_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
@@ -263,15 +263,14 @@ class Watchdog:
         return found if all(found) else None
 
     def waits_for_each_other(self) -> list[str] | None:
-        """Return what each rank waits for, if all wait and each for a message that some rank has not sent; else
-        ``None``. Repeats the check a few seconds later."""
+        """Return what each rank waits for, if all ranks wait, and each for a message that some rank has not sent; else
+        ``None``. Checks twice, a few seconds apart."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
         return self._stays(self._stuck, default=None)
 
     def _stuck(self) -> list[str] | None:
-        """Return what each rank waits for, if of each such message some rank has sent fewer than the waiting rank; else
-        ``None``."""
+        """Return what each rank waits for, if each such message is one that some rank has not sent; else ``None``."""
         waits = self._waits()
         if waits is None:
             return None

@@ -57,7 +57,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
 
 
 def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
-    """Draw the curves of metrics, ``left`` on the first y-axis and ``right``, if both have curves, on a second one."""
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -95,7 +95,7 @@ def _bars(
 
 
 def draw_sweep(path: Path, title: str, runs: Mapping[str, float]) -> None:
-    """Write a bar chart of a sweep. ``runs``: each run's settings and its result."""
+    """Write a bar chart of a sweep. ``runs``: maps each run's settings to its result."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -60,7 +60,7 @@ def commit() -> str | None:
 
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
-    """Write ``results.json``; after a fit also picture and page. ``timeline``: a timeline's folder, to link to it."""
+    """Write ``results.json``, and after a fit a picture and a page. ``timeline``: folder of a timeline, for a link."""
     _write(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return

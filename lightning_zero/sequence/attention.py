@@ -82,7 +82,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat heads of keys or values if ``size`` does not divide them, so that each rank gets those of its queries."""
+    """Repeat key or value heads if ``size`` does not divide their number: each rank needs those of its query heads."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor

@@ -1,5 +1,6 @@
-"""Compare a short step in parts with the same step on whole sequences: no list of functions that mix positions can be
-complete. The loss is compared, and sums of each parameter's gradient with random signs."""
+"""Compare a short step on parts of sequences with the same step on whole sequences. A difference shows that the model
+mixes positions in a function that sees only a part. Compared are the loss and, for each parameter, sums of its
+gradient's elements with random signs."""
 
 from __future__ import annotations
 
@@ -70,14 +71,13 @@ class Agreeing(TorchDispatchMode):
 
 
 def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """Fill ``tensor`` with repetitions of ``pattern``."""
     many = pattern.to(tensor.device).repeat(-(-tensor.numel() // len(pattern)))
     return tensor.copy_(many[: tensor.numel()].view(tensor.shape))
 
 
 class Sums:
-    """Sums with random signs, and the sum of squares, of each parameter's gradient in a step, by name. Sums are linear:
-    those of several ranks add up to those of the added gradients. If two gradients differ, their sums with random signs
+    """Holds, by parameter name, sums of each gradient's elements with random signs, and the sum of their squares. The
+    signed sums of several ranks add up to those of the added gradients. If two gradients differ, their signed sums
     differ by about the norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Sums:
 
 @dataclasses.dataclass
 class Found:
-    """The results of one trial step, to be compared with those of another.
+    """The results of one trial step, to be compared with the results of another step.
 
     Attributes:
         losses: values on which backward was called.
@@ -128,16 +128,16 @@ class Found:
 
 
 def unit(found: Iterable[Found]) -> float:
-    """Return the largest rounding error of a single operation in these steps."""
+    """Return the largest rounding error of a single operation in the steps whose results are ``found``."""
     return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
     """Say how a training step in parts differs from the same step on whole sequences; ``None`` if it does not.
 
-    Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer; losses, where
-    errors average out, to two thirds. A gradient that is zero up to rounding (bias of keys in attention) is compared
-    with the norm of all gradients. ``parts``: results of all ranks of the group; ``rounding``: see :func:`unit`."""
+    Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must
+    agree to two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys
+    in attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
@@ -184,7 +184,8 @@ def near(got: float, expected: float, rounding: float) -> bool:
 
 
 def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
-    """Return this rank's slice of ``whole``; all of it if ``part`` has its shape; ``None`` if shapes fit neither."""
+    """Return what ``part`` should equal: this rank's slice of ``whole``, or all of it if shapes are equal. ``None`` if
+    the shape of ``part`` is that of neither."""
     if whole.shape == part.shape:
         return whole
     if whole.dim() != part.dim():

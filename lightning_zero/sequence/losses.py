@@ -1,5 +1,5 @@
-"""Make cross entropies of ``torch.nn.functional`` inside a step means over the tokens of all parts. The mean over one
-part does not tell how many tokens it counts. Every rank of a group must call these losses in the same order."""
+"""Inside a step, make cross entropies of ``torch.nn.functional`` return the mean over the tokens of all parts. The mean
+over one part does not tell how many tokens it counts. All ranks of a group must call these losses in the same order."""
 
 from __future__ import annotations
 

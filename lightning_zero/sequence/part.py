@@ -15,11 +15,11 @@ TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ran
 
 
 class Window(NamedTuple):
-    """Says where the check before training takes short pieces out of a batch's sequences.
+    """Says which short piece of each sequence in a batch the check before training uses.
 
     Attributes:
         parts: number of parts into which the short piece divides.
-        at: place of the piece, from the beginning (0) to the end (1) of a sequence.
+        at: where in the sequence the piece lies: 0 is the beginning, 1 the end.
     """
 
     parts: int
@@ -37,7 +37,7 @@ class SequencePart:
 
     Attributes:
         sharers: the ranks that have the parts.
-        window: the only positions to use; ``None``: all.
+        window: the only positions of each sequence that are used; ``None``: all.
         length: positions of one part; ``None`` before the first cut.
         rounding: rounding error of the coarsest dtype in which attention was computed.
     """
@@ -55,9 +55,9 @@ class SequencePart:
 
     def of(self, tensor: Tensor, dim: int = 1, *, overlap: int = 0) -> Tensor:
         """Cut this rank's part out of ``tensor``: ``length + overlap`` positions along ``dim``. Raises ConfigError if
-        the positions do not divide into equal parts, or tensors of one batch differ in length. ``overlap``: positions
-        of the next part to include; ``tensor`` has as many more at its end. With 1, a tensor of ``length + 1`` tokens
-        gives each part its inputs and, shifted by one, its labels."""
+        the positions do not divide into equal parts, or tensors of one batch differ in length. ``overlap``: number of
+        positions of the next part to include; ``tensor`` has that many more positions at its end. With 1, a tensor of
+        ``length + 1`` tokens gives each part its inputs and, shifted by one, its labels."""
         whole = tensor.shape[dim] - overlap
         if whole % self.size or whole < self.size:
             raise ConfigError(
@@ -77,8 +77,8 @@ class SequencePart:
         return tensor.narrow(dim, start + self.rank * length, length + overlap).contiguous()
 
     def keep(self, tensor: Tensor, *dims: int) -> Tensor:
-        """Return ``tensor``, which every part keeps whole along ``dims``, such as an attention mask. The check before
-        training uses short sequences and so shortens it."""
+        """Return ``tensor``, such as an attention mask, of which every part needs all positions along ``dims``. In the
+        check before training, which uses short sequences, return only the positions in ``window``."""
         if self.window is not None:
             for dim in dims:
                 tensor = tensor.narrow(dim, *self.window.cut(tensor.shape[dim]))
@@ -109,7 +109,7 @@ class SequencePart:
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
             dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
-            is_feature: parts compute different things from the mean. Then all ranks must run a backward, or none.
+            is_feature: parts compute different values from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
@@ -156,9 +156,9 @@ def _has_mean(loss: Tensor) -> bool:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sums over the ranks of a group. The engine later averages gradients over all ranks. A group computes its loss
-    ``size`` times, so the backward multiplies the gradient by ``size``. Each rank uses a feature in its own way, so the
-    backward sums a feature's gradients."""
+    """Sums over the ranks of a group. The engine later averages gradients over all ranks. All ``size`` ranks compute a
+    single loss, so the backward multiplies the gradient by ``size``. From a feature (``is_feature``) ranks compute
+    different values, so the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:

@@ -79,7 +79,8 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
 
 
 def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> None:
-    """Raise ConfigError if a row of ``batch`` has several texts, or padding before a text and no ``position_ids``."""
+    """Raise ConfigError if a sequence in ``batch`` holds several texts, or if padding comes before a text and there are
+    no ``position_ids``."""
     packed = [key for key in _PACKED if batch.get(key) is not None]
     if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
         packed.append("position_ids that begin anew inside of a row")

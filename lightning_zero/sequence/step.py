@@ -27,7 +27,7 @@ _FUNCTIONS["scaled_dot_product_attention"] = attention
 
 @contextlib.contextmanager
 def computing(part: SequencePart) -> Iterator[None]:
-    """Let modules of the body compute with ``part``: replace attention and losses of torch and transformers."""
+    """Let modules called in the body compute on ``part``: replace attention and losses of torch and transformers."""
     before, functions = set_current(part), {name: getattr(F, name) for name in _FUNCTIONS}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # torch's fast path would hide attention in kernels, in evaluation

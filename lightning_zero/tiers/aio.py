@@ -54,7 +54,7 @@ class Syscalls:
 
 class Joined:
     """One ``future`` for several parts of a request: done when the last part is, with the first error. An error does
-    not end it early, because the caller then reuses the buffer, which threads of other parts may still use."""
+    not end it early: the caller would reuse the buffer while threads of other parts still use it."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -145,7 +145,7 @@ class DiskFile:
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
         """Start to read from byte ``offset`` into ``buffer``; offset and length are multiples of a page. Do not touch
-        ``buffer`` until the future is done. The future may raise :class:`DiskError`. ``label``: unit and role."""
+        ``buffer`` until the future is done. The future can raise :class:`DiskError`. ``label``: name, for errors."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
@@ -177,8 +177,8 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """Open the file with O_DIRECT, or return None if the file system does not support it. Try one write, because
-        some file systems accept the flag and refuse every write."""
+        """Open the file with O_DIRECT, or return None if the file system does not support it. Try one write too: some
+        file systems accept the flag and refuse every write."""
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:

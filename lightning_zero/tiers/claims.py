@@ -138,7 +138,8 @@ def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> 
 
 
 def remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
-    """Remove, with a warning, the offloaded files of dead ranks from ``folder``. Files of live ranks are locked."""
+    """Remove, with a warning, the offloaded files of dead ranks from ``folder``: those that no rank has locked, and the
+    file ``own`` (a name without suffix), which the caller has locked before it makes the file anew."""
     count = nbytes = 0
     for file in sorted(folder.glob("rank*.bin")):
         with contextlib.suppress(OSError):  # locked: its rank lives

@@ -81,7 +81,7 @@ class HostTier:
                     self._nbytes -= slab.nbytes
 
     def close(self) -> None:
-        """Free everything. May be called twice."""
+        """Free all slabs. A second call does nothing."""
         self.free(list(self._held))
 
 

@@ -1,5 +1,5 @@
-"""A tier in files: one preallocated file per rank, past the page cache. One thread passes pieces to the disk in order,
-through a ring of buffers of fixed size::
+"""A tier in files: one preallocated file per rank, past the page cache. One thread passes pieces of the values to the
+disk in order, through a ring of buffers of fixed size::
 
     stage_out : value --copy--> [ring buffer] --write--> file
     stage_in  : file  --read--> [ring buffer] --copy---> out
@@ -41,7 +41,7 @@ class _Job(NamedTuple):
 
 
 class NvmeTier:
-    """Holds values in a preallocated file of this rank, in a folder under ``path``. Copies pass a ring of buffers.
+    """Holds values in a preallocated file of this rank, in a folder under ``path``. Uses a ring of host buffers.
 
     Thread-safe. Operations on one extent keep their order; those on different extents overlap: read k+1, step k, write
     k-1. An extent's values are undefined before its first ``stage_out``. A page-aligned host tensor of whole pages is
@@ -53,7 +53,7 @@ class NvmeTier:
         instance: number of this tier, if the process has several in one folder (one per model).
         budget: bytes that this rank may hold in files; None: no limit.
         ring_count, ring_nbytes: number and bytes of the ring's buffers, all the host memory that this tier takes.
-            Larger extents pass in pieces.
+            An extent that is larger than a buffer is copied in pieces.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class NvmeTier:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for operations in flight and remove the file. Errors stay in their futures. May be called twice."""
+        """Wait for operations in flight and remove the file. Errors stay in the futures. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -45,7 +45,7 @@ class PinnedPair(_Pinned):
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the buffer for piece number ``turn`` of a copy, as a tensor [numel] of at most ``PAIR_NBYTES``."""
+        """Return the buffer for piece number ``turn`` of the copied values: a tensor [numel], up to ``PAIR_NBYTES``."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
@@ -58,7 +58,7 @@ class Sender(PinnedPair):
         self._lock = threading.Lock()
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Copy ``source`` [n] to ``target`` [n] on the current stream. The caller may change ``source`` afterwards."""
+        """Copy ``source`` [n] to ``target`` [n] on the current stream. Returns when ``source`` has been read."""
         length = PAIR_NBYTES // target.element_size()
         with self._lock:
             for turn, low in enumerate(range(0, source.numel(), length)):

@@ -29,7 +29,7 @@ class RankLanes:
 
     @property
     def seconds(self) -> float:
-        """Return the duration of the recorded steps: from the end of the step before to the end of the last one."""
+        """Return the seconds from the end of the step before the recording to the end of the last recorded step."""
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:
@@ -59,7 +59,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
     """Choose the ranks to show: all if they have at most ``most`` bars in all, else as many as fit.
 
-    Rank 0 is first; then, in turns, the ranks whose compute waits least (others wait for them) and most.
+    Rank 0 is chosen first. Then come, in turns, ranks whose compute waits least (others wait for them) and most.
     """
 
     def bars(lanes: RankLanes) -> int:
@@ -75,7 +75,7 @@ def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]
 
 
 def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Arrange ``spans``, sorted by begin, in the fewest rows without overlaps."""
+    """Divide ``spans``, which are sorted by begin, among as few rows as possible. In a row no two spans overlap."""
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if row[-1].end <= span.begin), None)

@@ -62,8 +62,8 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """End a recording when the run ends. ``together``: all ranks call this and none has failed. Then write the
-        recorded steps (collective); otherwise drop them."""
+        """End a recording when the run ends. ``together``: whether all ranks call this and none has failed. If so,
+        write the recorded steps, which is collective. Otherwise drop them."""
         if self._folder is None:
             return
         if self._recorder is not None:

@@ -31,7 +31,7 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps, to end the run on a signal, after any save that the signal asks for."""
+    """Raised on all ranks between two steps, to end the run on a signal. A save that this asks for comes first."""
 
 
 class Interruptions:
@@ -44,7 +44,7 @@ class Interruptions:
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to (on SLURM always), leave    leave at once
 
-    Ranks finish a validation first. An existing handler of the requeue signal is replaced: submitit's would not save.
+    A validation is finished first. An existing handler of the requeue signal is replaced, as submitit's would not save.
 
     Args:
         saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
@@ -120,7 +120,9 @@ class Interruptions:
             self.at_boundary()
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """Save if a periodic save is due, and not ``last``. Raise Left on all ranks if any got a signal. Collective."""
+        """After a step, save if a periodic save is due. Raise Left on all ranks if any got a signal. Collective.
+
+        ``last``: training has ended, so no periodic save is needed."""
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
         noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
@@ -133,7 +135,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, raise Left, or both, for the signal ``asked``. Inside ``at`` the loops can be saved. Collective."""
+        """Save, raise Left, or both, for the signal or due save ``asked``. In ``at`` loops can be saved. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -219,7 +221,7 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Uncount a batch that was fetched but never trained: ``val_check_interval`` depends on the count of batches."""
+    """Take a batch that was fetched but never trained out of the count on which ``val_check_interval`` depends."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
         total.ready -= 1
@@ -239,7 +241,7 @@ def failed_on_all_ranks(error: Exception) -> bool:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """Raise RuntimeError after an exception if not all ranks call this within :data:`MEET_S`: a save would hang."""
+    """After an exception, raise RuntimeError unless all ranks call this within :data:`MEET_S`, as a save would hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -67,7 +67,7 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. Give them one thread if two would hang."""
+        """Raise ConfigError if processes forked in the body could not train. Give each one thread if two would hang."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)

@@ -54,7 +54,7 @@ class LongSequences(SequenceSteps):
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Compare step ``name`` on whole sequences and on parts, before it runs; see :meth:`SequenceCheck.before`."""
+        """Before the step ``name`` runs, try it on whole sequences and on parts. See :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
@@ -75,7 +75,7 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
-        """Let torch draw, in the body, different numbers on each rank that shares a sequence: dropout then differs.
+        """Let torch draw, in the body, different numbers on each rank that shares a sequence, so that dropout differs.
 
         Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
         Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.

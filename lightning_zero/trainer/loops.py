@@ -33,12 +33,12 @@ class ZeroFitLoop(FitLoop):
 
 class ZeroTrainingEpochLoop(TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
-        """Send nothing under our strategy: ranks have agreed on signals just before, in ``advance``."""
+        """Under our strategy send nothing, because ranks have just agreed on signals, in ``advance``."""
         if not is_ours(self.trainer):
             super()._broadcast_sigterm_tensor()
 
     def advance(self, data_fetcher: Any) -> None:
-        """Answer signals before a batch is fetched: a stateful loader counts a fetched batch as used. Collective."""
+        """Answer signals before a batch is fetched, as a stateful loader counts a fetched batch as used. Collective."""
         interruptions = cast(Interruptions | None, getattr(self.trainer.strategy, "_interruptions", None))
         if interruptions is not None:
             interruptions.before_batch()

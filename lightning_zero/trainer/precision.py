@@ -37,7 +37,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step the optimizer. With loss scaling, all ranks skip a step if gradients overflow on one. Collective."""
+        """Step the optimizer. With loss scaling, all ranks skip it if gradients of any rank overflow. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()

@@ -35,11 +35,11 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """Precision plugin of the Trainer or Fabric. Precisions that no ``zero/precision`` has raise ConfigError.
+    """Precision plugin of the Trainer or Fabric. Raises ConfigError if ``precision`` is none of the values below.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
-        scaler: loss scaling of ``16-mixed``; default: as ``torch.amp.GradScaler``.
+        scaler: scales losses under ``16-mixed``. Default: a scaler with the settings of ``torch.amp.GradScaler``.
     """
 
     front: ClassVar[str] = "Trainer"  # or "Fabric", for messages
@@ -64,7 +64,7 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or not ``asked``."""
+        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or is not ``asked``."""
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(

@@ -56,7 +56,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, or None if there is none yet. Lightning's collectives wait by its Waits."""
+            """Return an engine of this run, whose Waits serve Lightning's collectives, or None if there is none yet."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Processes:
         cluster_environment: default: that of ``mpirun`` if it started this process, else Lightning's choice.
         process_group_backend: of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
         timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
-        start_method: ``"popen"`` or ``"fork"``; others raise ConfigError.
+        start_method: ``"popen"`` or ``"fork"``. Another value raises ConfigError.
         """
         if start_method not in _START_METHODS:
             raise ConfigError(
@@ -149,8 +149,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group of all ranks. It is not bound to a device: NCCL would at once allocate up to a
-        gigabyte for a communicator without use. Collective."""
+        """Make the default process group of all ranks. It is not bound to a device, because NCCL would then at once
+        allocate up to a gigabyte for a communicator without use. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -169,7 +169,8 @@ class Processes:
         )
 
     def _end_forked(self, *, failed: bool) -> None:
-        """Close files and process group when a forked process ends: it runs no exit handlers. ``failed``: it raised."""
+        """Close files and process group at the end of a forked process, which runs no exit handlers. ``failed``:
+        whether it raised."""
         Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
@@ -179,7 +180,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the :class:`Waits` for Lightning's own collectives: an engine's; before there is one, the start's."""
+        """Return the :class:`Waits` for Lightning's collectives. Before there is an engine, these are the start's."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -207,7 +208,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """During the body, tell ranks that wait for this rank: it is in ``what``, a collective that Lightning calls."""
+        """Tell ranks that wait for this rank, during the body, that it is in ``what``, a collective of Lightning's."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -217,7 +218,7 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Call ``act``, which sends no messages, on each rank. If it fails on one, all raise. Collective."""
+        """Call ``act``, which must send no messages, on each rank. If it fails on any rank, all raise. Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
@@ -229,7 +230,7 @@ class Ended:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group at exit, once all ranks do: else gloo aborts at random. After an error, do nothing."""
+    """Destroy the process group with all ranks at exit, as gloo else aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

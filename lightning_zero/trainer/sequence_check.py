@@ -40,7 +40,7 @@ _SEED = 1
 
 class SequenceCheck:
     """Checks that steps of a run give the same results on parts of sequences as on whole sequences. Trial steps change
-    nothing in modules, optimizers, random numbers and logs. ``found``: results of the trial step that runs, or None."""
+    nothing in modules, optimizers, random numbers and logs. ``found``: results of the trial step under way, or None."""
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
         self._module, self._engine, self._steps, self._group = module, engine, steps, group
@@ -77,7 +77,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if the results ``whole`` and ``parts`` differ. ``table``: results of the group's ranks."""
+        """Raise ConfigError if the results ``whole`` and ``parts`` differ. ``table``: each rank's results on parts."""
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":
@@ -130,7 +130,7 @@ class SequenceCheck:
             self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step. ``loss`` is the loss of the whole sequences. Collective."""
+        """Run the backward of the trial step. ``loss`` is that of the whole sequences, also on parts. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler

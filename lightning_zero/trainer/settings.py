@@ -48,7 +48,7 @@ def settings_of(
     compile: str | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
-    """Return ``config``, changed by the other arguments, unless these are None. Raise ConfigError for bad settings."""
+    """Return ``config``, changed by those other arguments that are not None. Raise ConfigError for bad settings."""
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_prefetch(config)

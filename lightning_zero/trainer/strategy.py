@@ -64,7 +64,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
-        stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``: each run takes the fastest that fits memory.
+        stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``, the fastest stage that fits in memory.
         offload: the name of a choice of ``zero/offload``, such as ``"cpu"``.
         checkpoint, compile: the name of a choice of ``zero/checkpoint`` or ``zero/compile``, or a mapping of settings.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
@@ -74,7 +74,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     Attributes:
         config: the settings of this run.
-        saves_on_sigterm: on SIGTERM, save ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before the end; on SLURM always.
+        saves_on_sigterm: whether SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir``. On SLURM it always does.
         save_every_s: seconds between periodic saves of such a checkpoint; None: no periodic saves.
         run_plan: what the program that starts the run tells the strategy; see :class:`RunPlan`.
 
@@ -152,18 +152,18 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Write the model to the new folder ``path``, for ``from_pretrained``; each rank writes its part. Collective.
 
         Args:
-            dtype: dtype of written floating-point tensors, such as ``"bf16"``; default: that of each tensor when built.
+            dtype: dtype of written floating-point tensors, such as ``"bf16"``. Default: the dtype of each when built.
             shard_size: the most bytes of one file.
 
         Raises:
             ConfigError: the folder is not empty, or some rank does not see it.
-            Exception: writing failed; on all ranks, with the folder and the cause.
+            Exception: writing failed. All ranks raise it, with the folder and the cause.
         """
         folder, nbytes = local_path(self.broadcast(str(path))), parse_bytes("export(shard_size=)", shard_size)
         export(self.engine, folder, parse_dtype("export(dtype=)", dtype), nbytes)
 
     def finish_writes(self) -> None:
-        """Wait until all background saves are on disk; raise on all ranks if one has failed. Collective."""
+        """Wait until all background saves are on disk. Raise on all ranks if one has failed. Collective."""
         self._checkpoints.finish_writes()
 
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
@@ -175,10 +175,11 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a name (other offload settings that apply stay), or all offload settings; default: no change.
+            offload: a name, which keeps other offload settings that apply, or all offload settings. Default: no change.
 
         Raises:
-            ConfigError: the choices cannot work, differ between ranks, or a step is under way; on all ranks. No change.
+            ConfigError: the choices cannot work or differ between ranks, or a step is under way. All ranks raise, and
+                nothing changes.
             Exception: moving values failed. Every later use of the engine raises.
         """
 
@@ -227,7 +228,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Put a ZeroPrecision in place of Lightning's plugin. Raise ConfigError if ``zero.precision.name`` differs."""
+        """Use a ZeroPrecision instead of ``plugin``. Raise ConfigError if ``zero.precision.name`` asks for another."""
         if plugin is None:
             self._precision_plugin = None
             return
@@ -308,7 +309,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's tensors on the host, or on meta with ``empty_init``: the device may be too small."""
+        """Create the body's tensors on the host, or with ``empty_init`` on meta, as the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -492,7 +493,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let the body's backwards accumulate gradients unreduced at stages 0 and 1. Stages 2 and 3 still reduce."""
+        """Let the body's backwards only accumulate gradients at stages 0 and 1. Stages 2 and 3 still reduce them."""
         with self.engine.passes.no_sync():
             yield
 
@@ -500,8 +501,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return False, as under DDP: BaseFinetuning's hooks must see the checkpoint before configure_optimizers.
-        Weights are loaded later, in setup."""
+        """Return False, as under DDP, because BaseFinetuning's hooks must see the checkpoint before
+        configure_optimizers. Weights are loaded later, in setup."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 
 
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
-    """Return rows (unit, parameters, gathered bytes, tiers). Adjacent units with equal numbers share a row."""
+    """Return table rows (unit, parameters, gathered bytes, tiers). Adjacent units with equal values share a row."""
 
     def facts(unit: Unit) -> tuple[int, int, str]:
         nbytes = sum(b.full.nbytes for b in unit.buckets)
@@ -39,7 +39,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 
 def _where(unit: Unit) -> str:
-    """Return the unit's tiers in words: one name if all are equal, else ``parameters device, ..., optimizer nvme``."""
+    """Return the unit's tiers in words: one tier if all are equal, else ``parameters device, ..., optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
@@ -77,7 +77,7 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """Return this rank's planned and measured bytes at the end of a run, by role and tier, and the peak of a step."""
+    """Return table rows of this rank's planned and measured bytes at a run's end, by role and tier, and at the peak."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

@@ -95,7 +95,7 @@ def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> s
 
 
 def _word(text: str) -> str:
-    """Quote a word for the shell if it needs quotes; in double quotes if it contains single quotes."""
+    """Return ``text`` as one word for the shell, quoted if needed; in double quotes if it has single quotes in it."""
     plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # shlex would quote = too
     return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
@@ -121,7 +121,7 @@ def _summary_lines(run_dir: str | None) -> list[str]:
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Return shell lines that requeue a job whose time is up or that failed. The file ``outcome`` tells which."""
+    """Return shell lines that requeue the job if its time was up or it failed. The file ``outcome`` says which."""
     lines = ["code=$?", 'outcome=$(cat "$run_dir/outcome" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']

@@ -211,7 +211,7 @@ class _Export(_Tensors):
 
 
 def _is_turned(value: Any) -> bool:
-    """Return whether a tensor is not row-major in memory. In files it must be, so it is gathered to be written."""
+    """Return whether a sharded tensor is not row-major in memory. Files need row-major tensors, so it is gathered."""
     return isinstance(value, TensorParts) and list(value.order) != sorted(value.order)
 
 
@@ -220,8 +220,8 @@ def _named(name: str, key: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model`` (transformers or PEFT, or None), and copy tokenizer files from ``source``,
-    the folder from which the model was loaded."""
+    """Write the configuration of ``model`` (of transformers or PEFT; None: write none). Copy tokenizer files from
+    ``source``, the folder from which the model was loaded."""
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True

@@ -34,7 +34,7 @@ _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Parse ``bf16``, ``bfloat16`` or a dtype. Raises ConfigError if it is no floating-point dtype."""
+    """Convert ``bf16``, ``bfloat16`` or a dtype to a floating-point dtype, None to None. Else raise ConfigError."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Files:
-    """The layout of ``tensors`` (on meta, by name) in files up to ``shard_nbytes``. A larger tensor has its own."""
+    """Where each of ``tensors`` (on meta, by name) is in files up to ``shard_nbytes``. A larger one has its own."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, left = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
@@ -85,7 +85,7 @@ class Files:
             self.places[name] = Place(file, len(head) + header[name]["data_offsets"][0], tensor.dtype)
 
     def make(self, folder: Path) -> None:
-        """Make the files in full length with their headers, and the index if there are several."""
+        """Make the files in full length, with headers and no values yet; and an index if there are several."""
         for name, (head, size) in self._heads.items():
             with (folder / name).open("wb") as file:
                 file.write(head)
@@ -99,7 +99,7 @@ class Files:
 
 
 class Writer:
-    """Writes ranges of tensors into existing files in ``folder``; a context manager. Each process makes its own."""
+    """A context manager that writes ranges of tensors into existing files in ``folder``. Each process makes its own."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder
@@ -118,7 +118,7 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write adjacent elements of a tensor from ``start`` on, in row-major order; ``values`` [n] in any dtype."""
+        """Write ``values`` [n], in any dtype, as the tensor's elements from ``start`` on, in row-major order."""
         place = self._files.places[name]
         if place.file not in self._open:
             self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)

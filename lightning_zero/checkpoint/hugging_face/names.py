@@ -1,4 +1,4 @@
-"""Find which tensors a Hugging Face folder has for those of a module, and under which names.
+"""Find under which names, and in which form, a Hugging Face folder has the tensors of a module.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
 converted back, tied parameters appear once, and of a PEFT model only the adapters are written."""
@@ -21,7 +21,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that ``convert`` turns into other tensors for the files. It maps values by name to values."""
+    """Tensors of a module that are converted to others for the files. ``convert`` takes and returns values by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -29,7 +29,8 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: name in files -> key of unconverted tensors. ``model``: of transformers or PEFT."""
+    """What to export. ``renamed``: name in files -> key of a tensor that is not converted. ``model``: transformers' or
+    PEFT's, or None."""
 
     model: Any
     renamed: dict[str, str]
@@ -37,13 +38,13 @@ class Outgoing(NamedTuple):
     adapters: bool
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the files by name, on meta like ``state``."""
+        """Return the tensors that the files will have, by name, on meta like those of ``state``."""
         renamed = {name: state[key] for name, key in self.renamed.items()}
         return renamed | {name: value for group in self.groups for name, value in group.results.items()}
 
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor]) -> Outgoing:
-    """Plan the export of ``module``. Of its state dict ``state`` only shapes, dtypes and object identity count."""
+    """Plan the export of ``module``. Of ``state``, its state dict, only shapes, dtypes and object identity are used."""
     if (peft := sys.modules.get("peft")) is not None:
         for name, inner in module.named_modules():
             if isinstance(inner, peft.PeftModel):
@@ -67,7 +68,7 @@ def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor]) -> Outgoing:
 
 
 def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> dict[str, str]:
-    """Keep one name of each tied tensor: the one that the others are tied to, else the first."""
+    """Keep one name of each tied tensor in ``own``: the one that the others are tied to, else the first."""
     tied = getattr(model, "_tied_weights_keys", None)
     tied = set(tied) if tied else set()
     names: dict[int, list[str]] = {}
@@ -114,7 +115,7 @@ def _on_meta(value: Tensor) -> Tensor:
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
     """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
-    user's code. ``source``: the folder of the model."""
+    user's code. None: there is no such model, or it has adapters. ``source``: the model's folder."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -124,7 +125,7 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """Build the model that ``record`` describes on meta; None if transformers is missing or lacks the class."""
+    """Build on meta the model that ``record`` describes. Return None if transformers is missing or lacks its class."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

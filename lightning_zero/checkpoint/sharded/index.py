@@ -77,7 +77,7 @@ def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
 
 
 def packed(index: Metadata) -> bytes:
-    """Return the bytes of ``.metadata``: a pickle, then its checksum, which other readers do not see."""
+    """Return the bytes of the file ``.metadata``: a pickle, then its checksum, at which other readers do not look."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)
 
@@ -101,8 +101,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of ``folder`` without running code in it. Raises ConfigError, with the file, if the index or a
-    file is missing, damaged or too short, or it is no Lightning checkpoint."""
+    """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
+    index is missing or damaged, another file missing or too short, or the checkpoint not of Lightning."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -130,7 +130,8 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_other_folder(target: Path) -> None:
-    """Raise IsADirectoryError if ``target`` is a folder with other contents, which a checkpoint would replace."""
+    """Raise IsADirectoryError if ``target`` is a folder with files that are no checkpoint's: a save would remove
+    them."""
     if not target.is_dir() or target.is_symlink():
         return
     others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]

@@ -33,12 +33,12 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the box; 0 for other values."""
+        """Return the bytes of the box; 0 for a value that is no tensor."""
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property
     def storage(self) -> MasterStorage | None:
-        """Return the storage that must be open while :meth:`tensor` is called and its result is used."""
+        """Return the storage, if any, that must be open while :meth:`tensor` is called and its result is used."""
         return self.source.storage if isinstance(self.source, Part) else None
 
     @property
@@ -48,7 +48,7 @@ class Item(NamedTuple):
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
-        """Return the box, [box.sizes], as it is now, or as it was when ``snapshot`` was made."""
+        """Return the box's values, [box.sizes]: the present ones or, with ``snapshot``, those when it was made."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.storage is not None and self.slice is not None:

@@ -75,7 +75,7 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Return the names that lead to ``key``'s value; in old folders, without names, ``key`` split at a dot."""
+        """Return the names that lead to the value of ``key``; in old folders without names, ``key`` split at a dot."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 

@@ -138,7 +138,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """Writes ``items``, if any, to a rank's file. With ``behind``, a later ``write`` writes their present values."""
+    """Writes ``items``, if any, to a rank's file. With ``behind``, a later :meth:`write` writes what they hold now."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None

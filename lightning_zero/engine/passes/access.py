@@ -3,11 +3,11 @@
 ::
 
                           inside a pass                        between passes
-    w.square(), w.clamp_  gathers the unit                     refused, naming gather()
-    w.data                gathers the unit until the pass ends refused, naming gather()
+    w.square(), w.clamp_  gathers the unit                     raises; the error names gather()
+    w.data                gathers the unit until the pass ends raises; the error names gather()
     w.data = value        writes to the masters                writes to the masters
 
-Reads at stages 1 and 2 are never refused; they wait for the param sync after a step.
+Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Entry(NamedTuple):
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Compute a checksum of values and their positions. The checksums of a tensor's parts add up to the whole's, mod
-    2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
+    """Compute a checksum of values and their positions. The checksums of a tensor's parts add up to the checksum of the
+    whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -67,9 +67,9 @@ class Writes:
     its shard of the masters. The ranks compare checksums at the end of the next backward, and before values are shown
     or saved. How writes are noticed::
 
-        weight.clamp_()         raises the parameter's version
-        weight.data.clamp_()    raises nothing: a checksum from when .data was read is compared
-        weight.data = value     is seen at once
+        weight.clamp_()         increments the parameter's ``_version``
+        weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
+        weight.data = value     calls :meth:`replace`
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
@@ -83,7 +83,7 @@ class Writes:
 
     @outside_autograd
     def hand_out(self, place: Place) -> None:
-        """Save a gathered parameter's checksum before users' code gets ``.data``, which it can change unnoticed."""
+        """Save a gathered parameter's checksum when users' code reads ``.data``, to notice later if values changed."""
         bucket, info = place
         # Parameters that are whole masters need no copy and no comparison.
         if not bucket.plan.params_are_masters and info.gathered is not None:
@@ -92,7 +92,7 @@ class Writes:
                 known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
-        """Count all writes to the bucket's parameters so far as handled."""
+        """Treat all writes so far to the bucket's parameters as handled: :meth:`take_over` ignores them."""
         self._handed_out.pop(bucket, None)
         for info in bucket.params:
             info.version = info.param._version
@@ -131,7 +131,7 @@ class Writes:
             bucket.copy_master_to_params()
 
     def replace(self, place: Place, value: Tensor) -> None:
-        """Do ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
+        """Carry out ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
         bucket, info = place
         self.take_over(bucket)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
@@ -203,7 +203,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of this rank's copies of those parameters of ``keys`` that are masters themselves."""
+        """Compute checksums of this rank's values of parameters ``keys``. Skips those that are copies of masters."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
@@ -220,7 +220,7 @@ class Writes:
             self.confirm()
 
     def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute the checksum of each whole parameter before any write, from the parts of all ranks. Collective."""
+        """Compute each whole parameter's checksum before any write: the sum of the ranks' checksums. Collective."""
         own = {}
         for key in keys:
             entry = self._unconfirmed.get(key)
@@ -272,7 +272,7 @@ class Fence:
 
 
 class Access:
-    """Handles users' reads and writes of parameters, as their :class:`~lightning_zero.engine.units.param.Owner`."""
+    """Handles users' reads and writes of parameters. Parameters call it as their ``Owner`` (``units/param.py``)."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of

@@ -4,11 +4,12 @@
 
     take      stores a gradient; on a device its copy waits for the bucket's last gradient, so that one call copies all
     copy_in   copies waiting gradients into the buffer, times ``scale_on_arrival``
-    complete  fills gaps with zeros and returns the buffer, whose reduced sum is multiplied by ``scale_of_sum``
+    complete  returns the buffer, with zeros where no gradient has come; its reduced sum is multiplied by
+              ``scale_of_sum``
 
-The two factors together divide by the number of ranks and the loss scale: one of them does, the other is 1
-(``_choose_scales``). Gradients narrower than their sum (bf16, summed in fp32) stay undivided in the buffer, and a
-parameter's second gradient is kept outside of it, so that they may be sent without loss.
+One of the two factors divides by the number of ranks and the loss scale; the other is 1 (``_choose_scales``). Gradients
+narrower than their sum (bf16, summed in fp32) are sent without loss: they stay undivided in the buffer, and a
+parameter's second gradient is stored outside of the buffer, in the sum's dtype.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``reduces``: the backward reduces this bucket. ``fresh``: it does, and no gradients of
-        earlier backwards wait to be reduced; equal on all ranks."""
+        """Reset for a backward. ``reduces``: whether the backward reduces this bucket. ``fresh``: whether it does, and
+        no gradients of earlier backwards wait for the same reduction; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
         self._choose_dtypes()
@@ -72,7 +73,7 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Decide whether to scale each gradient on arrival or the reduced sum. All ranks decide alike.
+        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``. All ranks decide alike.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
@@ -81,7 +82,7 @@ class BucketGrads:
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
     def take(self, slot: int, grad: Tensor) -> bool:
-        """Store one parameter's gradient. Returns True if it misses the bucket's reduction and needs a second one."""
+        """Store one parameter's gradient. Returns whether the bucket needs a second reduction for this gradient."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients; shards are dense
         fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
@@ -108,7 +109,7 @@ class BucketGrads:
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Return unreduced gradients by slot, multiplied by ``scale_on_arrival``."""
+        """Return this rank's unreduced gradients by slot: views of the local buffer, times ``scale_on_arrival``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
@@ -121,7 +122,6 @@ class BucketGrads:
                 self.local.mul_(before / self.scale_of_sum)
 
     def _add(self, slot: int, grad: Tensor) -> None:
-        """Put one gradient into the local buffer, or add it to the earlier gradient of its ``slot``."""
         if self.local is None:
             # Uninitialized: ``complete`` zeroes what no gradient has filled.
             self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)
@@ -133,7 +133,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Copy the waiting gradients into the local buffer, in one call for all."""
+        """Copy the gradients in ``waiting`` into the local buffer, in one call for all."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -204,7 +204,7 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def zero(self, slot: int) -> None:
-        """Zero the gradient of ``slot``, after the user did. Unlike ``None``, a zero gradient counts as a gradient."""
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. Unlike ``None``, zeros count as a gradient."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
@@ -226,7 +226,7 @@ def _put(view: Tensor, grad: Tensor, scale: float) -> None:
 
 
 class GradSums:
-    """Adds up each parameter's gradients from several chunks, in fp32, or in their own dtype if that is wider."""
+    """Adds up each parameter's gradients from several chunks of a batch, in fp32 or a wider dtype of the gradients."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}

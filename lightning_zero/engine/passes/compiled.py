@@ -33,7 +33,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Holds how ``torch.compile`` was called, so that units inside a compiled module can be compiled the same way."""
+    """Holds the settings of a ``torch.compile`` call, with which units inside the compiled module are compiled too."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler
@@ -102,7 +102,8 @@ def check_compiler(config: CompileConfig) -> None:
 
 
 def find_compiler(what: str, way_out: str) -> None:
-    """Raise a ConfigError if no C++ compiler exists; inductor needs it for ``what``. ``way_out``: the alternative."""
+    """Raise a ConfigError if there is no C++ compiler for inductor. Its message names ``what``, the setting that needs
+    the compiler, and ``way_out``, what to do without one."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -140,7 +141,8 @@ class CompiledModules:
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: settings for compiling units other than the root. Units that are compiled already keep theirs.
+        blocks: settings for compiling units other than the root, except units that are compiled already. None: compile
+            no units but those that users have compiled.
         refuse: called when a user calls ``compile()`` of one of these modules later, before anything changes. Its
             arguments are a small function, compiled with the user's settings, and the name of the module's class. It
             raises if the settings cannot be used.
@@ -182,7 +184,7 @@ class CompiledModules:
         )
 
     def undo(self) -> None:
-        """Restore the modules' own calls. Compile again, by torch alone, what users have compiled after sharding."""
+        """Restore the modules' own calls. Let torch alone compile again what users have compiled after sharding."""
         for module, call in self._calls:
             vars(module).pop(_CALL, None)
             vars(module).pop("compile", None)
@@ -191,7 +193,7 @@ class CompiledModules:
             module.compile(**settings)
 
     def _compiled(self, module: nn.Module, how: Compile) -> None:
-        """Compile the units inside ``module``, which has just been compiled itself, with the same settings ``how``."""
+        """Compile the units inside ``module`` with ``how``, the settings with which ``module`` itself was compiled."""
         if module in self._forwards:
             self._own.add(module)
         for unit in self._inside.get(module, ()):
@@ -223,7 +225,7 @@ def _calls_compiled(module: nn.Module) -> Iterator[str]:
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:
-    """Yield name and settings of what users compiled in ``module``: its call, or methods set on the instance."""
+    """Yield attribute name and settings of all that users compiled in ``module``: its call, or methods it was given."""
     for name, value in vars(module).items():
         of = getattr(getattr(value, "_torchdynamo_orig_callable", None), "__self__", None)
         wraps = vars(module).get("_modules", {}).get("_orig_mod")

@@ -24,7 +24,8 @@ _DEPTH = 4  # how many levels of objects to search
 
 
 class TensorPlace:
-    """Stands for tensor ``number`` of :func:`take_tensors`. Not a dataclass, because :func:`_open` would open it."""
+    """Replaces a tensor in the result of :func:`take_tensors`. Not a dataclass, because :func:`_open` would open it.
+    ``number``: the tensor's index in the list of taken tensors; ``-1 - i`` for tensor ``i`` of ``known``."""
 
     __slots__ = ("number",)
 
@@ -38,7 +39,8 @@ class TensorPlace:
 
 
 def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] | None:
-    """Return the items of a tuple, list, dict or dataclass, and a function that rebuilds it from others; else None."""
+    """Return the items of a tuple, list, dict or dataclass, and a function that rebuilds it from new items. None for
+    any other value."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value, lambda items: type(value)(*items)
     if type(value) in (list, tuple):
@@ -94,8 +96,8 @@ def copy_containers(value: _T) -> _T:
 
 
 def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, list[Tensor]]:
-    """Replace each tensor in ``value`` by a :class:`TensorPlace`. Returns the result and the list of these tensors.
-    Tensors in ``known`` get negative numbers and are not listed."""
+    """Replace each tensor in ``value`` by a :class:`TensorPlace`. Returns the result and the list of replaced tensors.
+    Tensors in ``known`` are replaced too, get negative numbers, and are not in the list."""
     numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
     tensors: list[Tensor] = []
 
@@ -111,7 +113,8 @@ def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, l
 
 
 def put_tensors(form: object, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Undo :func:`take_tensors`: put ``tensors``, which may be other ones, and ``known`` at the numbered places."""
+    """Undo :func:`take_tensors`: replace each :class:`TensorPlace` in ``form`` by the tensor of its number, from
+    ``tensors`` or ``known``. ``tensors`` can be other tensors than the ones taken out."""
 
     def put(leaf: object) -> object:
         if not isinstance(leaf, TensorPlace):
@@ -136,7 +139,7 @@ def find_tensors(value: object) -> Iterator[Tensor]:
 
 
 def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in an object's attributes, and in those of nested objects up to ``depth``."""
+    """Yield the tensors in an object's attributes, and in attributes of nested objects up to ``depth`` levels."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, PLAIN) and not callable(value):
@@ -153,8 +156,8 @@ def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
 def dtype_hooks(
     module: nn.Module,
 ) -> tuple[Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]] | None, Callable[..., object]]:
-    """Make hooks for a module in fp32. The post-hook casts results to the inputs' dtype. The pre-hook casts inputs to
-    fp32; it is None unless the module refuses inputs of another dtype than its weights'."""
+    """Make a pre-hook and a post-hook for a module in fp32. The pre-hook casts inputs to fp32; it is None if the module
+    accepts inputs whose dtype differs from its weights'. The post-hook casts results to the inputs' original dtype."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
     before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 

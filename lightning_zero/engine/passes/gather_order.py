@@ -3,7 +3,7 @@ sync parameters after a step.
 
 docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. While
 they agree, a rank at the end of its pass sends DONE, and takes part in other ranks' gathers until all have sent DONE.
-CALLED does so at the end of an outermost module call, until all have sent CALLED or DONE.
+At the end of an outermost module call it sends CALLED, and does the same until all have sent CALLED or DONE.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class GatherOrder:
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """Start a pass. Passes with one ``key`` should use units in one order; ``cyclic`` ones may repeat the order."""
+        """Start a pass. All passes with the same ``key`` should use units in the same order. If ``cyclic``, a pass can
+        run through this order several times."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
         follows = plan is not None and not self.dynamic
@@ -95,7 +96,7 @@ class GatherOrder:
                 unit.reshard()
 
     def _drop_leaving(self) -> None:
-        """Reshard the used unit that was kept until the next gather had been issued."""
+        """Reshard the unit, if any, that :meth:`release` has left gathered until the next gather is issued."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.state is State.GATHERED:
             leaving.reshard()
@@ -152,7 +153,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """Send ``want``: index of the next needed unit, DONE or CALLED. Returns all ranks', by rank. Collective."""
+        """Send ``want``: index of the next needed unit, DONE or CALLED. Returns what each rank sent. Collective."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
@@ -167,7 +168,8 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """Return, in a list, the unit that followed ``wanted`` in the last pass; empty if none. Equal on all ranks."""
+        """Return a list with the index of the unit that followed units ``wanted`` in the last pass; an empty list if
+        none did. Equal on all ranks."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -222,12 +224,13 @@ class GatherOrder:
                     unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Return whether ``unit`` may be gathered ahead: not while it waits for an offloaded optimizer step."""
+        """Return whether ``unit`` can be gathered before its use: False while it waits for an offloaded step."""
         # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Reshard the oldest units that were gathered and not used until the rest fits the budget. Keeps ``wanted``."""
+        """Reshard units that were gathered and not used, oldest first, until the others fit the prefetch budget. Keeps
+        ``wanted``."""
         if len(self._idle) < 2:
             return
         budget = max(self.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])

@@ -1,11 +1,11 @@
 """Computes norms of gradients, of single parameters (``param.grad.norm()``) and of many together.
 
-Every stage computes partial norms along the borders of shards, so all stages agree to the bit::
+Every stage cuts gradients at the borders of shards and joins norms of these parts, so all stages agree to the bit::
 
     gradient                                    norm of one parameter's gradient
     reduced, in shards                          in a table that ranks exchange once, kept until gradients change
     reduced, whole on all ranks (stage 0)       sends nothing
-    of backwards inside ``no_sync`` (0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
+    unreduced (``no_sync`` at stages 0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if a gradient at ``places`` is shown whole in ``param.grad``: shards lack its values."""
+    """Raise a RuntimeError if ``param.grad`` at ``places`` is a whole tensor, whose values the shards lack."""
     for place in places:
         if place.bucket.is_plain and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -73,8 +73,9 @@ def parts_of_shards(
     """Find the parts of this rank's gradient shards that belong to ``wanted`` slots, and number them.
 
     Returns:
-        Two dicts by part number; each part is in one of them. First: what ``look_up`` returns, if not None, for a shard
-        of which all slots are wanted; this needs no wait for the shard's copy to the host. Second: views of the others.
+        Two dicts by part number; each part is in one of them. The first has results of ``look_up`` for shards of which
+        all slots are wanted, unless the result is None. It needs no wait for a shard's copy to the host. The second has
+        views of all other parts.
     """
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
@@ -135,7 +136,7 @@ class GradNorms:
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
         """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective.
 
-        Raises RuntimeError on all ranks if gradients are not reduced yet or are shown whole.
+        Raises RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor.
         """
         if not norm_type > 0.0:
             raise ValueError(
@@ -163,7 +164,7 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return the joint norm of several gradients as DDP shows it. None if their loss scales differ. Collective."""
+        """Return the joint norm of several gradients, loss scale included; None if loss scales differ. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -178,7 +179,7 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return gradients' norms without loss scale, by id of the parameter. Skips partly reduced ones. Collective."""
+        """Return gradients' norms without loss scale, by parameter id. Skips partly reduced gradients. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []
@@ -219,7 +220,7 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield each part of a reduced gradient on this rank, cut at the borders of shards: its shard, slot and values."""
+    """Yield (shard's rank, slot, values) of the reduced gradients that this rank holds, cut at borders of shards."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard_rank] if bucket.shards_master else range(bucket.layout.world_size):
@@ -230,7 +231,8 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _joined(parts: Tensor, norm_type: float) -> Tensor:
-    """Combine norms of parts, ``[tensors, parts]`` in fp64, into norms of whole tensors. Missing parts are 0."""
+    """Combine norms of tensors' parts, ``[tensors, parts]`` in fp64, into norms of whole tensors. A part that a tensor
+    lacks has norm 0."""
     if norm_type == 0.0:
         return parts.sum(1)
     if math.isinf(norm_type):

@@ -28,9 +28,9 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 
 class IssuedReductions:
-    """Counts the reductions issued in a pass: ``here`` by this rank, ``everywhere`` by every rank, as far as known.
+    """Counts the reductions issued in a pass: ``here`` by this rank; ``everywhere``: at least so many by each rank.
 
-    ``one_path``: all ranks follow a plan that was recorded while all ranks took the same path.
+    ``one_path``: whether all ranks follow an order of gathers, recorded while all ranks used the same units.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Reducer:
         issued: IssuedReductions,
         max_in_flight_nbytes: int,
     ) -> None:
-        """``max_in_flight_nbytes``: bound on buffers of unfinished reductions. Exceeded where a wait could hang."""
+        """``max_in_flight_nbytes``: bound on the buffers of unfinished reductions. Exceeded where a wait could hang."""
         self.comm = comm
         self._issued = issued
         buckets = list(buckets)
@@ -124,7 +124,7 @@ class Reducer:
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the loss scale that ``param.grad`` includes, as under DDP; 1 after :meth:`unscale`. Stores lack it."""
+        """Return the loss scale in ``param.grad``, as under DDP; 1 after :meth:`unscale`. Stores are without it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
@@ -182,7 +182,7 @@ class Reducer:
         return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
-        """Raise RuntimeError if gradients at ``places`` (may differ by rank) are not fully reduced. Collective."""
+        """Raise RuntimeError if gradients at any rank's ``places`` are not fully reduced. Collective."""
         places = list(places)
         self.refuse_partial(places)
         if self.unreduced:
@@ -206,7 +206,8 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """Agree which slots have gradients. Return buckets to reduce again and if any rank set ``flag``. Collective."""
+        """Agree which slots have gradients. Return the buckets to reduce again, and whether any rank has set ``flag``.
+        Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
@@ -238,7 +239,7 @@ class Reducer:
         self._orders[self._key] = [buckets[i] for i in order.tolist()]
 
     def _may_wait_for(self, pending: Reduction) -> bool:
-        """Return whether this rank may wait in a backward for ``pending``, its oldest reduction in flight.
+        """Return whether this rank can safely wait in a backward for ``pending``, its oldest reduction in flight.
 
         A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction or need no gather
         before it; otherwise ranks could wait for each other for ever.
@@ -249,7 +250,8 @@ class Reducer:
         return self._issued.one_path and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
-        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it arrived; True on a device, whose stream waits.
+        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it has arrived. On a device the stream waits
+        instead, and the result is True at once.
 
         A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
         memory bound once; from the next backward on that bucket comes last.

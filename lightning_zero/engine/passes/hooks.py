@@ -89,7 +89,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Hook calls of ``target``, the unit's module. Our pre-hook runs first, so that users' hooks see weights."""
+        """Hook calls of ``target``, the unit's module. Our pre-hook runs first: users' hooks see gathered weights."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -156,7 +156,7 @@ class Hooks:
         self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
-        """Make ``module`` call ``refuse`` before state dicts, conversions, copies and pickles of placeholders."""
+        """Make ``module`` call ``refuse`` before a state dict, conversion, copy or pickle would see placeholders."""
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
@@ -246,7 +246,7 @@ class Hooks:
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
-        """Hook the inputs of a unit with frozen weights: the unit may be resharded after their gradients arrive."""
+        """Hook the inputs of a unit with frozen weights: it must stay gathered until the inputs' gradients arrive."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
             # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.
@@ -315,8 +315,8 @@ class Hooks:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether a backward may follow a call in whose results no tensor that requires a gradient was found. It
-        may if inputs or weights require gradients."""
+        """Return whether a backward can follow a call although no result that requires a gradient was found. It can if
+        inputs or weights require gradients: the results may be in an object that was not searched."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))

@@ -175,7 +175,7 @@ class Passes:
         root.unshard_wait()
 
     def recover(self, what: str = "going on after an exception") -> None:
-        """Resynchronize the ranks if an exception has ended a pass. ``what``: the purpose, for errors. Collective."""
+        """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
         if self.aborted:
             # ``resume`` compares the ranks' numbers of operations. How many param syncs a rank has issued depends on
             # its worker thread, so each rank issues all param syncs first: equal numbers then mean equal operations.
@@ -244,7 +244,7 @@ class Passes:
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass, if any: of a step without a backward, or opened after a step's last backward. Collective."""
+        """End the pass that is still open, if any. If an exception has ended its backward, abort it. Collective."""
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -269,7 +269,7 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Gather replicated parameters again, unit by unit, when masters of ``changed`` buckets are new. Collective.
+        """Gather replicated parameters again, unit by unit, after the buckets ``changed`` got new masters. Collective.
 
         The next forward waits for these gathers. In an open pass this method itself waits for the root's.
         """
@@ -297,7 +297,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """After an optimizer step outside of :meth:`scope`, number the passes that follow from 0 again."""
+        """After an optimizer step outside of :meth:`scope`, number the following passes from 0 again."""
         if self._scope is None:
             self._ordinal = 0
 
@@ -324,8 +324,8 @@ class Passes:
         self.order.acquire(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
-        """Reshard ``unit`` after its module's forward, if the plan lets it. End a pass that this call opened, unless a
-        backward follows."""
+        """Reshard ``unit`` after its module's forward, unless it must stay gathered. End the pass if this module call
+        has opened it and no backward follows."""
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
@@ -343,7 +343,7 @@ class Passes:
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost module call has raised. Inside :meth:`scope`, :meth:`scope` does that."""
+        """Abort the pass after the outermost module call has raised. Inside :meth:`scope` leave this to the scope."""
         if self._scope is None:
             self.abort()
 
@@ -384,13 +384,14 @@ class Passes:
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients unreduced in the body, at stages 0 and 1. ConfigError under ``grad_comm_dtype=bf16``."""
+        """Return a context in which backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do.
+        Raises ConfigError if gradients that accumulate in fp32 would be sent in bf16."""
         check_accumulation(self.config)
         return self.reducer.no_sync()
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
-        """Prepare units, gradients and the reducer for a backward. ``explicit``: the caller will tell when it ends."""
+        """Prepare units, gradients and the reducer for a backward. ``explicit``: the caller will end the backward."""
         if self.key is None:
             key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
@@ -412,7 +413,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward at its first hook, unless :meth:`backward_scope` has. All hooks in a backward call this."""
+        """Start a backward at its first hook, unless :meth:`backward_scope` has started it. All its hooks call this."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -429,7 +430,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Pass gradients of backwards in the body to ``look(info, grad)`` and store none for steps. Collective."""
+        """Give gradients of backwards in the body to ``look(info, grad)``, and do not store them. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -459,14 +460,15 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Note that one ``call``'s input gradients have arrived. Reshard ``unit`` if it awaits no other gradients."""
+        """Note that gradients of all inputs of the module call ``call`` have arrived. Reshard ``unit`` if it awaits no
+        other gradients."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
         """Pass one gradient to the reducer, and reshard ``unit`` after its last gradient.
 
-        ``shown``: a user's hook has seen ``grad``. Raises RuntimeError if that hook should have seen a sum, not a part.
+        ``shown``: a user's hook has seen ``grad``. Raises RuntimeError if torch would have shown it a sum of gradients.
         """
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         sums = self.sums
@@ -494,7 +496,7 @@ class Passes:
 
     @contextlib.contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Sum gradients that arrive in the body in fp32. Then reduce each sum as if one backward had computed it."""
+        """Add up the gradients that arrive in the body, in fp32. Afterwards handle each sum as one new gradient."""
         self.backward_begins()
         before, self.sums = self.sums, GradSums()
         try:
@@ -513,7 +515,7 @@ class Passes:
             self.order.release(unit)
 
     def _graph_task_gone(self) -> None:
-        """Set ``param.grad`` again after an exception ended ``loss.backward()``: else ``zero_grad`` goes unnoticed."""
+        """After an exception in ``loss.backward()`` set ``param.grad`` again: else ``zero_grad`` would go unnoticed."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 

@@ -79,7 +79,7 @@ class UnitForward:
 class BuffersAgain:
     """Keeps recomputed forwards from changing a module's buffers twice: they change copies.
 
-    Buffers of torch's norms are known by class, because their changes do not raise the buffers' versions.
+    Buffers of torch's norm modules in training always count as changed: changes do not increment their ``_version``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,7 +101,8 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Run the body, a recomputation, on copies of the noted buffers. Its backward may read the changed copies."""
+        """Run the body, a recomputation, on copies of the buffers that :meth:`first` noted. The recomputed graph can
+        read the changed copies later."""
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()
@@ -117,7 +118,7 @@ class BuffersAgain:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Raise a ConfigError if the settings ask to recompute or compile blocks and there are no blocks."""
+    """Raise a ConfigError if ``config`` asks to recompute or compile blocks, and ``blocks`` is empty."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"
@@ -134,7 +135,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward under activation checkpointing. ``keeping()``: a context for saving the unit's inputs."""
+    """Runs a unit's forward under activation checkpointing. Saves the unit's inputs in the context ``keeping()``."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
@@ -154,8 +155,8 @@ class Recomputation:
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Replace empty transformers key-value caches by None in the arguments of a ``block``.
 
-    Models create one for each call without ``use_cache=False``, and a second forward would add to it. transformers' own
-    checkpoints do the same, except for blocks that only read the cache.
+    Models create a cache in each call without ``use_cache=False``, and a second forward would add to it. transformers'
+    own checkpoints also replace it, except for blocks that only read the cache.
     """
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     if getattr(block, "_can_checkpoint_with_cache", False):

@@ -74,8 +74,8 @@ class SavedWeights:
     def alone(self) -> bool:
         """Return whether no other saved-tensor hooks are active.
 
-        A checkpoint counts the tensors that its hooks see, in the forward and in the recomputation. Ours could make the
-        counts differ.
+        A checkpoint counts the tensors that its hooks see, in the forward and in the recomputation. Our hooks could
+        make the two counts differ.
         """
         outer = _autograd._top_saved_tensors_default_hooks(True)
         return outer is None or outer[0] == self._pack

@@ -100,7 +100,7 @@ class ShardedGrad(Tensor):
         return incoming
 
     def whole(self) -> Tensor:
-        """Return the values: gathered into a new tensor, or the ones a view shows. Collective, except for views."""
+        """Return the whole gradient: gathered into a new tensor, or what a view holds. Collective, except for views."""
         return self.owner.gather(self.info) if self.gathered is None else self.gathered
 
     @property
@@ -292,7 +292,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Set ``param.grad`` to None and leave it to the caller inside the ``with``; restore it afterwards."""
+        """During the body ``param.grad`` of ``infos`` is None, and the engine ignores it. Afterwards it is restored."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -310,7 +310,7 @@ class ShardedGrads:
             self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of these parameters, and drop cached norms, because gradients may have changed."""
+        """Set ``param.grad`` of the parameters ``infos``. Drop cached norms, because gradients may have changed."""
         self.norms.tables.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for info in infos:
@@ -330,13 +330,13 @@ class ShardedGrads:
                 grad.added = False
 
     def finish_pending(self) -> None:
-        """Finish pending work before a read of gradients: steps under way, failed backwards, and clears by users."""
+        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
         self._forget_failed()
         self._after_step.wait_for_steps()
         self.forget_cleared()
 
     def forget_cleared(self) -> None:
-        """Drop gradients that users have cleared (``param.grad = None``) since they were placed."""
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None."""
         for bucket, grads in () if self._aside else self._grads.items():
             if not grads.used and not bucket.grad_store.is_there:
                 continue
@@ -370,7 +370,7 @@ class ShardedGrads:
 
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
-        """Apply an in-place elementwise method to this rank's fragment. ``numbers``: its arguments; tensors are 0-d.
+        """Apply an in-place ``method`` with arguments ``numbers`` (0-d if tensors) to this rank's fragment of ``grad``.
 
         Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet.
         """
@@ -458,7 +458,8 @@ class ShardedGrads:
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of this rank's parts of reduced gradients. Skips a bucket if ``but(bucket, slots)`` is true."""
+        """Return views of this rank's parts of the reduced gradients at ``places``. Skips a bucket if ``but(bucket,
+        slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
         self.finish_pending()

@@ -24,7 +24,7 @@ _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, held weakly, and makes state dict methods raise."""
+    """Replaces an optimizer's `step` by the bound method `step`, held weakly. Its state dict methods then raise."""
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
@@ -67,7 +67,7 @@ def _weak(step: Any) -> Step:
 
 
 def _step_of(given: object, engine: Step) -> Callable[..., object]:
-    """Return a `step` method that calls `engine`. If a learning-rate scheduler has marked `given`, mark it too."""
+    """Return a `step` that calls `engine`. It gets the mark that a learning-rate scheduler has set on `given`."""
 
     def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
         return engine(closure)
@@ -127,7 +127,7 @@ class AroundStep:
 
     @outside_autograd
     def ends(self, changed: set[Bucket], stepped: Sequence[ParamInfo]) -> None:
-        """Raise autograd versions of the `stepped` parameters, and schedule the gathers after a step. Collective.
+        """Raise autograd versions of the `stepped` parameters, and schedule the gathers after the step. Collective.
 
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """

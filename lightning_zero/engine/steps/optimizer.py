@@ -63,7 +63,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Return bucket and record of each parameter, by param group. Raises ConfigError if one is not sharded."""
+        """Return (bucket, record) of each parameter, by param group. Raises ConfigError if one is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
@@ -88,7 +88,7 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure, if any, on the user's own param groups, then step the shards. Collective."""
+        """Run the closure on the user's param groups, then step the shards. Return the closure's result. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
@@ -132,22 +132,22 @@ class Stepper(ABC):
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Return the optimizer state that this rank saves, by slot, with a :class:`Leaf` for each tensor of `parts`.
+        """Return the optimizer state that this rank saves, by slot. A :class:`Leaf` stands for each tensor of `parts`.
 
         Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
-        parameters is saved by every rank that has it, with `once` by the first rank only.
+        parameters is saved by every rank that has it. With `once` only the first rank saves it.
         """
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, start in the parameter, values) that this rank saves. The storage may be closed."""
+        """Yield (slot, state name, start in the parameter, values) of what this rank saves. Opens no storage."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Gather the state tensors in `slots` (the same on all ranks); yield (slot, leaf, whole tensor). Collective."""
+        """Gather the state tensors in `slots`, equal on all ranks. Yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
-        """Raise ConfigError if a shape in `state` does not fit the parameter. `what` names the state's source."""
+        """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""
         return
 
     @abstractmethod
@@ -156,13 +156,13 @@ class Stepper(ABC):
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all optimizer state by this rank's part of `states`: whole tensors and plain values by parameter."""
+        """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values."""
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for a bucket; none before its first step."""
+        """Yield the bytes of each state tensor that this rank has for a bucket. Before a first step there are none."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
@@ -173,7 +173,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return this rank's state bytes for parameters that are stepped whole: now, or under another `plan`."""
+        """Return this rank's bytes of state of parameters that are stepped whole. `plan`: None is the present plan."""
         return 0
 
     def step_peak(self) -> int:
@@ -333,7 +333,7 @@ class ShardedOptimizer(Stepper):
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Open the storages for a step in this thread; after the step, update the compute parameters."""
+        """Open the buckets' storages for a step in this thread. At the end update the compute parameters."""
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 stack.enter_context(opened(bucket.storage, changed=True))
@@ -385,7 +385,8 @@ class ShardedOptimizer(Stepper):
     ) -> Iterator[None]:
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
 
-        Runs for :meth:`_step_in_pieces` are stepped at once. `claimed`: the gradient that a job of one bucket claimed.
+        Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed` is the gradient
+        that an offloaded step has claimed. Its bucket is then the only one.
         """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
@@ -434,7 +435,7 @@ class ShardedOptimizer(Stepper):
         runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
         memory: PieceMemory,
     ) -> None:
-        """Step `runs` a chunk of elements at a time: they need another dtype, low-bit state, or scaled gradients."""
+        """Step `runs` a chunk of elements at a time, as they need another dtype, low-bit state, or scaled gradients."""
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:

@@ -35,7 +35,7 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a bucket's runs were cut by: the param group of each slot, the stepped slots (None: all), the master."""
+    """What a bucket's runs were cut by: the param group of each slot, the stepped slots (None: all), the masters."""
 
     groups: dict[int, int]
     active: set[int] | None
@@ -88,7 +88,7 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket into runs for a step of `active` slots, and count the step. `groups`: param group by slot."""
+        """Cut a bucket into runs for a step of the slots `active`. Count the step. `groups`: param group by slot."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -169,7 +169,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut runs from a bucket's new owned range, and take their state from whole `states`. Step counts stay."""
+        """Cut runs from a bucket's new owned range. Cut their state out of whole tensors in `states`. Steps stay."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -179,7 +179,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield this rank's fragments of parameters with their state; element-wise tensors as :class:`FlatSlice`."""
+        """Yield each of this rank's parts of parameters with its state. Element-wise tensors are :class:`FlatSlice`."""
         for run in self.of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
@@ -201,7 +201,7 @@ class Runs:
         return found
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
-        """Replace all optimizer state by this rank's part of `states`: plain values and whole tensors by parameter.
+        """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values.
 
         Existing tensors for the same elements are reused, so that two sets are never in memory.
         """
@@ -275,7 +275,7 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Copy a value that is not per element (a step count): to `target`'s device if it was on `source`'s."""
+    """Copy a value that is not per element (a step count), to `target`'s device if it is on `source`'s."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device

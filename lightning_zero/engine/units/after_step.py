@@ -33,7 +33,7 @@ from lightning_zero.ranks.waits import goes_on_in_waits
 
 
 class StepJob(NamedTuple):
-    """The step of one bucket. `run` does the arithmetic while the bucket's storage is open."""
+    """The offloaded step of one bucket. `run` does the arithmetic while the bucket's storage is open."""
 
     bucket: Bucket
     run: Callable[[], None]
@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Return how many threads run steps on a rank with `share` cores: one fewer (for transfers) if more than two."""
+    """Return how many threads a rank's steps use: its `share` of cores. Of more than two, one is left for transfers."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -63,7 +63,7 @@ class StepWorker:
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
-        """Queue jobs. Each completes its bucket's awaited step. Steps overwrite GPU memory only after `event`."""
+        """Queue `jobs`. A job's end completes its bucket's `awaited_step`. Jobs write to the GPU only after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]
         if not queued:
@@ -118,7 +118,7 @@ class StepWorker:
             raise
 
     def _next_or_stop(self, storage: MasterStorage) -> _Queued | None:
-        """Return the next job. If there is none, wait for the write of `storage`, then look again before stopping."""
+        """Return the next job. If none is queued, wait until `storage` is written, and look again. None: stop."""
         if (following := self._take()) is None:
             storage.wait_for_rest()
             with self._lock:
@@ -127,7 +127,7 @@ class StepWorker:
         return following
 
     def _fail(self, error: BaseException, *taken: _Queued | None) -> None:
-        """End all jobs with `error`. Jobs that are queued later end with it too."""
+        """End with `error` all queued jobs, the jobs `taken` from the queue, and jobs that are submitted later."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
@@ -138,7 +138,7 @@ class StepWorker:
                 queued.future.set_exception(error)
 
     def wait(self) -> None:
-        """Wait for all jobs. Once a step has failed every wait raises its error, because masters are half stepped."""
+        """Wait for all jobs. After a failed step every wait raises its error, because masters are half stepped."""
         if self._last is not None:
             with recording.stands("step", "offloaded steps", on_host=True):
                 self._last.result()
@@ -153,7 +153,7 @@ class StepWorker:
 
 
 class AfterStep:
-    """Runs one engine's offloaded steps, and issues the param syncs after steps. Steps use `threads` torch threads."""
+    """Runs one engine's offloaded steps with `threads` torch threads. Issues param syncs (gathers after steps)."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams, threads: int) -> None:
         self._units = units
@@ -186,7 +186,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of `changed` buckets, whose masters are new or will be after steps. Collective."""
+        """Schedule param syncs of `changed` buckets, whose masters are new or will be after their steps. Collective."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
             synced = [b for b in buckets if b.gathers_after_step]
@@ -209,10 +209,10 @@ class AfterStep:
         self.sync_params()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue pending param syncs: up to the unit `needed` after waits for their steps, then those with ended steps.
+        """Issue the pending param syncs whose steps have ended. Up to the unit `needed`, wait for the steps first.
 
-        All ranks issue them in the order of units, as gathers on one group require. How many a call issues may differ
-        between ranks.
+        All ranks issue them in the order of units, as gathers on one group require. How many of them one call issues
+        can differ between ranks.
         """
         if self._failed is not None:
             raise self._failed
@@ -234,7 +234,7 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue param syncs whose steps have ended; return whether some are left. Called in waits for other ranks."""
+        """Issue param syncs whose steps have ended. Return whether any are left. Called in waits for other ranks."""
         if self._failed is not None or self._issuing:
             return False
         try:
@@ -244,7 +244,7 @@ class AfterStep:
         return bool(self._pending_syncs)
 
     def wait_for_steps(self) -> None:
-        """Wait for offloaded steps, which use their gradients until they end."""
+        """Wait for offloaded steps and their writes to files. A step uses its bucket's gradient until it ends."""
         if self._failed is not None:
             raise self._failed
         if self._worker is not None:
@@ -266,7 +266,7 @@ class AfterStep:
             self.sync_params(self._pending_syncs[0][0])
 
     def wait_for_all(self) -> None:
-        """Wait for steps, param syncs and all other gathers, before masters are read or changed."""
+        """Wait for steps, param syncs and all other gathers. Called before masters are read or changed."""
         self.flush()
         for unit in self._units:
             unit.unshard_wait()

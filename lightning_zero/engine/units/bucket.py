@@ -37,7 +37,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
-    """Tracks a bucket's offloaded step from its submission: until `wait` only the step may use the bucket's masters.
+    """Tracks a bucket's offloaded step. From its submission until `wait` returns, only the step may use the masters.
 
     On a GPU the step overwrites device memory only after `event`, which is recorded when the step is submitted.
     """
@@ -77,7 +77,7 @@ _AT_ONCE = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtype of each role of a bucket.
+    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state.
 
     Gradients are summed in `reduce`. They are sent in `wire`, which is `reduce`, or `compute` where that loses no bit.
     With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
@@ -176,7 +176,7 @@ class Bucket:
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """This rank's shard, as a slice of the owned range. Sums over ranks of such slices count each element once."""
+        """This rank's shard, as a slice of the owned range. A sum over all ranks' shards counts each element once."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -185,11 +185,11 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Reduced gradient [owned numel] in grad_dtype. The host waits for a copy to host memory that is under way."""
+        """Reduced gradient [owned numel] in grad_dtype, or None. Reading it waits for its copy to host memory."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """Return this rank's part of one parameter's reduced gradient, or None if this rank has none."""
+        """Return this rank's part of the reduced gradient of the parameter at `slot`, or None if it has no part."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -202,14 +202,14 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Fill the full buffer from all ranks' first `values` [owned numel], if it stays gathered. Collective."""
+        """If the bucket stays gathered, fill the full buffer from all ranks' `values` [owned numel]. Collective."""
         if not self.reshards:
             self._own_part.copy_(values)
             if self.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make the storage and the stores from masters `values` [owned numel]. The storage may use their memory."""
+        """Make storage and stores from the masters `values` [owned numel]. The storage can take over their memory."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -259,11 +259,11 @@ class Bucket:
     ) -> None:
         """Move the bucket to another `plan` of the same layout, without messages. Then call :meth:`show_at_rest`.
 
-        The caller frees the old storage, which is open, and moves the optimizer state.
+        The old storage must be open. The caller frees it afterwards, and moves the optimizer state.
 
         Args:
-            values: Masters of the range that is owned under `plan`.
-            keeps_storage, keeps_grad: The present storage or gradient store fits `plan`.
+            values: Masters of the range that this rank owns under `plan`.
+            keeps_storage, keeps_grad: Whether the present storage, and gradient store, stay in use under `plan`.
             grad: Reduced gradient [owned numel] of the new range, or None.
         """
         self._tiers = tiers
@@ -287,7 +287,7 @@ class Bucket:
             before.free()
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
-        """Point the parameters at values or placeholders after :meth:`rest_as`, with the same `values`. Collective.
+        """Point the parameters at values or placeholders, after :meth:`rest_as` with the same `values`. Collective.
 
         With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather.
         """
@@ -319,7 +319,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
-        """Record the body's copy between tiers to `target`; on a device without streams also the host's wait for it."""
+        """Record the copy between tiers to `target` that the body makes. Without streams record the host's wait too."""
         recording.moved(lane, target.nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
@@ -363,7 +363,7 @@ class Bucket:
                 master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     def write(self, info: ParamInfo, value: Tensor) -> None:
-        """Write a whole parameter: this rank's part to the masters, all to the full buffer if that stays gathered."""
+        """Write a whole parameter: this rank's part to the masters, and all to `full` if the bucket stays gathered."""
         self.write_master(info, value.detach())
         if not self.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
             assert info.gathered is not None
@@ -373,9 +373,9 @@ class Bucket:
     # -- gathered values ------------------------------------------------------------------------------------------
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of compute parameters; with `of_node`, of slices that this node's ranks kept. Collective.
+        """Issue the gather of compute parameters, with `of_node` from slices that this node's ranks kept. Collective.
 
-        On a device with streams, :func:`gather_together` gathers the buckets that rest on the device instead.
+        On a device with streams, :func:`gather_together` is used instead for buckets that rest on the device.
         """
         if of_node:
             data, label = self.prepare_gather(of_node=True)
@@ -420,7 +420,7 @@ class Bucket:
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
         """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective.
 
-        `own` has pairs of a start in the owned range and values. Elements that no rank has are zero.
+        `own` has pairs (start in the owned range, values). Elements for which no rank has values are zero.
         """
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
@@ -443,7 +443,7 @@ class Bucket:
             set_values(self.params, self._placeholders, "absent")
 
     def show_plain(self, values: Iterable[Tensor]) -> None:
-        """Point the parameters at `values`, one for each, as plain parameters, until :meth:`hide_plain`."""
+        """Make the parameters plain, with one tensor of `values` each as its data, until :meth:`hide_plain`."""
         self.is_plain = True
         self._values_are(here=True)
         set_values(self.params, values, "plain")
@@ -471,7 +471,7 @@ class Bucket:
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of several buckets as one message. Collective.
 
-    The device must have streams, and all buckets or none reshard. `of_node`: gather the slices kept for the node.
+    The device must have streams. All `buckets` reshard, or none does. `of_node`: gather the slices kept for the node.
     """
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,

@@ -1,7 +1,7 @@
 """Build the units of a module from their descriptions, and fill their buckets with rank 0's values.
 
 Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
-get rank 0's values at the start and before steps, as under DDP. In between ranks may differ.
+get rank 0's values at the start and before steps, as under DDP. In between they can differ between ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give `param` the memory of `value` on another device. Class, attributes, hooks and weak references stay."""
+    """Give `param` the memory of `value` on another device. Its class, attributes, hooks and weak references stay."""
     if torch._has_compatible_shallow_copy_type(param, value):
         grad, param.grad = param.grad, None
         param.data = value
@@ -112,7 +112,7 @@ def move_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of `unit` with their names, without the modules of units nested in it."""
+    """Yield (name, module) for each module of `unit`, except those that belong to units nested in it."""
     for name, inner in module.named_modules():
         parts = name.split(".") if name else []
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
@@ -129,7 +129,7 @@ def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values, floating-point ones in `dtype`. Collective."""
+    """Move all buffers to the engine's device with rank 0's values; floats take `dtype`, unless None. Collective."""
     moved: dict[int, Tensor] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
@@ -157,7 +157,7 @@ class BufferSync:
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
-        """List all buffers with their versions. A write in place raises the version; an inference tensor has none."""
+        """List all buffers with their versions, which a write in place raises. Inference tensors have none: -1."""
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
     @outside_autograd
@@ -198,8 +198,8 @@ def build_units(
 ) -> list[Unit]:
     """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
 
-    `rows` has the tiers of each unit, and `sources` first values by name, of which a rank reads its own parts. Raises
-    ConfigError for meta modules without `reset_parameters` and sources, and for a full disk on any rank.
+    `rows` has the tiers of each unit. `sources` has first values by name, of which a rank reads its own parts. Raises
+    ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
@@ -242,7 +242,7 @@ def _build_buckets(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Fill the bucket with unrounded first values: from `sources`, or else rank 0's. Collective."""
+    """Fill the bucket with first values: those in `sources`, and rank 0's for all other parameters. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     found = {info.slot: sources[fqn] for info in bucket.params for fqn in info.fqns[::-1] if fqn in sources}
     if comm.device.type == "meta":
@@ -277,7 +277,7 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
 
 
 def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
-    """Read this rank's parts of the first values `found` (by slot) into `own` [owned numel]."""
+    """Read this rank's parts of the first values `found` (by the parameters' slots) into `own` [owned numel]."""
     for fragment in bucket.owned_fragments():
         if fragment.index in found:
             target = own[fragment.start : fragment.start + fragment.numel]

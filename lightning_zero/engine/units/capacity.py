@@ -1,4 +1,4 @@
-"""Choose and make the tiers of an engine, after a check that the tiers have enough free bytes.
+"""Choose and make the tiers (host memory, files) of an engine, after a check that they have enough free bytes.
 
 Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has, so
 all ranks raise the same error.
@@ -52,10 +52,10 @@ _NONE = Tiers()
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Choose on which tiers each unit rests (a `TierRow`), and make these tiers. Return tiers and choices. Collective.
+    """Choose the tiers on which each unit rests, and make them. Return them and a `TierRow` per unit. Collective.
 
     `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
-    parameters, or the folder for files cannot be used.
+    parameters, or if the folder for files cannot be used.
     """
     offload = config.offload
     path = path_of(offload, comm, share)
@@ -89,7 +89,7 @@ def choose_rows(
     path: str | None,
     held: memory.Bytes | None = None,
 ) -> list[TierRow]:
-    """Choose the tiers on which each unit rests. `held`: bytes that this rank holds now and will free. Collective."""
+    """Return the tiers on which each unit is to rest. `held`: bytes that this rank holds now and frees. Collective."""
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
@@ -104,7 +104,7 @@ def with_ways(
     share: Share,
     before: Tiers = _NONE,
 ) -> Tiers:
-    """Make :class:`Tiers` of `host` and `nvme`, with threads and buffers for copies, if possible those of `before`."""
+    """Return :class:`Tiers` of `host`, `nvme` and helpers that copy. Reuse the landing and the sender of `before`."""
     landing = sender = read_ahead = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
@@ -125,9 +125,9 @@ def _files(
     needed: int,
     held: int = 0,
 ) -> NvmeTier:
-    """Return `before` or, if None, a new file tier, after a check that `needed` bytes fit. Collective.
+    """Return the file tier `before`, or a new one if that is None. Check that `needed` bytes fit. Collective.
 
-    `before` has `held` of these bytes. Raises ConfigError if the folder cannot be used, or disk or budget is too small.
+    Of the `needed` bytes `before` has `held`. Raises ConfigError for an unusable folder or too small a disk or budget.
     """
     nvme = before
     if nvme is None:
@@ -191,10 +191,10 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check each rank's need against its budget or, without one, the summed needs of each host. Collective.
+    """Check that all ranks' needs fit their `budget` or, where that is None, the free memory of their host. Collective.
 
-    `needed` more bytes will rest beside the `held` bytes. `staging` bytes are transfer buffers, which the budget does
-    not count. Raises ConfigError, the same on all ranks.
+    This rank needs `needed` bytes more than the `held` bytes. The `staging` bytes are transfer buffers, which the
+    budget does not count. Raises ConfigError, the same on all ranks.
     """
     available = available_host_memory() - staging if budget is None else None
     check_free_memory(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
@@ -203,7 +203,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check the disk as :func:`check_host_memory` memory. `held`: bytes that stay in files; None: all. Collective."""
+    """Check a disk like :func:`check_host_memory`. `held`: bytes that stay in files; None: all in them. Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -211,7 +211,7 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """Return a key for a part of this host (a disk, a GPU), unique over hosts, and its name for messages."""
+    """Return (key, name) of a `part` of this host (a disk, a GPU): a key unique over hosts, and a name for messages."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -228,8 +228,8 @@ def check_free_memory(
 ) -> None:
     """Raise ConfigError on all ranks if the bytes that ranks need exceed a budget or the free bytes. Collective.
 
-    Ranks with equal `place` (of :func:`place_of`) share the `available` bytes; None: no limit. This rank reserved
-    `spare` bytes earlier and can reuse them.
+    Ranks with equal `place` (see :func:`place_of`) share the `available` bytes. None: no limit. This rank needs
+    `needed` bytes more than it has (`held`). It can reuse `spare` bytes that it reserved earlier.
     """
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
@@ -260,7 +260,10 @@ def placed(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Return byte budgets, equal on all ranks: the user's, else by the least free bytes of any rank. Collective."""
+    """Return byte budgets of the tiers, equal on all ranks. Collective.
+
+    They are the user's. Where the user gave none, the rank with fewest free bytes decides. `held` bytes count as free.
+    """
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
@@ -317,7 +320,7 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """The plan of a bucket and the optimizer state that it holds, before a restage."""
+    """A bucket before a restage: its plan, and the size of its optimizer state."""
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
@@ -337,8 +340,8 @@ def change_tiers(
 ) -> tuple[Tiers, list[BucketPlan]]:
     """Make the tiers for another `config` of a sharded module. Return them and a plan for each bucket. Collective.
 
-    Host memory and files are reused; the caller sets their budgets. `buckets` are in the order of `groups`. Raises
-    ConfigError, before any change, if bytes are lacking or the folder for files cannot be used.
+    Host memory and files of `before`, the present tiers, are reused. The caller sets their budgets. `buckets` are in
+    the order of `groups`. Raises ConfigError, before any change, if a tier lacks bytes or the folder cannot be used.
     """
     offload, accelerator = config.offload, comm.streams.accelerator
     path = path_of(offload, comm, share)
@@ -377,7 +380,7 @@ def change_tiers(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Sum this rank's bytes at rest over `buckets`: (plan, number of sharded state tensors, bytes of other state)."""
+    """Sum this rank's bytes at rest. `buckets` has (plan, number of sharded state tensors, bytes of other state)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

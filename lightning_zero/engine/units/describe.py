@@ -79,10 +79,10 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
-    """Describe the units of `module` and their buckets, the root first. The module may be on meta.
+    """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta.
 
-    Raises ConfigError for unknown units, lazy parameters, wrappers of other tensors (DTensors, quantised weights), and
-    CUDA graphs over parameters that are gathered and dropped.
+    Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
+    weights), and CUDA graphs over parameters that are gathered and dropped.
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -149,7 +149,7 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules whose class name matches a pattern. Under mixed precision their parameters keep fp32."""
+    """Yield modules whose class name matches one of `patterns`. Under mixed precision their parameters keep fp32."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
@@ -227,7 +227,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """Return `dtypes` with the dtype in which gradients are sent, as `zero.comm.grad_comm_dtype` asks for."""
+    """Return `dtypes` with `wire` (the dtype in which gradients are sent) as `zero.comm.grad_comm_dtype` asks."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
@@ -241,7 +241,7 @@ _Described = tuple[str, str, tuple[int, ...]]  # names; shape, dtype and unit in
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order, and use rank 0's strides. Collective.
+    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective.
 
     Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
     """
@@ -264,7 +264,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError unless all ranks found first values of the same tensors, those in `names`. Collective."""
+    """Raise ConfigError unless `names`, the tensors with first values, are the same on all ranks. Collective."""
     own = sorted(names)
     digest = hashlib.sha256(repr(own).encode()).digest()
     if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:

@@ -65,10 +65,10 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device. :class:`OnHost` has the same methods.
+    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory.
 
-    ``value`` is the gradient or None; a read waits for a copy to the host. ``memory`` is the tensor that the store has
-    allocated, on the host also while there is no gradient.
+    ``value`` is the gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the
+    tensor that the store has allocated. :class:`OnHost` keeps it while there is no gradient.
     """
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
@@ -85,7 +85,7 @@ class GradStore:
         return self.value
 
     def add(self, reduced: Tensor) -> None:
-        """Store a reduced gradient, in any dtype on the device, or add it to the gradient that is here already."""
+        """Store `reduced`, a gradient in any dtype on the device, or add it to the gradient that the store has."""
         if self.value is None:
             # A transport may return a view of its receive buffer, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
@@ -99,23 +99,23 @@ class GradStore:
         self.value = None
 
     def free(self) -> None:
-        """Free the gradient and the host memory reserved for it. The store is not used after that."""
+        """Free the gradient and the host memory reserved for it. The store cannot be used after that."""
         self.clear()
 
     def claim(self) -> Claimed:
-        """Return the present gradient for an offloaded step, which may run after the user has cleared gradients."""
+        """Return the present gradient for an offloaded step. The user can clear gradients before that step runs."""
         return Claimed(self._streams, self.value, None, None)
 
     def norm(self, norm_type: float) -> Tensor | None:
-        """Return the norm [0-d, on the device] computed before the copy to the host. None: compute it from `value`."""
+        """Return the gradient's norm [0-d, on the device] if it was computed before the copy to the host, else None."""
         return None
 
     def all_finite(self) -> Tensor | None:
-        """Return whether all elements were finite before the copy to the host: 0-d bool. None: look at `value`."""
+        """Return whether all elements are finite [0-d] if that was computed before the copy to the host, else None."""
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Return True and multiply the gradient by `factor()` at its next use; False: the caller must scale `value`."""
+        """Return True if the gradient will be multiplied by `factor()` at its next use. False: the caller scales it."""
         return False
 
 
@@ -131,8 +131,8 @@ class _Seen:
 class OnHost(GradStore):
     """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size.
 
-    The norms and the finite check that callers have asked for earlier are computed on the device before the copy. On
-    the host each would take another pass over memory after the backward.
+    Norms and finite checks that callers have asked for on earlier gradients are computed on the device before the copy.
+    On the host each would take another pass over memory after the backward.
     """
 
     is_there = False  # type: ignore[assignment]
@@ -177,7 +177,7 @@ class OnHost(GradStore):
         self.is_there = True
 
     def _bring(self, reduced: Tensor) -> None:
-        """Copy the first gradient of a step to host memory. The host does not wait."""
+        """Copy the first gradient of a step to host memory. On a device with streams the host does not wait."""
         if not self._streams.are_there:
             with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
                 self.memory.copy_(reduced)
@@ -226,7 +226,7 @@ class OnHost(GradStore):
 
 
 def _wait(streams: Streams, arrival: Event | Future[None]) -> None:
-    """Wait on the host for an event or for a future, and raise the future's error."""
+    """Wait on the host for `arrival`, an event or a future (None: nothing). Raise the error of a failed future."""
     if isinstance(arrival, Future):
         arrival.result()
     elif arrival is not None:
@@ -244,7 +244,7 @@ def make_grad_store(
 
 
 class Landing:
-    """Copies one engine's gradients to host memory, and adds those of further micro-batches to them in a thread.
+    """Adds an engine's gradients of further micro-batches, in a thread, to those of earlier ones in host memory.
 
     ::
 
@@ -256,7 +256,7 @@ class Landing:
     """
 
     def __init__(self, streams: Streams, threads: int) -> None:
-        """`threads` is the number of threads that torch's kernels use in the thread that adds."""
+        """`threads`: how many threads torch's kernels use inside the thread that adds gradients."""
         self.streams = streams
         self.asked_norms: set[float] = set()
         self.asked_finite = False
@@ -266,7 +266,7 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def look(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Compute, on the device, the norms and the finite check of `grad` that callers have asked for earlier."""
+        """Compute on the device the norms (by norm type) and finite check of `grad` that callers asked for earlier."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None
@@ -274,7 +274,7 @@ class Landing:
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
         """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
 
-        Earlier copies to `target` must be queued or over.
+        Earlier copies to `target` must have been queued before this call.
         """
         # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
         while self._under_way and (len(self._under_way) >= HELD or self._under_way[0][0].done()):

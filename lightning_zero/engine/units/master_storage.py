@@ -55,7 +55,7 @@ class Tiers:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, *, but: Tiers | None = None) -> None:
-        """Close the tiers and helpers, except those that `but` uses too. May be called twice."""
+        """Close the tiers and helpers, except those that `but` uses too. It can be called twice."""
         if os.getpid() != self.pid:  # a forked child would remove its parent's files and locks
             return
         kept = () if but is None else but._parts()
@@ -67,7 +67,7 @@ class Tiers:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # first the parts that use others
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
-        """Limit the bytes that this rank may hold. None: limited only by what is available."""
+        """Limit this rank's bytes in host memory and in files. None: only what is available limits them."""
         if self.host is not None:
             self.host.budget = host
         if self.nvme is not None:
@@ -75,9 +75,9 @@ class Tiers:
 
 
 class MasterStorage:
-    """Holds a bucket's masters [owned numel] and optimizer state on a tier. Read `master` while the storage is open.
+    """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master` is readable while it is open.
 
-    `changes` is replaced by another object whenever the masters may have changed.
+    `changes` becomes another object whenever the masters may have changed, so that comparing it shows a change.
     """
 
     keeps_state = False  # `attach_state` moves state to the tier
@@ -95,26 +95,26 @@ class MasterStorage:
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the master into `target` [owned numel] of any dtype on the device. The storage may be closed."""
+        """Copy the master into `target` [owned numel], of any dtype, on the device. Works on a closed storage too."""
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Note that a stream reads the master until `event`, for which writes then wait. None: no stream reads it."""
+        """Note that a stream reads the master until `event`. Later writes wait for that. None: no stream reads it."""
 
     def lend(self, reading: Future[None]) -> None:
         """Note that another thread reads the tensors until `reading` is done. Writing and freeing them wait for it."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
-        """End one `open`. The last `close` starts to write changed tensors to files. Pass `changed` after writes."""
+        """End one `open`. Pass `changed` if tensors have changed. The last `close` then starts to write files."""
 
     def wait_for_rest(self) -> None:
-        """Wait until a closed storage is written back to its files, then free the tensors' memory."""
+        """If the closed storage is being written to its files, wait for the end and free the tensors' memory."""
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move `states`, the optimizer state of `owner` (a :class:`Runs`), to the tier. The storage must be open.
+        """Move `states`, the optimizer state of `owner` (a :class:`Runs`), to this tier. The storage must be open.
 
-        Earlier states of `owner` are dropped. There are several owners if several optimizers step one master.
+        Earlier states of `owner` not among them are dropped. Each optimizer that steps the master has its own `owner`.
         """
 
     def free(self) -> None:
@@ -123,7 +123,7 @@ class MasterStorage:
 
 @contextlib.contextmanager
 def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open `storage` and yield the master; then close it and wait for the write to files. Pass `changed` to write."""
+    """Open `storage` and yield its master. `changed`: the body writes to it. The end waits for the write to files."""
     storage.open(to_write=changed)
     try:
         yield storage.master
@@ -151,7 +151,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in slabs of the host tier, always readable. It copies the values even if the device is the host."""
+    """A storage in the host tier's memory, always readable. It copies its values even if the device is the host."""
 
     keeps_state = True
 
@@ -175,7 +175,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move new states into slabs of the host tier. The optimizer keeps the same tensor objects."""
+        """Move those of `states` that are new into the host tier's memory. They stay the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -229,7 +229,7 @@ def _by_one_thread(method: _Method) -> _Method:
 
 
 class FileStorage(MasterStorage):
-    """A storage in files. Tensors have memory from `begin_open` until the `wait_for_rest` after `close`."""
+    """A storage in files. Its tensors have memory only while it is being read, is open, or is being written."""
 
     keeps_state = True
 
@@ -363,8 +363,8 @@ class FileStorage(MasterStorage):
 def make_storage(
     tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False
 ) -> MasterStorage:
-    """Make a storage of masters on `tier` from `values` [owned numel], in `dtype`. With `taken` the storage may use the
-    memory of `values`."""
+    """Make a storage of masters on `tier` from `values` [owned numel], in `dtype`. With `taken` a storage on the device
+    uses the memory of `values` if they have this dtype."""
     if tier is Tier.host:
         assert tiers.host is not None
         return HostStorage(tiers.host, label, values, dtype)
@@ -375,7 +375,7 @@ def make_storage(
 
 
 def copy_cast(source: Tensor, target: Tensor) -> None:
-    """Copy `source` to `target` in pieces, because a cast between devices would need a whole second copy.
+    """Copy `source` to `target`, with a cast if dtypes differ. Casts between devices go chunk by chunk, to save memory.
 
     Casts run on the device. The host waits for the end of a copy to host memory, because later readers and writers of
     that memory do not.
@@ -392,7 +392,7 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 
 
 class FlatSlice(NamedTuple):
-    """Adjacent elements of a flat tensor in a storage, such as those of a fragment. The tensor may rest in a file.
+    """Adjacent elements of `whole`, a flat tensor in a storage. While the storage is closed, they can lie in a file.
 
     With a `packed` format, `whole` has one row for each block of elements (optimizers/low_bits.py).
     """
@@ -414,13 +414,13 @@ class FlatSlice(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the first and the last row (exclusive) of `whole` that hold the elements."""
+        """Return (start, stop) of the rows of `whole` that hold the elements. If not packed, a row is one element."""
         if self.packed is None:
             return self.start, self.start + self.numel
         return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the values [numel] from `rows`, a copy of the slice's rows of `whole`, unpacked if they are packed."""
+        """Return the values [numel] in `rows`, which equal the rows of `whole` that hold them. Unpacks packed rows."""
         if self.packed is None:
             return rows
         first = self.start % BLOCK

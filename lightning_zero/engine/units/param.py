@@ -42,9 +42,9 @@ class Owner(Protocol):
     """The interface by which a parameter calls its engine when users' code reads or writes it."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
-        """Gather `params`, which hold placeholders; then return the result of `run`, the user's operation on them.
+        """Gather `params`, which hold placeholders. Then return the result of `run`, the user's operation on them.
 
-        Raises RuntimeError if they cannot be gathered now. It names the parameter and the call to make instead.
+        Raises RuntimeError if they cannot be gathered now. The message names the parameter and a call that helps.
         """
         ...
 
@@ -53,11 +53,11 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """Prepare a read of `param.data`: gather it and note a checksum, as users may write to the tensor unseen."""
+        """Prepare a read of `param.data`. Gather `param` and note its checksum, to find out later if the user wrote."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Write `value` to the masters for `param.data = value`. Return False if torch has to make the assignment."""
+        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign it."""
         ...
 
 
@@ -102,7 +102,7 @@ class _Owned:
 
 
 class _Absent:
-    """Base class of parameters that hold a placeholder: an operation that needs values asks the engine for them."""
+    """Base class of parameters that hold a placeholder. An operation that needs values asks the engine for them."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ class _Absent:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        """Return torch's own `grad`, without `__torch_function__`: with it a read takes ten times as long."""
+        """Return torch's own `grad`. `__torch_function__`, which takes ten times as long, is off meanwhile."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = get_grad(self)
         return grad
@@ -171,8 +171,8 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the class that ``param`` takes before sharding, while gathered, and while resharded. Classes with a
-    ``__torch_function__`` stay as they are."""
+    """Return the classes of ``param``: before sharding, while gathered, and while it holds a placeholder. These three
+    are the same if the class has a ``__torch_function__`` of its own."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
@@ -269,16 +269,16 @@ class ParamInfo:
             )
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Flatten `value` [shape], of any strides, to the order of the flat buffer: [numel]."""
+        """Return `value` [shape], which can have any strides, as [numel] in the element order of the flat buffer."""
         return value.permute(self.order).reshape(-1)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Return the dimensions in the order of memory, the slowest first."""
+        """Return the parameter's dimensions in memory order: the one with the largest stride first."""
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. Of a file, read only these."""
+        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. Of a file only these are read."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return
@@ -288,7 +288,7 @@ class ParamInfo:
 
 
 def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind) -> None:
-    """Set each parameter's `.data` to one of `values`, and its class to the one for `kind`."""
+    """Set each parameter's `.data` to its tensor in `values`, and its class to the one for `kind`."""
     for info, value in zip(infos, values, strict=True):
         # The plain class first: an absent parameter would ask the owner, who is calling this.
         info.param.__class__ = info.classes.plain
@@ -308,7 +308,7 @@ def values_changed(infos: Sequence[ParamInfo]) -> None:
 
 
 def strides_of(param: Tensor) -> tuple[int, ...]:
-    """Return the strides of `param` if its memory has neither gaps nor overlaps, else contiguous strides."""
+    """Return the strides of `param` if its memory has neither gaps nor overlaps, else those of a contiguous tensor."""
     expected = 1
     for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1:

@@ -44,7 +44,7 @@ class FlatBuffer:
         self.nbytes = self.data.numel() * self.data.element_size()
 
     def renew(self) -> None:
-        """Replace `data` by a tensor with new memory. Old views keep the old memory, so views must be made again."""
+        """Replace `data` by a tensor with new memory. The caller must make new views: old ones keep the old memory."""
         with torch.inference_mode(False):
             self.data = torch.empty_like(self.data)
 
@@ -53,7 +53,7 @@ class FlatBuffer:
         return self.data.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
-        """Allocate memory with undefined contents, unless the buffer has memory. Existing views get the memory too."""
+        """Allocate memory with undefined contents, unless the buffer has memory. Existing views use it too."""
         storage = self.data.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -66,14 +66,14 @@ class FlatBuffer:
             storage.resize_(0)
 
     def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
-        """Return a view of `shape` from element `start` on. It stays valid after `release` and `allocate`."""
+        """Return a view of `data` from element `start` on. After `release` and `allocate` the view is valid again."""
         if self.allocated:
             return self.data.as_strided(shape, strides, start)
         raise RuntimeError("views are made while the buffer has memory")
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make a placeholder for each shape: one NaN, expanded to the shape. The NaNs lie in one small tensor."""
+    """Make a placeholder for each shape: one NaN element, expanded to the shape. All NaNs lie in one small tensor."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
         cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
         return [cells[index].expand(shape) for index, shape in enumerate(shapes)]
@@ -87,12 +87,12 @@ class NodeShard:
         full    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |    shards of eight ranks, on two nodes
         kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
 
-    `values` [numel / ranks of the node] are kept from the unit's drop in the forward until the pass ends or masters
-    change; else they are None. The gather for the backward sends them in place of the shards.
+    `values` [numel / ranks of the node] is kept from the unit's drop in the forward until the pass ends or masters
+    change. At other times it is None. The gather for the backward sends these slices in place of the shards.
     """
 
     def __init__(self, numel: int, rank: int, size: int) -> None:
-        """`rank` is this rank's position among the `size` ranks of its node. With size 0 nothing is ever kept."""
+        """`rank` is this rank's position among the `size` ranks of its node. With `size` 0 no slice is ever kept."""
         each = numel // size if size else 0
         self._range = slice(rank * each, (rank + 1) * each)
         self.values: Tensor | None = None
@@ -110,12 +110,12 @@ class NodeShard:
         self.of(full).copy_(self.values)
 
     def becomes(self, full: Tensor) -> None:
-        """Update the kept slice, if any, from the changed values `full` [numel]."""
+        """If a slice is kept, update it from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
             self.values.copy_(self.of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
-        """Write `value`, a whole parameter that begins at element `start` of the bucket, to the kept slice, if any."""
+        """Write to the kept slice, if any, its part of `value`, a whole parameter. `start`: its start in the bucket."""
         first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
         if self.values is not None and first < last:
             low = self._range.start
@@ -125,7 +125,7 @@ class NodeShard:
 class ParamStore:
     """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype.
 
-    `memory` is the device memory that the store takes beside the full buffer and the storage, or None.
+    `memory` is the store's own tensor on the device. None: the parameters lie in another buffer or in a file.
     """
 
     memory: Tensor | None = None
@@ -138,21 +138,21 @@ class ParamStore:
         self.read(own)
 
     def read(self, target: Tensor) -> None:
-        """Copy the parameters, as cast from the masters, into `target`."""
+        """Copy the compute parameters (cast from the masters) into `target` [owned numel]."""
         raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
-        """Update the parameters from `master` after a step. `master` is readable, because the storage is open."""
+        """Update the parameters from `master` after a step. The caller has opened the masters' storage."""
 
     def wait_for_rest(self) -> None:
-        """Wait until the last update is written to its file, and raise the error of a failed write."""
+        """If parameters rest in a file, wait until the last update is written. Raise the error of a failed write."""
 
     def free(self) -> None:
-        """Free the store's memory or file space on its tier. The store is not used after that."""
+        """Free the store's memory or file space on its tier. The store cannot be used after that."""
 
 
 class InMasterStorage(ParamStore):
-    """Stores nothing: parameters are cast from the masters for each use; if frozen, the storage holds them uncast."""
+    """Stores nothing. For each use parameters are cast from the masters, or copied if frozen, in the same dtype."""
 
     def __init__(self, storage: MasterStorage) -> None:
         self._storage = storage
@@ -170,7 +170,7 @@ class FullIsMaster(InMasterStorage):
 
 
 class FullCopy(FullIsMaster):
-    """The full buffer is a copy of the masters. `read` uses the storage, because users may write to the buffer."""
+    """For a full buffer that is a copy of the masters. `read` uses the masters, as users may write to the buffer."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)
@@ -240,7 +240,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and give its buffer back: after its use, or because the file changes."""
+        """End a read ahead, if any, and give its buffer back. Called when the values were used, or the file changes."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

@@ -37,7 +37,7 @@ LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The buckets of a module, which are gathered and dropped at once. Reductions and steps run bucket by bucket."""
+    """The buckets of one submodule or the root, gathered and dropped together. Each is reduced and stepped alone."""
 
     name: str  # fqn of the module, "" for the root
     index: int
@@ -78,7 +78,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Update the unit's state after a restage has given its buckets new plans. No gather is under way."""
+        """Update the unit's state after a restage has given its buckets new plans. No gather must be under way."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -106,7 +106,7 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of `buckets` after a step, and show placeholders until they arrive. Collective."""
+        """Issue the gathers of `buckets` after a step. Until these end, parameters show placeholders. Collective."""
         self.unshard_wait()  # for an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
@@ -143,7 +143,7 @@ class Unit:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Free the gathered values. Views that autograd saved stay valid: the next gather fills their memory again."""
+        """Free the gathered values. Views that autograd saved are valid again after the next gather."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -165,11 +165,11 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward: under `node_backward` each drop keeps a slice for gathers in the node."""
+        """Begin a pass with a backward. Under `hybrid_shard=node_backward` drops in it keep slices for the node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """Drop the unit and its node slices at a pass's end. After an exception `deadline` is for `abandon`."""
+        """End a pass: drop the unit and its node slices. `deadline`: only after an exception, for :meth:`abandon`."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:
@@ -185,7 +185,7 @@ class Unit:
             bucket.node_shard.values = None
 
     def serve(self) -> None:
-        """Send this rank's slices for a gather that other ranks need while the unit is gathered here. Collective."""
+        """Take part in a gather that other ranks need, although the unit is gathered on this rank. Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
@@ -209,7 +209,7 @@ class Unit:
 
 
 class Units(list[Unit]):
-    """The units of one module: first the root, then in the order of ``named_modules``."""
+    """The units of one module: first the root, then the others in the order of ``named_modules``."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         super().__init__(units)

@@ -55,12 +55,12 @@ class Division(NamedTuple):
 
 
 def first_size(value: object) -> int | None:
-    """Return the first dimension of the first tensor in ``value`` that is not 0-d."""
+    """Return the size of the first dimension of the first tensor in ``value`` that is not 0-d. None: there is none."""
     return next((tensor.shape[0] for tensor in find_tensors(value) if tensor.ndim), None)
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks of the batch. ``size``: samples in it; None: unknown."""
+    """Divides the arguments of one call into ``count`` chunks of its batch of ``size`` samples. None: size unknown."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
@@ -125,7 +125,7 @@ class Inputs:
         return args, kwargs
 
     def call(self, function: Callable[..., object], given: Sequence[Tensor]) -> object:
-        """Call ``function`` on its arguments with tensors ``given``. Raises CannotDivide if it changes an argument."""
+        """Call ``function`` with these arguments, but with tensors ``given``. Raises CannotDivide if it changes any."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
         result = function(*args, **kwargs)
@@ -141,7 +141,7 @@ class Inputs:
         return result
 
     def _state_of_objects(self) -> list[tuple[int, int]]:
-        """Return ids and versions of tensors inside objects, to detect changes."""
+        """Return ids and versions of the tensors inside objects among the arguments, to detect changes of them."""
         return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
 
@@ -162,7 +162,7 @@ def same_form(one: object, other: object) -> bool:
 
 @contextlib.contextmanager
 def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
-    """Add to exceptions of the body that ``title`` was run in chunks, and to a CannotDivide the advice ``help``."""
+    """Add to exceptions of the body that ``title`` was run in chunks. A CannotDivide also gets the advice ``help``."""
     try:
         yield
     except CannotDivide as error:
@@ -223,7 +223,7 @@ class Modes:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Apply the saved modes, without a cast cache: a weight cast without a graph would get no gradient."""
+        """Apply the saved modes. Autocast's cache is off, as a weight cast without a graph would get no gradient."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._kinds:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
@@ -292,7 +292,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run each chunk again and then its backward. ``grads``: of the results. Returns gradients of the inputs."""
+        """Run each chunk again and then its backward. ``grads`` are of the results. Return gradients of ``tensors``."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self.title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
@@ -328,7 +328,10 @@ class Chunked:
             torch.autograd.backward(roots, of_roots)
 
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
-        """Add chunk ``index``'s ``grad`` of input ``whole`` to ``total``: as its slice, or (undivided) in fp32."""
+        """Add the gradient that chunk ``index`` has for the input ``whole`` to ``total``, and return the new total.
+
+        A divided input gets it at the chunk's slice. Gradients of an undivided input are summed in fp32.
+        """
         if not self.inputs.divided[number]:
             return (
                 grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)

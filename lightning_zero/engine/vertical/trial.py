@@ -134,7 +134,7 @@ class Trial:
         ) from failed
 
     def _sets(self, first: Division | None) -> Iterator[tuple[bool, ...]]:
-        """Yield sets of inputs to divide (a flag for each): ``first``, then by number of inputs, large inputs first."""
+        """Yield sets of inputs to divide (a flag for each): ``first``, then sets by size. Large inputs go first."""
         if first is not None:
             yield first.divided
         found = sorted(self._inputs.candidates, key=lambda number: -self._inputs.tensors[number].numel())
@@ -143,7 +143,7 @@ class Trial:
                 yield tuple(number in chosen for number in range(len(self._inputs.tensors)))
 
     def _copy(self, number: int) -> Tensor:
-        """Return an input for the trial. If its rows are equal, add random values: a wrong division must show."""
+        """Return input ``number`` for the trial. If its rows are all equal, add random values, so that errors show."""
         tensor = self._inputs.tensors[number]
         if number not in self._inputs.candidates or not tensor.is_floating_point():
             return tensor
@@ -202,7 +202,7 @@ class Trial:
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
     """Return whether ``both``, a result for two parts, concatenates ``one`` and ``other``, the results for each part.
 
-    If not, it is one value for the whole batch (a loss). Raises _Unequal if it is neither.
+    Return False if it is one value for the whole batch (a loss). Raises _Unequal if it is neither.
     """
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")

@@ -57,7 +57,7 @@ class Vertical:
 
     @contextlib.contextmanager
     def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
-        """Take the batch size of a step from ``batch``. Raises ConfigError if a training batch cannot be divided."""
+        """In the ``with`` units use the size of ``batch``. Raises ConfigError if a training batch cannot be divided."""
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Vertical:
             self.inside -= 1
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
-        """Run ``call`` and return its result. Its inputs are offloaded to the host if so configured."""
+        """Run ``call`` and return its result. With ``activation_checkpointing=offload`` keep its inputs on the host."""
         with self._keeping():
             return call(trains=trains)
 
@@ -140,9 +140,9 @@ class UnitInChunks:
     def _divide(
         self, plain: Callable[..., object], module: nn.Module, inputs: Inputs, kind: Hashable, in_chunk: Context
     ) -> tuple[bool, ...]:
-        """Set which ``inputs`` are divided, as in earlier calls of this kind or by trial. Return which results to join.
+        """Set which ``inputs`` are divided, as in an earlier call of this ``kind`` or by trial.
 
-        ``plain``: the uncompiled forward, because one trial is not worth a compilation.
+        Returns which results to join. ``plain`` is the uncompiled forward, as one trial is not worth a compilation.
         """
         division = self._divisions.get(kind)
         if division is None:
@@ -182,19 +182,25 @@ class UnitInChunks:
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
-    """Name units that run on the whole batch: the root, holders of units, and those in ``zero.unit.whole_batch``."""
+    """Return the names of units that run on the whole batch.
+
+    These are the root, units that hold other units, and units that hold a class of ``zero.unit.whole_batch``.
+    """
     wanted = set(config.unit.whole_batch)
     classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
     return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
 
 
 def units_around(names: Sequence[str]) -> set[str]:
-    """Name the units that hold other units. These run on the whole batch, as the root does."""
+    """Return the names of the units that hold other units. These run on the whole batch, as the root does."""
     return {name for name in names if any(name and other.startswith(f"{name}.") for other in names)}
 
 
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
-    """Raise ConfigError if a divided unit mixes samples, no unit is divided, or a class in whole_batch is missing."""
+    """Raise ConfigError if a unit that is to run in chunks mixes samples, or if no unit is to run in chunks.
+
+    Raises it too if no unit holds a class of ``zero.unit.whole_batch``.
+    """
     if config.vertical_chunks == 1:
         return
     present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
@@ -239,7 +245,7 @@ def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def keeping_buffers(module: nn.Module, title: str) -> Iterator[None]:
-    """Raise Changes if the forward in the body changes buffers of ``module``: every chunk would change them again."""
+    """Raise Changes if the forward in the body changes a buffer of ``module``, as every chunk would change it again."""
     before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
     yield
     now = dict(module.named_buffers()) if before else {}

@@ -49,7 +49,7 @@ class Move:
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
+        """Gather or cut the values of the new owned range from ``values``, those of the present range. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
@@ -66,7 +66,7 @@ class _Seen(NamedTuple):
 
 @outside_autograd
 def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """Move all buckets to the settings of ``config``. ``instances``: numbers of existing file tiers. Collective."""
+    """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: numbers of used file tiers. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
@@ -113,7 +113,10 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
 
 
 def _agree(engine: Engine, config: ZeroConfig) -> bool:
-    """Return whether ``config`` is new to any rank. Raise ConfigError if ranks differ or one is busy. Collective."""
+    """Return whether ``config`` changes the settings of any rank. Collective.
+
+    Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
+    """
     table: list[_Seen] = engine.comm.all_gather_objects(
         _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )
@@ -141,7 +144,7 @@ def _agree_on_grads(engine: Engine) -> None:
 
 
 def _rows(config: ZeroConfig) -> tuple[object, ...]:
-    """Return the settings that must be equal on all ranks. Folders and threads may differ between nodes."""
+    """Return the settings that a restage needs equal on all ranks. Folders and threads can differ between nodes."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
     return config.stage.name.name, offload.name.name, *budgets
@@ -153,7 +156,6 @@ def _say(rows: tuple[object, ...]) -> str:
 
 
 def _in_the_way(engine: Engine) -> str | None:
-    """Return why this rank cannot restage now, or None."""
     if (what := engine.passes.under_way()) is not None:
         return (
             f"expected to be called between steps, got a call {what}. Call it in on_train_batch_end, "

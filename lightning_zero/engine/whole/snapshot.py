@@ -26,8 +26,8 @@ class _Span:
 class Snapshot:
     """Copies to the host the values that the slices in ``wanted`` have now. :meth:`stage` makes most of these copies.
 
-    Until :meth:`stage` has copied everything, or until :meth:`close`, writers of the storages wait. ``spare`` holds
-    buffers of earlier snapshots for reuse: new memory would double the time of a copy.
+    Writes to the storages wait until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` has buffers
+    of earlier snapshots for reuse: new memory would double the time of a copy.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Snapshot:
         return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Copy the values to the host, then let the storages change. Called in the thread that writes the files."""
+        """Copy the values to the host, then let writes to the storages go on. Called in the thread that saves them."""
         accelerator = self._streams.accelerator
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):
@@ -84,7 +84,7 @@ class Snapshot:
         return part.of(span.copy[low - span.start : high - span.start])
 
     def close(self) -> None:
-        """Let the storages change if they still wait, and return the buffers to ``spare``. May be called twice."""
+        """Let writes to the storages go on, and give the buffers back to ``spare``. It can be called twice."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -61,7 +61,7 @@ def module_state(
 def fake_copy(
     engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
 ) -> State:
-    """Return ``module.state_dict()`` with fake tensors for ``storages``, a copy of the masters; {} except on rank 0."""
+    """On rank 0 return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), else {}."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
@@ -76,7 +76,7 @@ def fake_copy(
 def sharded_state_dict(
     engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
 ) -> State:
-    """Return ``module.state_dict()`` with :class:`TensorParts` of masters or of their copy ``storages``. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_writes_over(engine)
     parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -107,7 +107,10 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
 
 
 def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
-    """Gather all parameters to the host in checkpoint dtypes, by ``id``. Return {} if not ``wanted``. Collective."""
+    """Gather all parameters to the host, in the dtypes of checkpoints. Collective.
+
+    Returns them by ``id`` of the parameter, or {} if not ``wanted`` on this rank.
+    """
     result: dict[int, Tensor] = {}
     for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
@@ -203,9 +206,9 @@ def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:
 
 @outside_autograd
 def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
-    """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` of this rank. Collective.
+    """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` for tensors. Collective.
 
-    Values kept once per parameter, such as a step count, are :class:`Unsharded` on the rank with its first element.
+    A value that a parameter has once (a step count) is :class:`Unsharded`, on the rank with its first element only.
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
@@ -293,7 +296,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that it lacks: a load keeps its values."""
+    """Add to ``state`` a :class:`KeptTensor` for each frozen parameter that it lacks. A load then keeps its values."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
@@ -301,7 +304,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
-    """Inside the ``with``, ``module.load_state_dict`` writes to shards. All ranks load equal values. Collective."""
+    """Inside the ``with``, ``module.load_state_dict`` writes to shards. Ranks must load equal values. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -361,7 +364,8 @@ LATER = frozenset(
 def _pairs(
     optimizer: Optimizer, sharded: Stepper, state: Saved, what: str = "the checkpoint"
 ) -> Iterator[tuple[State, Saved, Place | None, Saved | None]]:
-    """Yield, by param group, (group, saved group, None, None), then by parameter (group, saved group, place, state)."""
+    """For each param group yield (group, saved group, None, None), then (group, saved group, place, state) for each of
+    its parameters."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
         for number, place in _matched(saved["params"], places, what):

@@ -1,8 +1,8 @@
 """Tell which rank saves which elements of the masters and of optimizer state, and make tensors that stand for them.
 
-Exactly one rank saves each element, at any stage: a rank saves its shard even of replicated masters, and of several
-replicas the first one saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank writes its ranges;
-``TensorParts`` are for a checkpoint folder.
+At any stage exactly one rank saves each element. Even of replicated masters a rank saves only its shard, and of several
+replicas of the shards only the first one saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank
+writes its ranges. ``TensorParts`` are for a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield, by storage, parts of masters, state and ``copies`` that this rank saves. Opens and sends nothing."""
+    """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
     if engine.comm.replica:  # the first replica saves
         return
     for number, bucket in enumerate(engine.buckets):
@@ -116,7 +116,7 @@ def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iter
 
 
 def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather the ``wanted`` values (the same on all ranks), and yield each as one range. Collective."""
+    """Gather the ``wanted`` values, which must be the same on all ranks. Yield each as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -145,7 +145,10 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[Tensor], Tensor | None]
 ) -> dict[int, State]:
-    """Gather a bucket's state ``entries``. Return them with ``keep(whole tensor)`` in place of leaves. Collective."""
+    """Gather the tensors of a bucket's optimizer state. Collective.
+
+    Returns ``entries`` with ``keep(whole tensor)`` in place of each leaf.
+    """
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -157,8 +160,8 @@ def full_entries(
 class FakeTensors:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
-    Tensors of ``last``, an earlier object, are reused, because making one takes 0.1 ms. ``made`` pairs each tensor with
-    the value that it stands for.
+    Tensors of ``last``, earlier ``FakeTensors``, are reused, because making one takes 0.1 ms. ``made`` pairs each
+    tensor with the value that it stands for.
     """
 
     def __init__(self, last: FakeTensors | None = None) -> None:
@@ -183,7 +186,7 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """A tensor without values: this rank saves ``parts`` of it. ``order``: dimensions, the slowest in memory first."""
+    """A tensor without values, of which this rank saves ``parts``. ``order``: dimensions, slowest in memory first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -229,7 +232,7 @@ class Unsharded(NamedTuple):
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy the state ``entry``, with ``tensor_of(leaf)`` for each leaf and other values in :class:`Unsharded`."""
+    """Copy a state ``entry``. Put ``tensor_of(leaf)`` for each leaf, and wrap other values in :class:`Unsharded`."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

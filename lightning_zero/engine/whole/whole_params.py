@@ -42,7 +42,7 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Engine) -> None:
-    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks wrote unequally. Collective."""
+    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes differ. Collective."""
     engine.passes.wait_for_all()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -53,7 +53,7 @@ def take_writes_over(engine: Engine) -> None:
 def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
     """Update compute parameters on all ranks after the masters of the buckets ``changed`` have changed. Collective.
 
-    The caller has copied these masters to the compute parameters of its own range. None: copy and update all buckets.
+    The caller must have copied these masters to its compute parameters. None: copy and update those of all buckets.
     """
     if changed is None:
         changed = set(engine.buckets)
@@ -89,7 +89,7 @@ class _Full(NamedTuple):
 def show_gathered(
     engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Show full masters in the buckets of ``params`` inside the ``with``: :func:`lightning_zero.gather`. Collective."""
+    """Show full masters in the buckets of ``params`` inside the ``with``. See ``lightning_zero.gather``. Collective."""
     # A rank in another call must not take a later message of gather() for a message of that call.
     engine.comm.meet(None, "gather(), which all ranks must enter")
     with set_aside(engine):
@@ -119,7 +119,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
 
 
 def _refuse_replaced(engine: Engine) -> None:
-    """Raise an error if the user has replaced a parameter or changed its shape: it would not be trained."""
+    """Raise RuntimeError if users replaced a parameter, whose successor would not be trained, or changed its shape."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -134,7 +134,7 @@ def _refuse_replaced(engine: Engine) -> None:
 
 @outside_autograd
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
-    """Show full masters in ``buckets``; with ``grads`` full gradients too. Put both into ``shown``. Collective."""
+    """Show full masters in ``buckets``, with ``grads`` also full gradients. Add both to ``shown``. Collective."""
     take_writes_over(engine)
     engine.passes.sharded_grads.finish_pending()
     if grads:
@@ -228,11 +228,11 @@ class HostCopy:
         self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy equalled the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Record that the copy equals the masters now."""
+        """Record that the copy equals the masters of ``buckets`` now."""
         self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, engine: Engine) -> bool:
-        """Return whether the copy still equals this rank's masters. No step may be under way."""
+        """Return whether the copy still equals this rank's masters. No step must be under way."""
         if self._seen != [bucket.storage.changes for bucket in engine.buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
@@ -246,7 +246,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """Return values written on this rank, by index in ``params``: on the host, in the dtype before sharding."""
+        """Return the new values of parameters that users wrote on this rank, by index in ``params``, on the host."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -264,7 +264,7 @@ def _nbytes(engine: Engine) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a parameter as a tensor on ``memory`` from byte ``start``. It has its own storage: a save writes it."""
+    """Return a tensor for a parameter on ``memory``, from byte ``start``. Saving it writes only this parameter."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
@@ -272,13 +272,13 @@ def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
-    """Return whether a shard group spans hosts. If not, the ranks of each host hold all shards between them."""
+    """Return whether a shard group spans hosts. If none does, the ranks of each host together hold all shards."""
     groups = engine.comm.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
 def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
-    """Return why the copy does not fit into some host's ``available`` bytes, or None. It is the same on all ranks."""
+    """Return why the copy does not fit the ``available`` bytes of a host, or None if it fits. Equal on all ranks."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
@@ -291,7 +291,7 @@ def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Allocate a copy on each host's first rank, map it on all. Return (copy, "") or (None, why not). Collective."""
+    """Allocate a copy on each host's first rank and map it on all. Return (copy, "") or (None, why not). Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -324,7 +324,7 @@ def _open(pid: int, fd: int) -> int:
 
 
 def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
-    """Fill the copy with the masters: a rank writes its shard, or an equal share of gathered masters. Collective."""
+    """Fill the copy with the masters. A rank writes its shard, or an equal share of gathered masters. Collective."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gathers = _gathers(engine, hosts)
@@ -347,7 +347,7 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
 
 
 def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
-    """Write ``values``, elements ``part`` (start, stop) of a bucket, to ``targets``, a flat tensor per parameter."""
+    """Write ``values``, elements ``part`` (start, stop) of a bucket, to ``targets``, one flat tensor per parameter."""
     for f in bucket.layout.cut(*part):
         targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
 
@@ -359,7 +359,8 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 def show_whole(engine: Engine) -> bool:
     """Show whole parameters on the host between Trainer runs, and return True. Collective.
 
-    Return False if this is switched off, if `gather()` shows some, or (with a warning) if a host lacks memory.
+    Show nothing and return False if ``zero.gather_after_fit`` is false, on meta, inside `gather()`, and (with a
+    warning) if a host lacks memory.
     """
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
@@ -405,7 +406,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the host copy again and return True, if it still equals this rank's masters. Sends no message."""
+    """Show the host copy again if it still equals this rank's masters. Return whether it did. Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
@@ -415,7 +416,7 @@ def show_again(engine: Engine) -> bool:
 
 @outside_autograd
 def _take_over(engine: Engine) -> None:
-    """Move users' writes to the whole module into the shards. Raise a RuntimeError if ranks differ. Collective."""
+    """Copy users' writes to the whole module into shards. Raise RuntimeError if ranks' writes differ. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
@@ -463,7 +464,7 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 @outside_autograd
 def shard_again(engine: Engine, *, keep: bool = True) -> bool:
-    """Hide the whole parameters; put users' writes into shards. Return whether they were shown before. Collective.
+    """Undo :func:`show_whole`: copy users' writes into shards. Return whether parameters were whole. Collective.
 
     With ``keep`` the next ``show_whole`` reuses the host copy if masters have not changed.
     """
@@ -493,7 +494,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Inside the ``with`` the module is sharded. If it was shown whole before, show it whole after it. Collective."""
+    """Inside the ``with`` the module is sharded. If it was whole before, it is whole again at the end. Collective."""
     was_whole = shard_again(engine)
     try:
         yield

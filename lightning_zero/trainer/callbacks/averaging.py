@@ -29,7 +29,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold all of this rank's masters in memory during the body. ``changed``: the body writes the masters."""
+    """Hold all of this rank's masters in memory during the body. ``changed``: whether the body writes to them."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -82,7 +82,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
-        """Copy the averages into the model; with ``swap``, also the model's values into the averages. Collective."""
+        """Copy the averages into the model; with ``swap``, exchange them with the model's values. Collective."""
         self._begin_to_change()
         with masters(self.engine, changed=True):
             current = _Tensors(self.engine)
@@ -95,7 +95,8 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return averages: full tensors on rank 0; but each rank's parts if checkpoints are folders. Collective."""
+        """Return the averages, as full tensors on rank 0. If checkpoints are folders, each rank returns its own parts.
+        Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -201,7 +202,7 @@ class NoAverageYet:
 
 class AveragesShards(WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Do not copy the module: :func:`average_shards` makes the average once the module is sharded."""
+        """Under ZeroStrategy, do not copy the module: later :func:`average_shards` makes an average of shards."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif stage == "fit":

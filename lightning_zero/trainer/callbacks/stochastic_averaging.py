@@ -21,7 +21,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update averages from the masters by the element-wise ``avg_fn``; the first time copy masters. Collective."""
+        """Update the averages by the element-wise ``avg_fn``. The first time, copy the masters instead. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):
@@ -64,7 +64,7 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
 
 class AveragesShardsStochastically(StochasticWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Do not copy the module: :func:`average_shards` makes the average once the module is sharded."""
+        """Under ZeroStrategy, do not copy the module: later :func:`average_shards` makes an average of shards."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif trainer.state.fn == TrainerFn.FITTING:

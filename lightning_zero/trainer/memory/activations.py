@@ -53,7 +53,7 @@ class NotMeasured(ConfigError):
 class LiveBytes(TorchDispatchMode):
     """Counts bytes of the storages that the body's operations create: ``now``, and ``most`` since :meth:`restart`.
 
-    ``flops``: of the body, by torch's formulas. torch's own counter would keep tensors of checkpointed calls alive.
+    ``flops``: the body's FLOPs by torch's formulas. torch's own counter would keep tensors of checkpointed calls alive.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def measure(
     *,
     trainer: Any = None,
 ) -> Activations:
-    """Measure the activations of one forward and backward of ``module``. It may be on meta, must not be sharded yet,
+    """Measure the activations of one forward and backward of ``module``. This must not be sharded yet, can be on meta,
     and stays unchanged.
 
     Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
@@ -173,7 +173,7 @@ def measure(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence logging in the body: Lightning's on a new Trainer, and torch's on errors, which exceptions report too."""
+    """In the body, silence Lightning's logging of a new Trainer and torch's of errors, which exceptions report too."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -225,14 +225,14 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward ``inner`` of a unit on the whole batch, with activation checkpointing if the settings ask."""
+        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing if settings ask for it."""
         if self._config.activation_checkpointing is Recompute.none:
             return inner(*args, **kwargs)
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward ``inner`` of a unit on one chunk of the batch after the other (``zero.vertical_chunks``)."""
+        """Run a unit's forward ``inner`` on one chunk of the batch after the other (``zero.vertical_chunks``)."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
@@ -335,7 +335,7 @@ class _Measurement:
 
 
 def _keep_output_dtype(module: nn.Module) -> None:
-    """Replace ``module.forward``: convert inputs and outputs as the engine does for a module that computes in fp32."""
+    """Let ``module.forward`` convert inputs and outputs as the engine does for a module that computes in fp32."""
     before, after = dtype_hooks(module)
     inner = module.forward
 
@@ -353,7 +353,8 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Measure activations of ``batch`` and of one twice its size, to interpolate other sizes. May raise NotMeasured."""
+    """Measure activations of ``batch`` and of a batch twice its size, to interpolate for other sizes. Raise NotMeasured
+    if ``batch`` itself cannot be measured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)

@@ -77,7 +77,7 @@ class Decision:
 
 @dataclass
 class Auto:
-    """Holds the ``decision`` on stage and offload. ``asked``: settings with ``stage=auto``; None without ``auto``."""
+    """Holds the ``decision`` on stage and offload. ``asked``: settings if these have ``stage=auto``, else None."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """If ``stage=auto``, set the strategy's stage and offload. ConfigError on all ranks if nothing fits. Collective."""
+    """If ``stage=auto``, set the strategy's stage and offload. All ranks raise ConfigError if none fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return
@@ -120,7 +120,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Return offload settings. With ``zero/offload=auto``, LIGHTNING_ZERO_NVME_PATH may name the folder for files."""
+    """Return offload settings. If ``auto`` has no folder for files, the variable LIGHTNING_ZERO_NVME_PATH gives it."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -136,7 +136,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """Describe the machine for the plan. ``places``: each rank's host and free bytes; the least of all ranks counts."""
+    """Describe the machine for the plan. ``places``: each rank's host and free bytes, of which the smallest count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -220,8 +220,8 @@ def planned_model(
 def activations_of(
     plugin: ZeroPrecision, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig
 ) -> tuple[ByBatchSize | None, str]:
-    """Return the measured activations of a first training batch, and ""; if they are not known, None and the reason.
-    Random numbers stay unchanged."""
+    """Return the measured activations of a first training batch, and "". If they cannot be measured, return None and
+    the reason. The states of random number generators stay unchanged."""
     try:
         with isolate_rng(include_cuda=False):
             batch = batch_from(trainer.fit_loop._data_source.dataloader())

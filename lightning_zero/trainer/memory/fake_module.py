@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """A fake copy's ``trainer``: has its own ``optimizers``; asks the run's Trainer, or a new one, for all else."""
+    """A fake copy's ``trainer``, with its own ``optimizers``. For all else it asks the run's Trainer, or a new one."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -76,8 +76,8 @@ def fake_copy(
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Change the copy ``module``: its trainer is a stand-in, it logs nothing, has no schedulers, gathers nothing, and
-    calls ``backward`` in the place of ``manual_backward``."""
+    """Change the copy ``module``, so that its trainer is a stand-in, it logs nothing, has no schedulers, gathers
+    nothing, and calls ``backward`` in the place of ``manual_backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -91,7 +91,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Let ``optimizers()`` of a manually optimized copy return optimizers that do nothing, as many as configured."""
+    """Let ``optimizers()`` of a manually optimized copy return optimizers that do nothing, as many as it makes."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -133,7 +133,8 @@ def states_of(
 
 
 def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Register hooks: when a parameter's gradient arrives, they drop the gradient and call the parameter's function."""
+    """Register hooks that drop a parameter's gradient when it arrives, then call the parameter's function in
+    ``wanted``. Return the handles."""
 
     def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
         def drop(param: Tensor) -> None:

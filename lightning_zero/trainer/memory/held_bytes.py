@@ -26,7 +26,7 @@ from lightning_zero.planning.placement import Tier
 def held_bytes(engine: Engine) -> Bytes:
     """Count this rank's bytes by role and tier: each storage once, and files by their reserved size.
 
-    Gathered parameters and step counters do not count. File tensors read into memory count as staging, like the ring.
+    Gathered parameters and step counters do not count. Copies in memory of tensors in files count as staging buffers.
     """
     held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     seen: set[int] = set()
@@ -56,7 +56,8 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Divide ``total``, the bytes in files, by role: parameters and masters as planned, the rest optimizer state."""
+    """Divide ``total``, the bytes in files, by role. Parameters and masters have the planned bytes, optimizer state the
+    remaining ones."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):
@@ -71,7 +72,7 @@ def plan_of(engine: Engine) -> list[BucketPlan]:
 
 
 def state_tensors(engine: Engine) -> States:
-    """Return each parameter's number of state tensors; a ``StateOfRank`` if an optimizer steps whole tensors."""
+    """Return the number of state tensors per parameter, or a ``StateOfRank`` if an optimizer steps whole tensors."""
     sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
     if len(sliced) < len(engine.optimizers):
         tensors = tuple(

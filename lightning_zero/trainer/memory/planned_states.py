@@ -28,14 +28,14 @@ def planned_states(
     window_nbytes: int,
     param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
 ) -> int | TensorStates:
-    """Return the number of state tensors per parameter; if an optimizer steps whole tensors, each parameter's state.
+    """Return the number of state tensors per parameter, or each parameter's state if an optimizer steps whole tensors.
 
     Raises UnknownStateError if an optimizer cannot be tried.
 
     Args:
-        optimizers: unchanged; their parameters may be on meta or fake.
+        optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.
         window_nbytes: bytes of gradients in transit at a time.
-        param_of: maps an optimizer's parameter to that of ``units``.
+        param_of: returns the parameter in ``units`` that an optimizer's parameter stands for.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):

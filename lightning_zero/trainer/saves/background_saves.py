@@ -49,7 +49,7 @@ class _Failure(NamedTuple):
 class BackgroundSaves:
     """Runs a strategy's background saves, one at a time.
 
-    ``may_fail``: training goes on if the save fails; equal on all ranks. ``spare``: buffers for the next copies.
+    ``may_fail``: whether training goes on if the save fails, equal on all ranks. ``spare``: buffers for the next save.
     """
 
     def __reduce__(self) -> Any:
@@ -92,8 +92,8 @@ class BackgroundSaves:
             key: names the save's mailbox in the store.
             write: writes this rank's part, and returns a value for ``end``.
             end: called on rank 0 with the values of all ranks, in rank order.
-            close: called last, with the error if the save failed.
-            count: bytes written by ``write`` so far.
+            close: called last, with the save's error or None.
+            count: counts the bytes that ``write`` has written so far.
         """
         rank, world_size = (waits.rank, waits.world_size) if waits is not None else (0, 1)
         mail = Mailbox(key, rank, world_size)
@@ -132,7 +132,7 @@ class BackgroundSaves:
         return parts
 
     def then(self, act: Callable[[], Any]) -> None:
-        """Call ``act`` after the save under way, unless it fails; call it now if there is none."""
+        """Call ``act`` after the save under way, unless that fails. If no save is under way, call ``act`` now."""
         if self._last is None or self._threads is None:
             act()
             return
@@ -151,7 +151,7 @@ class BackgroundSaves:
             last.result()
 
     def wait_alone(self, long_work: LongWork = SILENT) -> None:
-        """After an exception, when other ranks may be gone: wait as :meth:`wait` does, but only warn of an error."""
+        """Wait as :meth:`wait` does, but only warn of errors. Used after an exception: other ranks may be gone."""
         self._hurry.set()
         try:
             self.wait(long_work)

@@ -55,7 +55,7 @@ class CheckpointFiles(Processes):
 
         Raises:
             ConfigError: there are storage ``options``, or the path is not on a mounted file system.
-            Exception: writing failed; on all ranks, with the folder and the cause.
+            Exception: writing failed. All ranks raise it, with the folder and the cause.
         """
         if options is not None:
             raise ConfigError(

@@ -26,7 +26,7 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes files whole or not at all. Lightning writes paths that are not local. ``long_work`` shows the progress."""
+    """Writes local files whole or not at all, and other files as Lightning does. ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
@@ -107,7 +107,7 @@ _TORCHS = torch.save
 
 
 def saves_as_torch() -> bool:
-    """Return whether ``torch.save`` is torch's own. A mock of it must be called, and with all values."""
+    """Return whether ``torch.save`` is torch's own function. If it is a mock, it must be called, with all values."""
     return torch.save is _TORCHS
 
 
@@ -126,12 +126,11 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint. Code in it runs only if ``weights_only`` is ``False``; Lightning's default differs for http
-    paths.
+    """Read a checkpoint. Code in it runs only if ``weights_only`` is False, even for http paths, unlike in Lightning.
 
     Raises:
-        ConfigError: the file would run code, or is no whole checkpoint; with the file.
-        OSError: reading failed, but another try may succeed; with the file.
+        ConfigError: the file would run code, or is no whole checkpoint. The message names the file.
+        OSError: reading failed, but another try may succeed. The message names the file.
     """
     try:
         return io.load_checkpoint(path, weights_only=weights_only is not False)
@@ -203,9 +202,9 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 
 
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
-    """Call ``act`` after the queued writes; never if one of them failed. The executor's single thread keeps the order.
+    """Call ``act`` after the queued writes, or never if one of them failed. The writer's single thread keeps the order.
 
-    AsyncCheckpointIO removes old files at once: a process killed then would have neither the old nor the new file.
+    AsyncCheckpointIO itself removes old files at once. A process killed then would have neither the old nor a new one.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 class Checkpoints:
     """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
 
-    ``range_save``: the save under way, if all ranks write ranges of one file. ``fakes``: its tensors without values.
+    ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors without
+    values of the last such save, which the next one reuses.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -124,7 +125,8 @@ class Checkpoints:
         return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint``, random number states and the model's record. All ranks raise on failure. Collective."""
+        """Write ``checkpoint``, random number states and the model's Hugging Face record. All ranks raise if this
+        fails. Collective."""
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             row, waits = self._strategy._random_numbers.row(), self._strategy._waits
             what = "states of random numbers"
@@ -183,7 +185,7 @@ class Checkpoints:
             after_writes(self._strategy.checkpoint_io, act)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way. If it failed, raise its error, or warn if training may go on. Collective."""
+        """Wait for the save under way. If it failed, raise its error, or only warn if it ``may_fail``. Collective."""
         if self.background.is_under_way:
             try:
                 with self.noting_failure():
@@ -224,9 +226,9 @@ class Checkpoints:
         """Read a checkpoint on every rank, and keep its random number states for this run. Collective.
 
         Raises:
-            ConfigError: the file is damaged or no checkpoint, or has code without ``weights_only=False``; on all
-                ranks.
-            OSError: reading failed, but another try may succeed; a RuntimeError on other ranks.
+            ConfigError: the file is damaged or no checkpoint, or it holds code and ``weights_only`` is not ``False``.
+                All ranks raise this.
+            OSError: reading failed, but another try may succeed. Other ranks raise a RuntimeError.
         """
         if self.background.is_under_way:
             self.wait_for_writes()
@@ -257,8 +259,8 @@ class Checkpoints:
         """Check that a checkpoint's weights fit the model. Load them now, or in setup if the run resumes. Collective.
 
         Raises:
-            OtherModelError: they are weights of another model; on all ranks. Nothing is loaded.
-            OnlyWeightsError: the run resumes, but the checkpoint holds only weights; on all ranks. Nothing is loaded.
+            OtherModelError: the weights are of another model. All ranks raise this, and nothing is loaded.
+            OnlyWeightsError: the run resumes, but the checkpoint has only weights. All ranks raise; nothing is loaded.
         """
         module, state, path = self._strategy.lightning_module, checkpoint["state_dict"], self._loaded_from
         assert module is not None
@@ -299,7 +301,7 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the checkpoint's tensors, from which to shard, if a rank's module is on meta; else None. Collective.
+        """If any rank's module is on meta, return the checkpoint's tensors, to shard these; else None. Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """

@@ -38,7 +38,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link ``last.ckpt`` atomically after background writes. Lightning would remove it at once."""
+        """After background writes, replace the link ``last.ckpt`` atomically. Lightning would remove it at once."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -77,7 +77,7 @@ def _link(path: str, target: str) -> None:
 class NoteJob(Callback):
     """Notes in the run folder which job trains there, and which checkpoints it writes.
 
-    A restarted job resumes from the last of them. Leftovers of its earlier start are removed: unfinished files, and
+    A restarted job resumes from the last one. Leftovers of its earlier start are removed: unfinished files, and
     checkpoints that their ModelCheckpoint does not know because the process was killed.
     """
 
@@ -107,7 +107,7 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return the path of this job's ``last.ckpt`` for each callback, which else would write ``last-v1.ckpt``."""
+        """Return the path of each callback's ``last.ckpt`` from this job. Else the callback writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"

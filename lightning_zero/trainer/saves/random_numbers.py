@@ -1,6 +1,7 @@
 """Make a resumed run draw the random numbers that the saved run would have drawn.
 
-A save keeps the states "now" and "epoch". A batch that was fetched but not trained before the save is fetched again::
+A save keeps two states of the generators, "now" and "epoch". If a batch was fetched but not trained before the save,
+the resumed run fetches it again::
 
     epoch |  iterator is made  | fetch | step | fetch | step | ...         | validation, hooks | next epoch
           ^ "epoch"            ^ "now" of a save during this step            ^ "now" of a save here
@@ -27,7 +28,7 @@ KEY = "lightning_zero_rng"  # key in a checkpoint
 
 class Saved(NamedTuple):
     """The generators' states with which one rank resumes: ``now``, before its next draw, and ``epoch``, before the
-    epoch's iterator was made. ``in_epoch``: the next batch comes from that iterator.
+    epoch's iterator was made. ``in_epoch``: whether the next batch comes from that iterator.
     """
 
     now: Generators

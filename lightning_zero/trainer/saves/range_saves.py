@@ -57,7 +57,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Tells ranks where to write: the file, its inode and size, and for each value ranges of the file and dtypes."""
+    """Tells ranks where to write: the file, its inode and size, and each value's ranges of the file and dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -118,7 +118,7 @@ class RangeSave:
         return found
 
     def write(self, checkpoint: dict[str, Any]) -> bool:
-        """Write the checkpoint and return True; if its tensors have values, only return False. Collective."""
+        """Write the checkpoint and return True. If its tensors already have values, only return False. Collective."""
         if self._with_values:
             return False
         self._write(checkpoint, self._fakes, keep=True)
@@ -300,7 +300,7 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 class SavesByRanges(pl.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Save, after deciding if all ranks write ranges of the file: state dicts depend on this. Collective."""
+        """Decide whether all ranks write ranges of the file, as state dicts depend on this; then save. Collective."""
         checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
         if checkpoints is None or checkpoints.range_save is not None:
             super().save_checkpoint(filepath, weights_only, storage_options)

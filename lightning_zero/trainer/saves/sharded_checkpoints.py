@@ -55,7 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``checkpoint``'s entries for DCP's files, then those for ``meta.pt``. ``named``: keys of optimizers."""
+    """Divide ``checkpoint`` into entries for DCP's files and entries for ``meta.pt``. ``named``: keys of optimizers."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -85,7 +85,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether ``path`` is a local folder, which may be a sharded checkpoint."""
+    """Return whether ``path`` is a local folder. Only a folder can be a sharded checkpoint."""
     return is_local(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
@@ -98,8 +98,8 @@ def read(
     ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
 
     Raises:
-        ConfigError: the folder would run code, or is no whole checkpoint; with the file.
-        OSError: reading failed, but another try may succeed; with the file.
+        ConfigError: the folder would run code, or is no whole checkpoint. The message names the file.
+        OSError: reading failed, but another try may succeed. The message names the file.
     """
     try:
         folder = ShardedFolder(local_path(path))
