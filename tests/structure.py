@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 37_864,
-    "lines of the engine": 10_759,
+    "lines of the package": 37_942,
+    "lines of the engine": 10_798,
     "files of the engine": 42,
     "lines of the longest file": 600,
     "lines of tests": 48_980,

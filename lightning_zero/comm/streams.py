@@ -68,8 +68,8 @@ class Streams:
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, after the last uses of memory that went back to its pool, and after
-        the last change of the values that gathers send."""
+        """Run the body on the stream of ``kind``, after the last uses of the memory that was freed to the
+        stream's pool, and after the last change of the shards that all-gathers send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None

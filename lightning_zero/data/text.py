@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Divide chunks of text into training and validation, by whole segments. The same ``seed`` gives the same split."""
+    """Divide chunks of text into training and validation, in runs of neighbouring chunks that ``seed`` chooses."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))

@@ -1,4 +1,4 @@
-"""A small GPT, the default model of the main job.
+"""A small GPT, which ``lightning_zero.train`` trains by default.
 
 ``GPT`` knows nothing of sharding, except that it asks for its tokens' positions in their sequence. The engine takes the
 blocks of its ``ModuleList`` as units.

@@ -1,4 +1,4 @@
-"""Sends messages to rank 0 for which no rank waits: threads post them to the store while ranks train."""
+"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train."""
 
 from __future__ import annotations
 

@@ -190,6 +190,8 @@ def _comparable(program: p.Program) -> p.Program:
         settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
     if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
         settings = dataclasses.replace(settings, vertical_chunks=1)
+    if any(node.kind == "KeepsALoss" and node.n for node in program.nodes()):  # without a gradient: the last chunk's
+        settings = dataclasses.replace(settings, vertical_chunks=1)
     if _writes_before_a_backward(actions):  # a recomputation takes the new values, torch's own checkpoints too
         settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
     raises_alone = any(isinstance(action, p.Raise) and action.alone for action in program.everything())

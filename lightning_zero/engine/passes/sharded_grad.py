@@ -66,7 +66,7 @@ _Number = Tensor | float | None
 
 
 class ShardedGrad(Tensor):
-    """Represents a sharded parameter's gradient as ``param.grad``, or a read-only view of its gathered values."""
+    """The ``param.grad`` of a sharded parameter. It stands for gradient shards, or shows gathered values read-only."""
 
     info: ParamInfo
     gathered: Tensor | None  # the values that a view shows; None if not a view

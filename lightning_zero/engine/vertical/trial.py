@@ -194,7 +194,7 @@ class Trial:
         if (kept := made.kept(inside)) is not None:
             raise CannotDivide(
                 f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
-                "attribute), and would have no gradient. Detach what is only looked at"
+                "attribute), and would have no gradient. Detach what is only looked at: then it is the last chunk's"
             )
         return form, found
 
