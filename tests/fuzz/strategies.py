@@ -188,7 +188,8 @@ def _comparable(program: p.Program) -> p.Program:
     model, settings, actions = program.model, program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
-    if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
+    # Parts draw other numbers for dropout.
+    if any((node.kind == "Layer" and node.n % 4 > 1) or (node.kind == "Row" and node.n) for node in program.nodes()):
         settings = dataclasses.replace(settings, vertical_chunks=1)
     if any(node.kind == "KeepsALoss" and node.n for node in program.nodes()):  # without a gradient: the last chunk's
         settings = dataclasses.replace(settings, vertical_chunks=1)
