@@ -1,8 +1,8 @@
-"""The commands ``python -m lightning_zero.train`` (the main job: it trains), ``.plan``, ``.submit`` and ``.env``.
+"""The commands ``python -m lightning_zero.train`` (it trains), ``.plan``, ``.submit`` and ``.env``.
 
 ::
 
-    train        the main job                        tasks      fit, validate, test, predict
+    train        checks settings, starts a run       tasks      fit, validate, test, predict
     parts        builds optimizer, model and data    schema     types of the Hydra groups
     instantiate  objects from groups                 overrides  explains mistakes on the command line
     plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output

@@ -109,7 +109,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
     if "strategy" in config.trainer:
         raise ConfigError(
-            "trainer.strategy: expected none (the main job trains by ZeroStrategy, which the group zero sets up), got "
+            "trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy, which the group zero sets up), got "
             f"{config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
         )
     values = config.trainer | {"precision": agreed_precision(config)}

@@ -329,7 +329,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/stage=3", "zero/off
         ("sed=3", ["Could not override 'sed'. Did you mean seed=3?\n"]),
         ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
         ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
-        ("+trainer.strategy=ddp", ["trainer.strategy: expected none (the main job trains by ZeroStrategy"]),
+        ("+trainer.strategy=ddp", ["trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy"]),
         ("qwertz=3", ["Could not override 'qwertz'. There are callbacks, ckpt_path, cluster,"]),
         ("~zero.prefetch", ["Did you mean ~zero.prefetch_bytes?\n"]),
         # a group for a setting, and the other way round
