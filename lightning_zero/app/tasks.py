@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -119,7 +120,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
     if wanted is not None and wanted not in found:
         close = nearest(wanted, found)
         raise ConfigError(
-            f"optimized_metric: expected a metric that validation (or the task) logs, one of "
+            f"optimized_metric: expected a metric that validation logs, one of "
             f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
             f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
         )
@@ -223,7 +224,7 @@ def _first(paths: list[str]) -> str | None:
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
     """Return the next command: test a finished fit's checkpoint (None: no test), or continue an unfinished fit."""
-    given = [a for a in sys.argv[1:] if not a.startswith("hydra.")]
+    given = [a for a in sys.argv[1:] if not re.match(r"(hydra\.|(hparams_search|optimized_metric)=)", a.lstrip("+"))]
     if not finished:
         return command_to_go_on(given, checkpoint)
     parts = {"test_step": trainer.lightning_module, "test_dataloader": cast(Any, trainer).datamodule}
@@ -233,6 +234,7 @@ def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if it was not logged."""
-    check_metric(config.optimized_metric, metrics)
-    return None if config.optimized_metric is None else metrics[config.optimized_metric]
+    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if a fit has not logged it."""
+    if config.task is Task.fit:
+        check_metric(config.optimized_metric, metrics)
+    return metrics.get(config.optimized_metric or "")

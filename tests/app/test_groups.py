@@ -18,10 +18,11 @@ from torch import nn
 from lightning_zero.app import parts, train
 from lightning_zero.app.instantiate import build_all
 from lightning_zero.app.sweep import check_packages, job_arguments, overrides_of, print_table, read_results
-from lightning_zero.app.tasks import check_vocabulary, optimized, plain
+from lightning_zero.app.tasks import _next, check_vocabulary, optimized, plain
 from lightning_zero.config import ConfigError
 from lightning_zero.data.synthetic import BRANCHES, SyntheticData
 from lightning_zero.data.text import TextData
+from lightning_zero.models.gpt import LitGPT
 from lightning_zero.models.hugging_face import LitCausalLM
 from tests.app.test_schema import CONF, config_of
 
@@ -329,9 +330,8 @@ def test_evaluating_takes_a_checkpoint() -> None:
         train.check_task(config_of("task=test"))
     train.check_task(config_of("task=test", "model=hf", "model.path=/there"))
     with pytest.raises(ConfigError, match=r"optimized_metric: expected .*logs, one of loss, got 'los'.*=loss\.$"):
-        optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0})
-    with pytest.raises(ConfigError, match="optimized_metric: expected none for task=predict"):
-        train.check_task(config_of("task=predict", "ckpt_path=there", "optimized_metric=loss"))
+        optimized(config_of("optimized_metric=los"), {"loss": 1.0})
+    assert optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0}) is None
     assert plain(config_of().zero.stage.name) == "zero3"
 
 
@@ -342,10 +342,14 @@ def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -
         check_packages(["hparams_search=optuna"])
 
 
-def test_the_arguments_of_a_job_of_a_sweep() -> None:
+def test_the_arguments_of_a_job_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["hydra/launcher=processes", "hydra.sweep.dir=x", "hydra.verbose=true", "hydra.mode=MULTIRUN"]
     arguments = job_arguments(["experiment=tiny", "seed=3"], given)
     assert arguments == ["experiment=tiny", "seed=3", "hydra.verbose=true", "hydra.mode=RUN"]
+    monkeypatch.setattr(sys, "argv", ["train", "hparams_search=grid", "optimized_metric=bits", *arguments])
+    trainer: Any = SimpleNamespace(lightning_module=LitGPT(), datamodule=SyntheticData())
+    said = _next(trainer, "last.ckpt", finished=True)  # no sweep of one run
+    assert said == "python -m lightning_zero.train experiment=tiny seed=3 task=test ckpt_path=last.ckpt"
 
 
 @pytest.mark.parametrize(("direction", "order"), [("minimize", ["1", "0", "2"]), ("maximize", ["0", "1", "2"])])
