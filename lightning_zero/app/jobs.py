@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
-from lightning_zero.app.sweep import quoted
+from lightning_zero.app.sweep import overrides_of, quoted
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.resume import checkpoint_of_job, job_name
 from lightning_zero.ranks.started_by import launched
@@ -94,11 +94,19 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Inside the ``with`` the Trainer loads ``ckpt_path`` (None: nothing) and no checkpoint of an earlier SLURM job."""
+    """Inside the ``with`` the Trainer loads ``ckpt_path`` (None: nothing) and no checkpoint of an earlier SLURM job.
+    If it is of another model, the error names the overrides of the run that wrote it."""
+    from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
+
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
         yield
+    except OtherModelError as error:
+        folders = Path(ckpt_path).absolute().parents[:2] if ckpt_path is not None else ()
+        if had := next(filter(None, map(overrides_of, folders)), None):
+            error.args = (f"{error} That run had: {shlex.join(had)}",)
+        raise
     finally:
         del connector._parse_ckpt_path
 

@@ -151,6 +151,7 @@ def _by_number(path: Path) -> tuple[int, str]:
 
 
 def overrides_of(run: Path) -> list[str]:
+    """Return the overrides of the run whose folder is ``run``; ``[]`` if it keeps none."""
     file = run / ".hydra" / "overrides.yaml"
     return [str(o) for o in OmegaConf.load(file)] if file.is_file() else []
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_zero.app import parts, train
 from lightning_zero.app.instantiate import build_all
+from lightning_zero.app.jobs import decided
 from lightning_zero.app.sweep import check_packages, job_arguments, overrides_of, print_table, read_results
 from lightning_zero.app.tasks import _next, check_vocabulary, optimized, plain
 from lightning_zero.config import ConfigError
@@ -24,6 +25,7 @@ from lightning_zero.data.synthetic import BRANCHES, SyntheticData
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.models.hugging_face import LitCausalLM
+from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
 from tests.app.test_schema import CONF, config_of
 
 PACKAGES = {"tensorboard": "tensorboard", "many": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -325,7 +327,7 @@ def test_a_path_without_a_dataset_is_refused(tmp_path: Path) -> None:
 # -- tasks and sweeps ---------------------------------------------------------------------------------------------
 
 
-def test_evaluating_takes_a_checkpoint() -> None:
+def test_evaluating_takes_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ckpt_path: expected a checkpoint for task=test, got none"):
         train.check_task(config_of("task=test"))
     train.check_task(config_of("task=test", "model=hf", "model.path=/there"))
@@ -333,6 +335,13 @@ def test_evaluating_takes_a_checkpoint() -> None:
         optimized(config_of("optimized_metric=los"), {"loss": 1.0})
     assert optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0}) is None
     assert plain(config_of().zero.stage.name) == "zero3"
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- experiment=tiny\n- seed=1\n")
+    trainer: Any = SimpleNamespace(_checkpoint_connector=SimpleNamespace())
+    for path in ("hpc_ckpt_1.ckpt", "checkpoints/last.ckpt"):
+        with pytest.raises(ConfigError, match=r"^other\. That run had: experiment=tiny seed=1$"):
+            with decided(trainer, str(tmp_path / path)):
+                raise OtherModelError("other.")
 
 
 def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
