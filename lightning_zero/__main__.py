@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 
 COMMANDS = {
@@ -16,12 +17,19 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that the first argument names, else ``train``. Without arguments, list the commands; but in a
-    process that a run has started (``LOCAL_RANK`` is set), train."""
+    """Run the command that the first argument names; ``train`` if that is a setting or a flag. Without arguments, list
+    the commands; but in a process that a run has started (``LOCAL_RANK`` is set), train."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"
         )
+        sys.exit(0 if sys.argv[1:] else 2)
+    if sys.argv[1:] and not re.search("=|^[-~]", word := sys.argv[1]) and word not in COMMANDS:
+        from lightning_zero.config import nearest
+
+        close = nearest(word, COMMANDS)
+        change = f"Did you mean {close}?" if close else "A setting is written key=value."
+        print(f"error: {word}: expected one of {', '.join(COMMANDS)}. {change}", file=sys.stderr)
         sys.exit(2)
     name = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "train"
     if name == "checkpoint":

@@ -58,13 +58,15 @@ def test_without_a_name_it_lists_the_commands_and_a_mistake_has_an_exit_code(
 ) -> None:
     called: list[bool] = []
     monkeypatch.setattr("lightning_zero.train.main", lambda: called.append(True))
-    monkeypatch.setattr(sys, "argv", ["lightning-zero"])
-    with pytest.raises(SystemExit):
-        entry_point.main()
-    assert "\n  plan " in capsys.readouterr().out and not called
-    monkeypatch.setattr(sys, "argv", ["lightning-zero", "checkpoint", "nothing"])
-    with pytest.raises(SystemExit, match="2"):
-        entry_point.main()
+    cases = (([], "2", "\n  plan "), (["--help"], "0", "\n  plan "), (["checkpoint", "nothing"], "2", "error"))
+    cases += ((["trian", "seed=1"], "2", "error: trian: "), (["wrong"], "2", "checkpoint. A setting is written key=value"))
+    for arguments, code, said in cases:
+        monkeypatch.setattr(sys, "argv", ["lightning-zero", *arguments])
+        with pytest.raises(SystemExit, match=code):
+            entry_point.main()
+        shown = capsys.readouterr()
+        assert said in shown.out + shown.err and ("Did you mean train?" in shown.err) == ("trian" in arguments)
+    assert not called
     monkeypatch.setattr(sys, "argv", ["lightning-zero"])
     monkeypatch.setenv("LOCAL_RANK", "1")
     entry_point.main()
