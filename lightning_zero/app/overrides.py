@@ -108,6 +108,9 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
         said = f"{said} {more[0]}"
     options = re.search(r"expected one of \[(.*?)\]", cause)
     sentences = [f"{said}.", meant(given, conf, options[1].split(", ") if options else [])]
+    key, equals, value = given.partition("=")
+    if "is not a ListConfig" in cause and equals:
+        sentences.append(f"Write {key}=[{value}].")
     if "not in struct" in cause:  # keys can be added here with +
         sentences += [f"{line}." for line in more[:1]]
     return " ".join(filter(None, sentences))
@@ -149,14 +152,17 @@ def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
         path = f"{path}.{close}" if path else close
     group = path.replace(".", "/")
     options = conf.groups.get(group, options or [])
+    there = ""
     if options and equals and value not in options:
+        if group in conf.groups and not nearest(value, options, exact=True):
+            there = f"There are {', '.join(f'{group}={o}' for o in options)}."
         value = nearest(value, options) or ""
         if not value:
-            return f"There are {', '.join(f'{group}={o}' for o in options)}." if group in conf.groups else ""
+            return there
     elif group not in conf.groups and (below := conf.inside(path)):
         return f"There are {', '.join(below)} in {path}."
     right = f"{'~' * given.startswith('~')}{group if group in conf.groups else path}{equals}{value}"
-    return f"Did you mean {right}?" if right != given else ""
+    return f"Did you mean {right}? {there}".rstrip() if right != given else ""
 
 
 def _known(config_name: str) -> _Conf:

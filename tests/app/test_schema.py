@@ -334,12 +334,13 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/stage=3", "zero/off
         ("~zero.prefetch", ["Did you mean ~zero.prefetch_bytes?\n"]),
         # a group for a setting, and the other way round
         ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
-        ("zero.offload=nvm", ["Did you mean zero/offload=nvme?\n"]),
+        ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
         ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
         ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
         ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
         ("callbacks.foo._target_=X", ["in callbacks. To append to your config use +callbacks.foo._target_=X.\n"]),
         ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
+        ("zero.unit.classes=Block", ["list or tuple. Write zero.unit.classes=[Block].\n"]),
         ("zero.unit=3", ["There are classes, max_bytes, whole_batch in zero.unit.\n"]),
         # behind a plus
         ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
@@ -350,7 +351,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/stage=3", "zero/off
         ("+zero/stge=zero3", ["zero/stge"]),
         # in a group or its file
         ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
-        ("zero/stage=zero4", ["Could not find 'zero/stage/zero4'. Did you mean zero/stage=zero3?\n"]),
+        ("zero/stage=zero4", ["Did you mean zero/stage=zero3? There are zero/stage=auto, zero/stage=zero0, "]),
         ("zero/precision=bf16-mixed", ["Did you mean zero/precision=bf16?\n"]),
         ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
         ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
