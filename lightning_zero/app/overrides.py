@@ -108,9 +108,8 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
         said = f"{said} {more[0]}"
     options = re.search(r"expected one of \[(.*?)\]", cause)
     sentences = [f"{said}.", meant(given, conf, options[1].split(", ") if options else [])]
-    key, equals, value = given.partition("=")
-    if "is not a ListConfig" in cause and equals:
-        sentences.append(f"Write {key}=[{value}].")
+    if said.startswith("Error merging") and "is not a ListConfig" in cause:
+        sentences.append(f"Write {given.replace('=', '=[', 1)}].")
     if "not in struct" in cause:  # keys can be added here with +
         sentences += [f"{line}." for line in more[:1]]
     return " ".join(filter(None, sentences))
