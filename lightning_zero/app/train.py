@@ -234,8 +234,8 @@ def run(config: TrainConfig) -> float | None:
 
     _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
+    model = build_model(config, explicit)  # before the data, whose tokenizer may come from model.path
     data = build_data(config, explicit)
-    model = build_model(config, explicit)
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)

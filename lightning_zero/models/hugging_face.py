@@ -83,19 +83,19 @@ class LitCausalLM(LanguageModel):
 
 def read_config(path: str | None, settings: dict[str, Any]) -> Any:
     """Return the transformers configuration for ``path`` and ``settings``. Raises ConfigError as LitCausalLM does."""
+    folder = None if path is None else Path(path).expanduser()
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: expected a folder with a config.json, as save_pretrained writes it, got {path!r}. Change "
+            "model.path."
+        )
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise ConfigError(
             "model: expected the package transformers, which is not installed. pip install it."
         ) from error
-    if path is not None:
-        folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"model.path: expected a folder with a config.json, as save_pretrained writes it, got {path!r}. Change "
-                "model.path."
-            )
+    if folder is not None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _check_settings(config, settings)
         for key, value in settings.items():

@@ -382,6 +382,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/stage=3", "zero/off
         ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
         ("data._target_=nowhere.Data", ["data._target_", "nowhere"]),
         ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
+        ("model=hf model.path=/nowhere", ["model.path: expected a folder with a config.json", "got '/nowhere'"]),
         ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
         ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
         ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
