@@ -180,7 +180,8 @@ def _report(
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:
-        print(f"checkpoint: {checkpoint or 'none was written'}{f', best: {best}' if best else ''}")
+        at_end = ": no step was left; raise trainer.max_steps (or max_epochs)" if trainer.fit_loop.restarting else ""
+        print(f"checkpoint: {checkpoint or f'none was written{at_end}'}{f', best: {best}' if best else ''}")
     if finished:
         print(f"logs: {os.path.relpath(folder)}")
     for name, value in sorted(metrics.items(), key=lambda metric: metric[0] in SPOKEN):

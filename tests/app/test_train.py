@@ -117,7 +117,7 @@ def test_one_run_folder_holds_logs_as_csv_and_ordinary_checkpoints(finished: Fin
 
 
 @pytest.mark.full
-def test_a_checkpoint_is_tested_and_predicted_from(finished: Finished, tmp_path: Path) -> None:
+def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: Finished, tmp_path: Path) -> None:
     last = finished[0] / "run" / "checkpoints" / "last.ckpt"
     settings = (*SMALL[:2], "trainer.devices=1", f"ckpt_path={last}", "logger=none")
     done = alone(tmp_path, *settings, "task=test", "hydra.run.dir=test", "trainer.limit_test_batches=8", "tags=[mine]")
@@ -135,6 +135,9 @@ def test_a_checkpoint_is_tested_and_predicted_from(finished: Finished, tmp_path:
     assert [i for indices, _ in written for i in indices] == list(range(32))
     mean = torch.cat([values for _, values in written]).mean().item()
     assert mean == pytest.approx(float(bits), abs=1e-4)
+
+    done = alone(tmp_path, *settings, "hydra.run.dir=again")
+    assert "\ncheckpoint: none was written: no step was left; raise trainer.max_steps" in done.stdout, done.stderr
 
 
 @pytest.mark.full
