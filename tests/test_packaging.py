@@ -59,7 +59,7 @@ def test_without_a_name_it_lists_the_commands_and_a_mistake_has_an_exit_code(
     called: list[bool] = []
     monkeypatch.setattr("lightning_zero.train.main", lambda: called.append(True))
     cases = (([], "2", "\n  plan "), (["--help"], "0", "\n  plan "), (["checkpoint", "nothing"], "2", "error"))
-    cases += ((["trian", "seed=1"], "2", "error: trian: "), (["wrong"], "2", "checkpoint. A setting is written key=value"))
+    cases += ((["trian", "seed=1"], "2", "error: trian: "), (["wrong"], "2", "A setting is written key=value"))
     for arguments, code, said in cases:
         monkeypatch.setattr(sys, "argv", ["lightning-zero", *arguments])
         with pytest.raises(SystemExit, match=code):

@@ -109,8 +109,8 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
     if "strategy" in config.trainer:
         raise ConfigError(
-            "trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy, which the group zero sets up), got "
-            f"{config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
+            "trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy, which the group zero sets "
+            f"up), got {config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
         )
     values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}

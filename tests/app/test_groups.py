@@ -339,9 +339,9 @@ def test_evaluating_takes_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- experiment=tiny\n- seed=1\n")
     trainer: Any = SimpleNamespace(_checkpoint_connector=SimpleNamespace())
     for path in ("hpc_ckpt_1.ckpt", "checkpoints/last.ckpt"):
-        with pytest.raises(ConfigError, match=r"^other\. That run had: experiment=tiny seed=1$"):
-            with decided(trainer, str(tmp_path / path)):
-                raise OtherModelError("other.")
+        refused = pytest.raises(ConfigError, match=r"^other\. That run had: experiment=tiny seed=1$")
+        with refused, decided(trainer, str(tmp_path / path)):
+            raise OtherModelError("other.")
 
 
 def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
