@@ -126,6 +126,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(finished: Finished, tmp_path:
     assert float(bits) == pytest.approx(bits_per_byte(finished[1].stdout), abs=0.3)  # the same 32 pieces of text
     results = json.loads((tmp_path / "test" / "results.json").read_text())
     assert results["task"] == "test" and results["tags"] == ["mine"] and "task=test" in results["overrides"]
+    assert results["setup"].items() >= {"stage": "zero3", "offload": "none", "precision": "fp32", "ranks": 1}.items()
     assert results["metrics"]["test_bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
     assert "dirpath has changed" not in done.stderr
 
