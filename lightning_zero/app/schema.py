@@ -123,7 +123,7 @@ def trainer_precision(row: Any) -> str | None:
 def register_schema() -> None:
     """Register the schema and the resolvers with Hydra. Another call changes nothing.
 
-    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``, and pass
+    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``, and may pass
     ``precision: ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
     """
     store = ConfigStore.instance()

@@ -27,6 +27,7 @@ from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
 from lightning_zero.trainer.strategy import ZeroStrategy
+from lightning_zero.trainer.summary import setup_of
 
 SPOKEN = {"val_bits_per_byte": "validation bits per byte", "test_bits_per_byte": "test bits per byte"}
 
@@ -189,6 +190,7 @@ def _report(
     if not folder.is_dir():
         return
     series = results.logged(Path(c.log_dir) for c in trainer.loggers if isinstance(c, CSVLogger))
+    strategy = cast(ZeroStrategy, trainer.strategy)
     found = {
         "task": config.task.value,
         "status": status,
@@ -197,7 +199,8 @@ def _report(
         "metrics": metrics if finished else None,
         "steps": trainer.global_step,
         "duration_s": time.time() - begun,
-        **results.measured(series, cast(ZeroStrategy, trainer.strategy).run_plan.held),
+        "setup": setup_of(strategy.engine),
+        **results.measured(series, strategy.run_plan.held),
         "checkpoint": checkpoint,
         "best_checkpoint": best,
         "command": shlex.join(["python", "-m", "lightning_zero.train", *sys.argv[1:]]),

@@ -86,7 +86,8 @@ class PrecisionConfig:
     Attributes:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
             in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
-            ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``.
+            ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``; a
+            name wins over ``32-true`` there, the default.
         reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the one dtype that is used everywhere.
         grad_dtype: dtype of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
         fp32_modules: module classes (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So

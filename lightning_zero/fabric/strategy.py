@@ -88,7 +88,6 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._join_ranks()
         if self._start_waits is not None:
             # Not closed by the first engine: barriers need these waits whenever there is no engine.
             self._start_waits.place = "the user's code, outside of the calls of sharded modules"

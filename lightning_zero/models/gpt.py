@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError
 from lightning_zero.layerwise.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
-from lightning_zero.sequence.part import sequence_positions
+from lightning_zero.sequence.part import current, sequence_positions
 
 POSITIONS = ("learned", "rotary")
 ROTARY_BASE = 10_000.0
@@ -127,6 +127,12 @@ class GPT(nn.Module):
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:
+            length = tokens.shape[1] * (part.size if (part := current()) is not None else 1)
+            if length > self.block_size:
+                raise ConfigError(
+                    f"block_size: the model takes {self.block_size} positions, the batch has {length}. Give model and "
+                    "data the same block_size."
+                )
             x = x + self.position(positions)
         else:
             rotation = rotations(positions, self.head_width)[None]

@@ -64,12 +64,16 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or is not ``asked``."""
+        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or is not ``asked``.
+        ``asked`` wins over ``32-true``, because Lightning does not tell its default from a ``32-true`` that was given.
+        """
+        if asked is not None and type(plugin).__name__ == "Precision":
+            return cls(asked.value)
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
         if asked is not None and ours.row is not asked:
             raise ConfigError(
-                f"{cls.front.lower()}.precision: expected {asked.value!r}, which zero/precision={asked.name} means, "
-                f"got {ours.precision!r}. Set {cls.front}(precision={asked.value!r}), or drop zero.precision.name."
+                f"{cls.front.lower()}.precision: expected {asked.value!r}, which the strategy's precision "
+                f"{asked.name!r} means, got {ours.precision!r}. Drop one of the two."
             )
         return ours
 

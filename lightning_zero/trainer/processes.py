@@ -134,9 +134,15 @@ class Processes:
             # Also for processes started from outside: the launcher sets each rank's number of threads.
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def _join_ranks(self) -> None:
+    def setup_environment(self) -> None:
         """Join the process group, once per process. A lone process in a notebook skips this. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
+        if dist.is_initialized() and dist.get_world_size() != self.num_nodes * self.num_processes:
+            raise ConfigError(
+                f"trainer.num_nodes x trainer.devices: expected {dist.get_world_size()}, as many as processes run this "
+                f"script already, got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."
+            )
+        super().setup_environment()  # type: ignore[misc]
         self._set_world_ranks()
         device = self.root_device
         known = dist.Backend.default_device_backend_map

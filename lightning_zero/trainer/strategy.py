@@ -276,7 +276,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._checkpoints.begin_run()
         super().setup_environment()
         reset_seed()
-        self._join_ranks()
         if self.lightning_module is not None:
             loops.adapt_run(self.lightning_module.trainer)
 

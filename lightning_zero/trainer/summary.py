@@ -22,6 +22,13 @@ LARGE = 64 * 2**20  # bytes; smaller models get no warning of :func:`large_unit`
 Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measured
 
 
+def setup_of(engine: Engine) -> dict[str, str | int]:
+    """Return what a run's results say of its ranks and its model."""
+    rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
+    numbers = {"ranks": engine.comm.world_size, "parameters": sum(i.numel for u in engine.units for i in u.infos)}
+    return {**rows, "precision": engine.passes.precision.name, **numbers}
+
+
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
     """Return table rows (unit, parameters, gathered bytes, tiers). Adjacent units with equal values share a row."""
 

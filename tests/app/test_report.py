@@ -23,6 +23,7 @@ RUN = {
     "status": "failed: ValueError: <b>",
     "metrics": None,
     "steps": 3,
+    "setup": {"stage": "zero3", "ranks": 2, "parameters": 1234},
     "duration_s": 1.5,
     "checkpoint": None,
     "best_checkpoint": None,
@@ -63,7 +64,8 @@ def test_metrics_from_before_a_restart_are_drawn_too(tmp_path: Path) -> None:
 
 def test_a_run_without_logs_has_a_page(tmp_path: Path) -> None:
     results.write(tmp_path, RUN | results.measured({}, ()), {}, None)
-    assert "nothing was logged" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "nothing was logged" in page and "stage zero3, ranks 2, parameters 1,234<" in page
 
 
 def test_without_matplotlib_a_sentence_says_what_is_missing(

@@ -126,6 +126,7 @@ def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: F
     assert float(bits) == pytest.approx(bits_per_byte(finished[1].stdout), abs=0.3)  # the same 32 pieces of text
     results = json.loads((tmp_path / "test" / "results.json").read_text())
     assert results["task"] == "test" and results["tags"] == ["mine"] and "task=test" in results["overrides"]
+    assert results["setup"].items() >= {"stage": "zero3", "offload": "none", "precision": "fp32", "ranks": 1}.items()
     assert results["metrics"]["test_bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
     assert "dirpath has changed" not in done.stderr
 
@@ -302,6 +303,8 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     for sizes in ({"n_layer": 0}, {"d_model": 6, "n_head": 4}, {"dropout": -0.1}):
         with pytest.raises(ConfigError, match=f"model.{next(iter(sizes))}"):
             GPT(**sizes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="block_size: the model takes 4 positions, the batch has 5"):
+        GPT(n_layer=1, block_size=4)(torch.zeros(1, 5, dtype=torch.int64))
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:

@@ -26,7 +26,7 @@ def test_settings_that_only_the_trainer_follows_are_refused() -> None:
         ZeroFabricStrategy("zero3", gather_after_fit=True)
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
         config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
-        Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2)
+        Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2, precision="bf16-true")
 
 
 @on_ranks(2)

@@ -165,9 +165,10 @@ def test_other_refused_plugins_by_name() -> None:
 
 
 def test_precision_that_contradicts_the_strategys_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected 'bf16-mixed'.*got '32-true'"):
-        trainer_here(ZeroStrategy("zero3", precision="bf16"))
-    assert trainer_here(ZeroStrategy("zero3", precision="bf16"), precision="bf16-mixed").precision == "bf16-mixed"
+    with pytest.raises(ConfigError, match=r"expected 'bf16-mixed', which the strategy's .* 'bf16' .*'bf16-true'"):
+        trainer_here(ZeroStrategy("zero3", precision="bf16"), precision="bf16-true")
+    for agreed in ("bf16-mixed", None):
+        assert trainer_here(ZeroStrategy("zero3", precision="bf16"), precision=agreed).precision == "bf16-mixed"
 
 
 def test_plugin_of_ours_can_be_given() -> None:

@@ -73,6 +73,13 @@ def test_reads_of_placeholders_are_refused(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_another_number_of_ranks_than_the_script_has_is_refused(tmp_path: Path) -> None:
+    for devices in (1, 3):
+        with pytest.raises(ConfigError, match=rf"expected 2, as many as .* already, got 1 x {devices}\. Use the same"):
+            trainer("zero3", tmp_path, devices=devices).validate(seeded(Lit), loader(), verbose=False)
+
+
+@on_ranks(2)
 def test_engine_before_there_is_one_is_refused(tmp_path: Path) -> None:
     class TooEarly(Lit):
         def setup(self, stage: str) -> None:
