@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_064,
+    "lines of the package": 38_092,
     "lines of the engine": 10_849,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 49_014,
+    "lines of tests": 49_027,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 40,
     "private names of Lightning": 10,
