@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
-from lightning_zero.app.schema import Task, TrainConfig, trainer_precision
+from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_sequence_parallel
 
@@ -28,9 +28,9 @@ def agreed_precision(config: TrainConfig) -> str | None:
     Raises ConfigError if both are given and differ."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
-    expected = trainer_precision(name)
-    if name is None or expected is None:
+    if name is None:
         return asked
+    expected = name.value
     if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
         row = nearest(asked, Precision.__members__)
         change = f"Write zero/precision={row}" if row not in (None, name.name) else "Drop trainer.precision"

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
-from lightning_zero.config import ConfigError, ZeroConfig, choose, parse_bytes
+from lightning_zero.config import ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
 
@@ -19,7 +19,6 @@ TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
 SUBMIT_SCHEMA = "lightning_zero_submit"
 RUN_NAME_RESOLVER = "lightning_zero_run_name"
-PRECISION_RESOLVER = "lightning_zero_precision"
 
 
 class Task(Enum):
@@ -115,16 +114,10 @@ def run_name() -> str:
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
-def trainer_precision(row: Any) -> str | None:
-    """Return the value of ``Trainer(precision=)`` for ``row``, a choice of ``zero/precision``. None gives None."""
-    return None if row is None else choose("precision", row).value
-
-
 def register_schema() -> None:
-    """Register the schema and the resolvers with Hydra. Another call changes nothing.
+    """Register the schema and a resolver with Hydra. Another call changes nothing.
 
-    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``, and may pass
-    ``precision: ${lightning_zero_precision:${zero.precision.name}}`` to their Trainer.
+    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``.
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
@@ -145,4 +138,3 @@ def register_schema() -> None:
     processes = {"_target_": "hydra_plugins.lightning_zero_plugin.ProcessLauncher"}
     store.store(group="hydra/launcher", name="processes", node=processes, provider="lightning_zero")
     OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

@@ -28,10 +28,8 @@ svg { width: 100%; height: auto; margin-top: 16px; } a { color: inherit; }
 def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | None) -> str:
     """Return the HTML page of the run ``name``. ``svg``: its picture. ``timeline``: address of its timeline page."""
     numbers = {**results["last"], **(results["metrics"] or {}), **{n: results[n] for n in SPEEDS if n in results}}
-    setup = ", ".join(
-        f"{key} {value if isinstance(value, str) else f'{value:,}'}" for key, value in results["setup"].items()
-    )
-    facts = [("setup", setup), ("duration", f"{results['duration_s']:,.1f} s"), ("steps", f"{results['steps']:,}")]
+    facts = [(what, value if isinstance(value, str) else f"{value:,}") for what, value in results["setup"].items()]
+    facts += [("duration", f"{results['duration_s']:,.1f} s"), ("steps", f"{results['steps']:,}")]
     facts += [(key, f"{value:,.5g}") for key, value in numbers.items()]
     facts += [(key, results[key]) for key in ("checkpoint", "best_checkpoint", "command", "commit") if results[key]]
     facts += [("versions", ", ".join(f"{what} {version}" for what, version in results["versions"].items()))]

@@ -27,6 +27,7 @@ from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.tiers.limits import available_cpus
 from lightning_zero.trainer import launchers
 from lightning_zero.trainer.settings import RunPlan
 
@@ -137,10 +138,10 @@ class Processes:
     def setup_environment(self) -> None:
         """Join the process group, once per process. A lone process in a notebook skips this. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
-        if dist.is_initialized() and dist.get_world_size() != self.num_nodes * self.num_processes:
+        if dist.is_initialized() and (there := dist.get_world_size()) != self.num_nodes * self.num_processes:
             raise ConfigError(
-                f"trainer.num_nodes x trainer.devices: expected {dist.get_world_size()}, as many as processes run this "
-                f"script already, got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."
+                f"trainer.num_nodes x trainer.devices: expected {there}, as many as processes run this script already, "
+                f"got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."
             )
         super().setup_environment()  # type: ignore[misc]
         self._set_world_ranks()
@@ -162,7 +163,9 @@ class Processes:
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
             init_process_group(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
-        rank_zero_info(f"waiting for {self.world_size} processes, which first import torch and Lightning")
+        here, cores = self.num_processes, available_cpus()
+        few = f" ({here} here, on {cores} cores)" if cores < here else ""
+        rank_zero_info(f"waiting for {self.world_size} processes{few}, which first import torch and Lightning")
         settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_plan.settings))
         rendezvous.join(
             self.cluster_environment,
