@@ -214,12 +214,13 @@ def _comparable(program: p.Program) -> p.Program:
 
 
 def _unwatched(nodes: tuple[p.Node, ...]) -> tuple[p.Node, ...]:
-    """Without what may be refused on some ranks only: hooks on gradients, and writes (at the end of the backward)."""
+    """Without what may be refused on some ranks only: hooks on gradients, and writes (at the end of the backward),
+    also those of an embedding with ``max_norm``."""
     return tuple(
         dataclasses.replace(
             node,
             kind="Line" if node.kind == "Clamped" else node.kind,
-            n=0 if node.kind == "Watched" else node.n,
+            n=0 if node.kind in ("Watched", "Positions") else node.n,
             children=_unwatched(node.children),
         )
         for node in nodes
