@@ -17,7 +17,7 @@ from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning import memory
 from lightning_zero.planning.layout import SHARD_ALIGN
 
-SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 32}
+SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 64}
 BUCKETS = 3 * 2 + 2  # of a block: norms, the rest; of the root: norm, the rest
 RANKS = 4096
 SHARD = SHARD_ALIGN  # elements of every bucket on every rank: the model is that small
