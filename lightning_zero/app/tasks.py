@@ -121,7 +121,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
     if wanted is not None and wanted not in found:
         close = nearest(wanted, found)
         raise ConfigError(
-            f"optimized_metric: expected a metric that validation logs, one of "
+            f"optimized_metric: expected a metric that validation (or the task) logs, one of "
             f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
             f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
         )
@@ -238,7 +238,6 @@ def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if a fit has not logged it."""
-    if config.task is Task.fit:
-        check_metric(config.optimized_metric, metrics)
-    return metrics.get(config.optimized_metric or "")
+    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if it was not logged."""
+    check_metric(config.optimized_metric, metrics)
+    return None if config.optimized_metric is None else metrics[config.optimized_metric]

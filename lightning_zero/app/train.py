@@ -181,11 +181,16 @@ def check_checkpoint(path: str | None) -> None:
 
 
 def check_task(config: TrainConfig) -> None:
-    """Raise ConfigError if the task would evaluate untrained weights."""
+    """Raise ConfigError if the task would evaluate untrained weights, or is ``predict`` while a metric is optimized."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
             "model=hf the folder of a model."
+        )
+    if config.task is Task.predict and config.optimized_metric is not None:
+        raise ConfigError(
+            f"optimized_metric: expected none for task=predict, which logs nothing, got {config.optimized_metric!r}. "
+            "Drop optimized_metric, or choose task=test."
         )
 
 

@@ -332,8 +332,9 @@ def test_evaluating_takes_a_checkpoint(tmp_path: Path) -> None:
         train.check_task(config_of("task=test"))
     train.check_task(config_of("task=test", "model=hf", "model.path=/there"))
     with pytest.raises(ConfigError, match=r"optimized_metric: expected .*logs, one of loss, got 'los'.*=loss\.$"):
-        optimized(config_of("optimized_metric=los"), {"loss": 1.0})
-    assert optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0}) is None
+        optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0})
+    with pytest.raises(ConfigError, match="optimized_metric: expected none for task=predict"):
+        train.check_task(config_of("task=predict", "ckpt_path=there", "optimized_metric=loss"))
     assert plain(config_of().zero.stage.name) == "zero3"
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- experiment=tiny\n- seed=1\n")
