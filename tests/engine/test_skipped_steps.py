@@ -21,17 +21,19 @@ from tests.trainer.toys import Lit, fit
 ROWS = [("none", 0), ("none", 1), ("none", 3), *PLACES]
 
 
-def poisoned(loss: Tensor) -> Tensor:
-    """A loss whose gradients are NaN, on the last rank."""
-    return loss * float("nan") if dist.get_rank() == dist.get_world_size() - 1 else loss
+def poisoned(tensor: Tensor) -> Tensor:
+    """NaN, as a loss or a gradient, on the last rank."""
+    return tensor * float("nan") if dist.get_rank() == dist.get_world_size() - 1 else tensor
 
 
 def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
     for step in range(5):
         if step in bad and isinstance(side, Twin):
             continue
-        if step in bad:
-            side.backward(poisoned(language_loss(side.module, tokens(step))))
+        if step in bad:  # one parameter, which at stages 1 to 3 one rank steps
+            watch = side.module.head.bias.register_hook(poisoned)
+            side.backward(language_loss(side.module, tokens(step)))
+            watch.remove()
         accumulate(side, step, 2)
         if clips:
             side.clip(0.5)

@@ -109,20 +109,20 @@ class _Tensors:
         place = self._engine.units.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
-            self._gathered = place.bucket, place.bucket.full_master()
+            with self._engine.comm.at("export or lightning_zero.stream, of which all ranks take all tensors"):
+                self._gathered = place.bucket, place.bucket.full_master()
         return place.bucket.part_of(self._gathered[1], place.info)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         state, like, plan = self._plan()
         order = {key: number for number, key in enumerate(self._infos)}  # bucket by bucket
-        with self._engine.comm.at("lightning_zero.stream, which all ranks must iterate to its end"):
-            for name, key in sorted(plan.renamed.items(), key=lambda item: order.get(item[1], -1)):
-                value = self._gather(key) if key in self._infos else state[key]
-                yield name, value.detach().to(like[key].dtype)
-            for group in plan.groups:
-                values = {key: self._gather(key).clone() for key in group.members}
-                for name, value in group.convert(values).items():
-                    yield name, value.to(group.results[name].dtype)
+        for name, key in sorted(plan.renamed.items(), key=lambda item: order.get(item[1], -1)):
+            value = self._gather(key) if key in self._infos else state[key]
+            yield name, value.detach().to(like[key].dtype)
+        for group in plan.groups:
+            values = {key: self._gather(key).clone() for key in group.members}
+            for name, value in group.convert(values).items():
+                yield name, value.to(group.results[name].dtype)
 
     def _together(self, what: str, act: Callable[[], Any]) -> Any:
         engine = self._engine
