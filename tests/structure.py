@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of the engine": 10_849,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 49_039,
+    "lines of tests": 49_042,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 40,
     "private names of Lightning": 10,

@@ -89,7 +89,7 @@ class ZeroMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         engine = _engine(trainer)
-        self._let_go()
+        self._stop()
         self._recorder = recording.listen(engine.comm.streams.accelerator)
         self._sums, self._flops_per_sample = defaultdict(float), None
         self._since = time.monotonic()
@@ -140,13 +140,13 @@ class ZeroMonitor(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.monotonic()
 
-    def _let_go(self, *_: Any, **__: Any) -> None:
+    def _stop(self, *_: Any, **__: Any) -> None:
         self._end_counting()
         if self._recorder is not None:
             self._recorder = None
             recording.stop()
 
-    on_train_end = on_exception = teardown = _let_go  # teardown: after an exception of another callback's hook
+    on_train_end = on_exception = teardown = _stop  # teardown: after an exception of another callback's hook
 
     def _end_counting(self) -> FlopCount | None:
         counting, self._counting = self._counting, None
