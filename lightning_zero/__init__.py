@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_zero.sharding import shard as shard
     from lightning_zero.trainer.callbacks.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
+    from lightning_zero.trainer.step_tokens import divide_by_tokens as divide_by_tokens
     from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ _HOMES = {
     "SequencePart": "lightning_zero.sequence.part",
     "mean_over_tokens": "lightning_zero.sequence.part",
     "sequence_positions": "lightning_zero.sequence.part",
+    "divide_by_tokens": "lightning_zero.trainer.step_tokens",
 }
 
 __all__ = ["__version__", *_HOMES]

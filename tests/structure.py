@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_092,
-    "lines of the engine": 10_849,
+    "lines of the package": 38_342,
+    "lines of the engine": 10_872,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 49_042,
+    "lines of tests": 49_385,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 40,
     "private names of Lightning": 10,
-    "keys of zero": 37,
+    "keys of zero": 38,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 24_134,
+    "words of README and docs": 24_371,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,

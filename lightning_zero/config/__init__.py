@@ -25,6 +25,7 @@ from lightning_zero.config.names import ConfigError as ConfigError
 from lightning_zero.config.names import DType as DType
 from lightning_zero.config.names import GradCommDtype as GradCommDtype
 from lightning_zero.config.names import HybridShard as HybridShard
+from lightning_zero.config.names import LossMean as LossMean
 from lightning_zero.config.names import Offload as Offload
 from lightning_zero.config.names import Precision as Precision
 from lightning_zero.config.names import Recompute as Recompute

@@ -59,6 +59,13 @@ class Recompute(Enum):
     offload = "offload"
 
 
+class LossMean(Enum):
+    """What a step's loss and gradients are a mean of."""
+
+    batches = "batches"
+    tokens = "tokens"
+
+
 class DType(Enum):
     fp32 = "fp32"
     bf16 = "bf16"

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning_zero.config.groups import OffloadConfig, StageConfig, without_effect
-from lightning_zero.config.names import ROWS, ConfigError, HybridShard, Offload, Stage, choose, nearest
+from lightning_zero.config.names import ROWS, ConfigError, HybridShard, LossMean, Offload, Stage, choose, nearest
 from lightning_zero.config.settings import ZeroConfig, check_hybrid_shard, check_prefetch, check_rows
 from lightning_zero.config.values import kinds_of
 
@@ -47,7 +47,7 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError for stage ``auto`` or ``sequence_parallel`` above 1, which only the Trainer supports."""
+    """Raise ConfigError for settings that only the Trainer supports."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -59,6 +59,12 @@ def check_decided(config: ZeroConfig) -> None:
             "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
             f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
             "zero.sequence_parallel."
+        )
+    if config.loss is LossMean.tokens:
+        raise ConfigError(
+            "zero.loss: expected batches with lightning_zero.shard and Fabric, which do not see the steps whose tokens "
+            "are counted, got tokens. Train with ZeroStrategy; or run the backward of sums, and multiply each gradient "
+            "by the number of ranks divided by the step's tokens."
         )
 
 

@@ -22,6 +22,7 @@ from lightning_zero.config.names import (
     DType,
     GradCommDtype,
     HybridShard,
+    LossMean,
     Offload,
     Precision,
     Recompute,
@@ -56,6 +57,8 @@ class ZeroConfig:
         timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and an HTML page.
         sequence_parallel: number of adjacent ranks that get the same batch and divide each sequence by positions
             (Ulysses). Shards are divided over all ranks as always.
+        loss: what a step's gradients belong to. ``batches``: the mean of the micro-batches' losses, as in Lightning;
+            ``tokens``: the mean over all tokens of the step, on all ranks and in all micro-batches.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -77,6 +80,7 @@ class ZeroConfig:
     gather_after_fit: bool | None = None
     timeline: str | None = None
     sequence_parallel: int = 1
+    loss: LossMean = LossMean.batches
 
     def __post_init__(self) -> None:
         check_types("zero", self)

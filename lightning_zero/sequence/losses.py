@@ -43,7 +43,7 @@ def _count(given: dict[str, Any]) -> Tensor:
     """Return the divisor of the mean: the number of tokens that count, or the sum of their weights."""
     target: Tensor = given["target"]
     if target.is_floating_point():  # probabilities of classes
-        return torch.ones((), device=target.device)
+        return torch.full((), target[:, 0].numel() if target.dim() > 1 else 1, device=target.device)
     index = given.get("ignore_index")
     counts = target != (IGNORED if index is None else index)
     weight = given.get("weight")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.sequence import Sharers
+from lightning_zero.comm.sequence import OnPaper, Sharers
 from lightning_zero.config import ConfigError
 
 TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ranks notice if theirs differ
@@ -40,6 +41,7 @@ class SequencePart:
         window: the only positions of each sequence that are used; ``None``: all.
         length: positions of one part; ``None`` before the first cut.
         rounding: rounding error of the coarsest dtype in which attention was computed.
+        empty_is_zero: whether a mean over no tokens is 0, not NaN.
     """
 
     def __init__(self, sharers: Sharers, window: Window | None = None) -> None:
@@ -47,6 +49,7 @@ class SequencePart:
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
         self.rounding = 0.0
+        self.empty_is_zero = False
         self._means: list[weakref.ref[Tensor]] = []  # made by :meth:`mean_of`, over all parts
 
     @property
@@ -102,7 +105,8 @@ class SequencePart:
     def mean_of(
         self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
     ) -> Tensor:
-        """Return the mean over the tokens of all parts, with gradients; NaN if no part has tokens. Collective.
+        """Return the mean over the tokens of all parts, with gradients. If no part has tokens, it is NaN, or 0 with
+        :attr:`empty_is_zero`. Collective.
 
         Raises ConfigError, on all ranks, if another rank computes another kind of mean at the same time.
 
@@ -113,10 +117,23 @@ class SequencePart:
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
+        if self.empty_is_zero:
+            counts = torch.where(counts > 0, counts, 1.0)
         mean: Tensor = (totals / counts).to(dtype)
         if kind == TOKENS:
             self._means.append(weakref.ref(mean))
         return mean
+
+    def mean_over(self, mean: Tensor, tokens: Any) -> Tensor:
+        """Return the mean over the tokens of all parts. ``mean``: of this part's ``tokens``, a number. Collective."""
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
+            raise ConfigError(
+                'zero.loss=tokens: expected a number or a tensor of one element under "tokens" in what training_step '
+                f"returns, got {type(tokens).__name__}."
+            )
+        count = torch.as_tensor(tokens, dtype=torch.float64, device=mean.device).detach().reshape(())
+        total = torch.where(count > 0, mean.reshape(()).to(torch.float64) * count, 0.0)
+        return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Turn a step's ``loss`` of this part into the loss of the whole sequences. Collective.
@@ -125,7 +142,7 @@ class SequencePart:
         no such mean, all ranks raise ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
-        known = _has_mean(loss)
+        known = next(_counts_in(loss), None) is not None
         value = loss.reshape(()).to(torch.float64)
         ones = torch.ones_like(value, requires_grad=False)
         found = self.mean_of(value, ones, loss.dtype, PARTS if known else REFUSED)
@@ -138,9 +155,30 @@ class SequencePart:
             )
         return found
 
+    def count(self, loss: Tensor) -> Tensor:
+        """Return the number of tokens of which ``loss`` is a mean: 0-d, fp64, of all parts. Weighted tokens count as
+        their weights. Raises ConfigError if ``loss`` contains no mean over tokens, or means over different numbers."""
+        counts = list(_counts_in(loss))
+        if len(counts) == 1 or (counts and bool((torch.stack(counts) == counts[0]).all())):
+            return counts[0]
+        got = f"means over {', '.join(f'{float(n):g}' for n in counts)} tokens" if counts else "one that does not say"
+        raise ConfigError(
+            f"zero.loss=tokens: expected a training loss whose number of tokens is known, got {got}. "
+            "Call F.cross_entropy or F.nll_loss by these names, with reduction='mean'; or make a mean of the losses of "
+            'each token by lightning_zero.mean_over_tokens(values, where); or return {"loss": mean, "tokens": number} '
+            "from training_step."
+        )
 
-def _has_mean(loss: Tensor) -> bool:
-    """Return whether ``loss`` is computed from a mean over the tokens of all parts."""
+
+class WholeBatch(SequencePart):
+    """Stands for all of a batch in the place of a part, where only the tokens of its losses are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(OnPaper(1))
+
+
+def _counts_in(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the number of tokens of each mean over tokens from which ``loss`` is computed."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -148,11 +186,10 @@ def _has_mean(loss: Tensor) -> bool:
             continue
         seen.add(node)
         if node.name() == f"{_SumOfParts.__name__}Backward":
-            if not node.is_feature:  # type: ignore[attr-defined]  # a feature is no loss: parts may compute anything with it
-                return True
+            if node.count is not None:  # type: ignore[attr-defined]
+                yield node.count  # type: ignore[attr-defined]
             continue
         nodes += [following for following, _ in node.next_functions]
-    return False
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -163,7 +200,10 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
         ctx.sharers, ctx.kind, ctx.is_feature = sharers, kind, is_feature
-        return sharers.sum_alike(values.detach(), kind)
+        summed = sharers.sum_alike(values.detach(), kind)
+        # Parts may compute anything with a feature, so it is no loss.
+        ctx.count = None if is_feature else summed[-1].clone()
+        return summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

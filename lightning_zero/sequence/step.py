@@ -17,23 +17,27 @@ from lightning_zero.sequence import losses
 from lightning_zero.sequence.attention import attention
 from lightning_zero.sequence.check import leaves
 from lightning_zero.sequence.hugging_face import of_whole_sequences
-from lightning_zero.sequence.part import SequencePart, Window, current, set_current
+from lightning_zero.sequence.part import SequencePart, WholeBatch, Window, current, set_current
 from lightning_zero.sequence.split import split_batch
 
 # Replacements in ``torch.nn.functional`` while a step runs. torch's layers and losses call them there too.
-_FUNCTIONS = {name: losses.over_all_parts(getattr(F, name)) for name in losses.NAMES if hasattr(F, name)}
-_FUNCTIONS["scaled_dot_product_attention"] = attention
+_LOSSES = {name: losses.over_all_parts(getattr(F, name)) for name in losses.NAMES if hasattr(F, name)}
+_FUNCTIONS = {**_LOSSES, "scaled_dot_product_attention": attention}
 
 
 @contextlib.contextmanager
 def computing(part: SequencePart) -> Iterator[None]:
-    """Let modules called in the body compute on ``part``: replace attention and losses of torch and transformers."""
-    before, functions = set_current(part), {name: getattr(F, name) for name in _FUNCTIONS}
+    """Let modules called in the body compute on ``part``: replace losses, and where sequences are divided attention, of
+    torch and transformers."""
+    divided = not isinstance(part, WholeBatch)
+    replaced = _FUNCTIONS if divided else _LOSSES
+    before, functions = set_current(part), {name: getattr(F, name) for name in replaced}
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # torch's fast path would hide attention in kernels, in evaluation
-    vars(F).update(_FUNCTIONS)
+    # torch's fast path would hide attention in kernels, in evaluation.
+    torch.backends.mha.set_fastpath_enabled(fast and not divided)
+    vars(F).update(replaced)
     try:
-        with of_whole_sequences():
+        with of_whole_sequences() if divided else contextlib.nullcontext():
             yield
     finally:
         vars(F).update(functions)
@@ -60,8 +64,12 @@ class SequenceSteps:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 return output  # Lightning refuses it
-            whole = part.loss(loss)
+            whole = self.whole_loss(part, loss, output.get("tokens") if isinstance(output, Mapping) else None)
             return {**output, "loss": whole} if isinstance(output, Mapping) else whole
+
+    def whole_loss(self, part: SequencePart, loss: Tensor, tokens: Any) -> Tensor:
+        """Return the loss of whole sequences. ``tokens``: what the step returned under this name. Collective."""
+        return part.loss(loss)
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
         """Run ``step`` on ``own``, which :meth:`cut` returned, and return the output of ``step`` unchanged."""
@@ -80,7 +88,7 @@ class SequenceSteps:
     def manual_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of whole sequences in manual optimization; see :meth:`SequencePart.loss`. Collective."""
         part = current()
-        return loss if part is None else part.loss(loss)
+        return loss if part is None else self.whole_loss(part, loss, None)
 
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None

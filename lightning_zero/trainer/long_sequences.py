@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
@@ -15,8 +16,10 @@ from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine
 from lightning_zero.planning.topology import check_sequence_parallel
+from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
 from lightning_zero.trainer.sequence_check import SequenceCheck
+from lightning_zero.trainer.step_tokens import StepTokens
 
 LARGEST_SEED = 2**62
 
@@ -24,10 +27,13 @@ LARGEST_SEED = 2**62
 class LongSequences(SequenceSteps):
     """Runs the module's steps: on whole sequences if ``group`` is None, else on one part of a sequence per rank."""
 
-    def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
+    def __init__(
+        self, module: Any = None, engine: Engine | None = None, size: int = 1, tokens: StepTokens | None = None
+    ) -> None:
         """Open the group of ``size`` ranks that share a sequence. Raise ConfigError if ``size`` does not divide the
-        number of ranks, or the module is compiled. Collective."""
+        number of ranks, or the module is compiled. ``tokens``: counts the tokens of training steps. Collective."""
         self.group: SequenceGroup | None = None
+        self.tokens = tokens
         self._check: SequenceCheck | None = None
         if engine is None or size == 1:
             super().__init__(module, None)
@@ -59,12 +65,24 @@ class LongSequences(SequenceSteps):
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.group is None:
+        if self.group is None and self.tokens is None:
             return step(*args, **kwargs)
         batch, *more = (*args, *kwargs.values())
-        with self._random_numbers_of_a_part(self.group.rank):
+        with self._random_numbers_of_a_part():
             part, own = self.cut(batch)
+            if self.tokens is not None:
+                part = part or WholeBatch()
+                part.empty_is_zero = True
             return self.train(part, step, own, *more)
+
+    def whole_loss(self, part: SequencePart, loss: Tensor, tokens: Any) -> Tensor:
+        if self.tokens is None:
+            return super().whole_loss(part, loss, tokens)
+        if tokens is not None:
+            loss = part.mean_over(loss, tokens)
+        if self.trying is None:
+            self.tokens.of_next_backward = part.count(loss)
+        return loss if isinstance(part, WholeBatch) else part.loss(loss)
 
     def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.group is None:
@@ -74,15 +92,18 @@ class LongSequences(SequenceSteps):
         return self.evaluate(part, step, own, *more)
 
     @contextlib.contextmanager
-    def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
+    def _random_numbers_of_a_part(self) -> Iterator[None]:
         """Let torch draw, in the body, different numbers on each rank that shares a sequence, so that dropout differs.
 
         Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
         Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
         """
+        if self.group is None:
+            yield
+            return
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)
-        own = Generators.seeded(seed + rank, self._device)
+        own = Generators.seeded(seed + self.group.rank, self._device)
         _set(own, accelerator)
         try:
             yield

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_zero.config import Precision, ZeroConfig, check_prefetch, make_config
+from lightning_zero.config import LossMean, Precision, ZeroConfig, check_prefetch, make_config
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.planning.activations import Activations
 from lightning_zero.tiers.claims import check_folder
@@ -61,6 +61,7 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine: with precision ``row``, and with ``sequence_parallel=1``, because the strategy
-    itself divides sequences among ranks."""
-    return make_config(config, precision=replace(config.precision, name=row), sequence_parallel=1)
+    """Return ``config`` for an engine: with precision ``row``, and without ``sequence_parallel`` and ``loss``, because
+    the strategy itself divides sequences among ranks and counts tokens."""
+    precision = replace(config.precision, name=row)
+    return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches)

@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.config import (
     ConfigError,
+    LossMean,
     ZeroConfig,
     check_accumulation,
     for_layout,
@@ -54,6 +55,7 @@ from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 from lightning_zero.trainer.settings import settings_of, with_precision
+from lightning_zero.trainer.step_tokens import StepTokens
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
 # Prefixes of hooks between steps. There restage() may end a pass that is still open (training_step returned None).
@@ -280,7 +282,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             loops.adapt_run(self.lightning_module.trainer)
 
     def _settings_of_front(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"zero.precision.name": self.precision_plugin.row.name}
+        row, loss = self.precision_plugin.row, self.config.loss
+        settings: dict[str, Any] = {"zero.precision.name": row.name, "zero.loss": loss.name}
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
@@ -330,7 +333,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
+        tokens = StepTokens(self.engine) if self.config.loss is LossMean.tokens else None
+        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel, tokens)
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -449,12 +453,18 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if (check := self._sequences.trying) is not None:
             check.backward(closure_loss, *args, **kwargs)
             return closure_loss
+        if self._sequences.tokens is not None:
+            closure_loss = self._sequences.tokens.weigh(closure_loss)
         with self._sequences.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
         if self._sequences.trying is not None:
             return closure()
+        if self._sequences.tokens is not None and module.automatic_optimization:
+            closure = self._sequences.tokens.around(closure, optimizer, module.trainer.accumulate_grad_batches)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -56,6 +56,7 @@ class Settings:
         ranks_per_node: more than 0: nodes are made up, and shards stay within them.
         plain: call ``loss.backward()`` and let the engine notice, instead of telling it.
         lag: milliseconds by which ranks are late, each at other places.
+        skips: steps whose gradients are not finite are skipped.
     """
 
     stage: int = 3
@@ -74,6 +75,7 @@ class Settings:
     ranks_per_node: int = 0
     plain: bool = False
     lag: int = 0
+    skips: bool = False
 
 
 # -- actions ----------------------------------------------------------------------------------------------------------
@@ -120,11 +122,15 @@ class Step:
         clip: the norm to clip to before; 0: do not.
         zero: what becomes of gradients afterwards: "none", "zeros" or "keep".
         late: graphs of before the step get their backward after it, which torch refuses.
+        factor: multiply the gradients by it before clipping, as for a mean over tokens; 0: do not.
+        bad: one rank's loss is NaN, if the settings skip such steps.
     """
 
     clip: float = 0.0
     zero: str = "none"
     late: bool = False
+    factor: float = 0.0
+    bad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

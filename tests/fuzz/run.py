@@ -256,12 +256,21 @@ class Interpreter:
         self._reduce()
         if self.program.looks:
             self._look("before")
-        if action.clip:
+        bad = action.bad and self._settings.skips
+        if bad:
+            loss = self._compute(None)
+            self.side.backward(loss * float("nan") if dist.get_rank() == dist.get_world_size() - 1 else loss)
+            self._inputs.clear()
+        if action.factor:
+            self.side.scale(action.factor)
+        if action.clip and not bad:
             self._note("norm", {"": self.side.clip(action.clip)})
         self.side.step()
         if not (action.late and self.program.torch_tells_of_changes):
             self._losses.clear()
-        if action.zero != "keep":
+        if bad:
+            self.side.zero_grad()
+        elif action.zero != "keep":
             self.side.zero_grad(set_to_none=action.zero == "none")
         if self.program.looks:
             self._look("after")

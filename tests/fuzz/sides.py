@@ -79,7 +79,7 @@ class Side:
 
     - ``scope``: around a step; ``shown``: inside, parameters (default: all) hold whole values, and their gradients if
       ``grads``.
-    - ``backward``, ``step``, ``clip``, ``zero_grad``, ``save``, ``load``, ``sync_buffers`` and ``close``.
+    - ``backward``, ``step``, ``scale``, ``clip``, ``zero_grad``, ``save``, ``load``, ``sync_buffers`` and ``close``.
     - ``reshard``: with the optimizer's state if ``keep``.
 
     Attributes:
@@ -98,6 +98,10 @@ class Side:
         """Of the parameters but the last few, which are left for a group of their own."""
         params = [p for p in self.module.parameters() if p.is_floating_point() or p.is_complex()]
         return OPTIMIZERS[self.program.optimizer](params[: max(1, len(params) - self.program.left_out)])
+
+    def stepped(self) -> list[nn.Parameter]:
+        """The parameters of the optimizer."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def left_out(self) -> list[nn.Parameter]:
         known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -186,7 +190,14 @@ class Twin(Side):
             closure()
         if self._local:
             raise RuntimeError("gradients of backwards inside no_sync() have not been reduced")
-        self.optimizer.step()
+        grads = [param.grad for param in self.stepped() if param.grad is not None]
+        if not self.program.settings.skips or all(grad.isfinite().all() for grad in grads):
+            self.optimizer.step()
+
+    def scale(self, factor: float) -> None:
+        for param in self.stepped():
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -251,6 +262,8 @@ class Ours(Side):
         wanted: dict[str, Any] = {"stage": 0, "precision": settings.precision}
         if not self._reference:
             wanted = arguments(self.program, settings, self._folder)
+        if settings.skips:
+            wanted["optimizer"] = {"skip_nonfinite": 100}
         engine = lightning_zero.shard(self.module, device="cpu", stall_timeout_s=self._stall_timeout_s, **wanted)
         if settings.precision == "fp16":
             engine.passes.reducer.set_loss_scale(LOSS_SCALE)
@@ -283,6 +296,10 @@ class Ours(Side):
             self.optimizer.step(closure)
         else:
             self.optimizer.step()
+
+    def scale(self, factor: float) -> None:
+        places = [self.engine.units.place_of(param) for param in self.stepped()]
+        self.engine.passes.sharded_grads.scale(places, torch.tensor(factor, dtype=torch.float64))
 
     def clip(self, max_norm: float) -> Tensor:
         if self.engine.passes.reducer.unreduced:  # torch's is refused then, where gradients are shards too

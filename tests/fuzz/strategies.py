@@ -64,7 +64,14 @@ FORWARD = st.builds(
 )
 PLAIN_FORWARD = st.just(p.Forward())
 BACKWARD = st.builds(p.Backward, no_sync=_rarely(), separately=_rarely(), twice=_rarely(8))
-STEP = st.builds(p.Step, clip=_mostly(0.0, 0.1, 10.0), zero=_mostly("none", "zeros", "keep"), late=_rarely(20))
+STEP = st.builds(
+    p.Step,
+    clip=_mostly(0.0, 0.1, 10.0),
+    zero=_mostly("none", "zeros", "keep"),
+    late=_rarely(20),
+    factor=_mostly(0.0, 0.3, 2.0),
+    bad=_rarely(),
+)
 SELDOM = st.one_of(
     st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
     st.builds(p.AddGroup),
@@ -143,6 +150,7 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         ranks_per_node=draw(_rarely()) * (world // 2),
         plain=draw(st.booleans()),
         lag=draw(_rarely(4)) * 4,
+        skips=draw(_rarely(3)),
     )
 
 

@@ -286,6 +286,7 @@ class ShardedGrads:
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
         self._aside = False
+        self.undivided = False  # gradients are sums over tokens, which the step has yet to divide by their number
         self.norms = GradNorms(reducer, self._bucket_of, self.finish_pending)
 
     # -- param.grad ---------------------------------------------------------------------------------------------------
@@ -332,8 +333,19 @@ class ShardedGrads:
     def finish_pending(self) -> None:
         """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
         self._forget_failed()
+        self.refuse_undivided()
         self._after_step.wait_for_steps()
         self.forget_cleared()
+
+    def refuse_undivided(self) -> None:
+        """Raise RuntimeError if gradients are sums that the step has yet to divide."""
+        if self.undivided:
+            raise RuntimeError(
+                "zero.loss=tokens: gradients are sums over tokens until the step divides them by their number. Read or "
+                "change them in on_before_optimizer_step; with manual optimization, call "
+                "lightning_zero.divide_by_tokens(self, optimizer) after the last backward of a step, before clipping, "
+                "reading and optimizer.step()."
+            )
 
     def forget_cleared(self) -> None:
         """Drop the stored gradients of parameters whose ``param.grad`` users have set to None."""
@@ -349,6 +361,12 @@ class ShardedGrads:
                         cleared.append(info.slot)
             if cleared:
                 grads.forget(cleared)
+
+    @property
+    def are_there(self) -> bool:
+        """Return whether this rank has gradients, of any backward since users cleared them."""
+        self.forget_cleared()
+        return any(grads.used or bucket.grad_store.is_there for bucket, grads in self._grads.items())
 
     def used_params(self) -> set[int]:
         """Return ids of parameters with a gradient on any rank. Raises RuntimeError if a user set ``param.grad``."""
@@ -382,6 +400,7 @@ class ShardedGrads:
         if method == "zero_":
             self._grads[bucket].zero(info.slot)
             return
+        self.refuse_undivided()
         self._reducer.refuse_partial()
         if self._reducer.unreduced:
             raise RuntimeError(
@@ -438,7 +457,11 @@ class ShardedGrads:
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
         # Multiply by one if nothing is to be clipped, as torch does: a test would make the host wait.
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.scale(places, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def scale(self, places: Iterable[Place], factor: Tensor) -> None:
+        """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device), equal on all ranks."""
         streams = self._reducer.comm.streams
         on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
 
@@ -449,7 +472,6 @@ class ShardedGrads:
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
         for same in alike(grads):
             torch._foreach_mul_([grads[number] for number in same], factor.to(grads[same[0]].device))
-        return norm
 
     def clip_by_value(self, places: Iterable[Place], clip_value: float) -> None:
         for grad in self._shards_of(places):

@@ -98,6 +98,7 @@ class Stepper(ABC):
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
         grads = self._around.passes.sharded_grads
+        grads.refuse_undivided()
         if grads.must_skip(places):
             self._around.ends(set(), [])
             return loss

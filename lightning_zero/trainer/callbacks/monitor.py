@@ -20,6 +20,7 @@ from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
+from lightning_zero.trainer.step_tokens import step_tokens
 
 SMOOTHED = 10  # number of logs over which speeds are averaged
 _BETWEEN_RANKS = ("gather", "reduce", "agree")
@@ -39,6 +40,7 @@ class ZeroMonitor(Callback):
         zero/mfu                     these FLOP/s as a share of the device's peak, where that is known too
         zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
         zero/bytes_over_plan         sum of these bytes divided by the planned sum; 1.0 as planned
+        zero/loss                    the mean over all tokens of the last step, with zero.loss=tokens
         zero/peak_bytes/device       the most bytes of GPU memory that tensors have taken
         zero/wait_s_per_step         seconds that compute waited, of which
         zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one),
@@ -161,7 +163,7 @@ class ZeroMonitor(Callback):
         oldest, before, now = self._logged[0], self._logged[-2], self._logged[-1]
         speed = self._speed(trainer, {name: now[name] - oldest.get(name, 0) for name in now})
         recent = {name: now[name] - before.get(name, 0) for name in now}
-        metrics = speed | self._waits(trainer, recent) | self._memory(trainer) | self._overflows(trainer)
+        metrics = speed | self._waits(trainer, recent) | self._memory(trainer) | self._of_step(trainer)
         # Not ``self.log``: Lightning drops its values if Trainer(log_every_n_steps=) differs from ours.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -208,10 +210,11 @@ class ZeroMonitor(Callback):
         return found
 
     @staticmethod
-    def _overflows(trainer: pl.Trainer) -> dict[str, float]:
-        engine = _engine(trainer)
+    def _of_step(trainer: pl.Trainer) -> dict[str, float]:
+        engine, tokens = _engine(trainer), step_tokens(trainer.strategy)
+        loss = {} if tokens is None or tokens.loss is None else {"zero/loss": float(tokens.loss)}
         skips = engine.config.optimizer.skip_nonfinite is not None or engine.passes.precision is Precision.fp16
-        return {"zero/skipped_steps": float(engine.passes.sharded_grads.overflows)} if skips else {}
+        return loss | ({"zero/skipped_steps": float(engine.passes.sharded_grads.overflows)} if skips else {})
 
     @staticmethod
     def _memory(trainer: pl.Trainer) -> dict[str, float]:

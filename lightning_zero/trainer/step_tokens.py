@@ -1,0 +1,128 @@
+"""Make the gradients of a step those of the mean over all its tokens, for ``zero.loss=tokens``.
+
+::
+
+    a backward           of its mean loss times its number of tokens, so that gradients add up to sums over tokens
+    the last backward    one message with the number of tokens of all ranks and micro-batches
+    before clipping      gradients are divided by it, where they rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import Engine
+from lightning_zero.lightning_api import pl
+
+# Backwards multiply by tokens / UNIT, so that fp16 gradients are not far larger than those of a mean. It is a power of
+# two, which changes no digit.
+UNIT = 1024.0
+
+
+class StepTokens:
+    """Counts the tokens of a step, and divides its gradients by their number.
+
+    Attributes:
+        of_next_backward: number of tokens of the loss whose backward comes next, 0-d.
+        loss: the mean over all tokens of the last step, on all ranks, 0-d; None before the first step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.of_next_backward: Tensor | None = None
+        self.loss: Tensor | None = None
+        self._divided: set[int] = set()  # ids of parameters whose gradients are divided, and still there
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._engine.comm.device)  # of losses, of tokens
+        self._engine.passes.sharded_grads.undivided = False
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return what the backward runs on: ``loss`` (0-d) times its number of tokens / :data:`UNIT`."""
+        tokens, self.of_next_backward = self.of_next_backward, None
+        if tokens is None:
+            raise ConfigError(
+                "zero.loss=tokens: expected a backward of a loss of training_step, whose tokens are counted, got one "
+                "outside of it. Call manual_backward in training_step, or set zero.loss=batches."
+            )
+        grads = self._engine.passes.sharded_grads
+        if not grads.are_there:  # users may have cleared those of earlier backwards
+            self._forget()
+        self._divided &= grads.used_params() if self._divided else set()
+        grads.undivided = True
+        self._sums += torch.stack([loss.detach().reshape(()).double() * tokens, tokens])
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return loss.to(wide) * (tokens / UNIT).to(wide)
+
+    def divide(self, optimizers: Iterable[Optimizer], divisor: int = 1) -> None:
+        """Divide the gradients of ``optimizers`` by the number of tokens since the last call. Collective.
+
+        ``divisor``: the number by which each loss was divided. If no rank had tokens, gradients and :attr:`loss` are 0.
+        Raises RuntimeError if other gradients wait for this too, or old gradients have not been cleared.
+        """
+        engine = self._engine
+        total, tokens = engine.comm.sum_(self._sums).unbind()
+        self._forget()
+        own = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        self._check({id(param) for param in own})
+        tokens = torch.where(tokens > 0, tokens, torch.inf)
+        self.loss = divisor * total / tokens
+        places = [engine.units.place_of(param) for param in own]
+        engine.passes.sharded_grads.scale(places, engine.comm.world_size * UNIT * divisor / tokens)
+
+    def _check(self, own: set[int]) -> None:
+        there = self._engine.passes.sharded_grads.used_params()
+        all_places = [place for stepper in self._engine.optimizers for group in stepper.places() for place in group]
+        others = {id(place.info.param) for place in all_places} - own
+        for ids, why in (
+            (own & there & self._divided, "of an earlier step: clear them with zero_grad() after each step"),
+            (
+                (others & there) - self._divided,
+                "too: call lightning_zero.divide_by_tokens with all of their optimizers",
+            ),
+        ):
+            if ids:
+                names = [place.info.fqn for place in all_places if id(place.info.param) in ids][:3]
+                raise RuntimeError(f"zero.loss=tokens: {', '.join(names)} have gradients {why}.")
+        self._divided |= own & there
+
+    def around(self, closure: Callable[[], Any], optimizer: Optimizer, divisor: int) -> Callable[[], Any]:
+        """Return ``closure``, after whose backward gradients are divided."""
+
+        def divided() -> Any:
+            result = closure()
+            self.divide([optimizer], divisor)
+            return result
+
+        return divided
+
+
+def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None:
+    """With ``zero.loss=tokens`` and manual optimization, divide gradients by the step's number of tokens. Collective.
+
+    Call it after the last backward of a step, before gradients are read or clipped. Without ``zero.loss=tokens``, or
+    under another strategy, it does nothing.
+
+    Args:
+        module: the LightningModule.
+        optimizers: those whose parameters got gradients in these backwards; default: all.
+
+    Raises:
+        RuntimeError: other parameters have such gradients too, or gradients of an earlier step are still there.
+    """
+    strategy: Any = module.trainer.strategy
+    tokens = step_tokens(strategy)
+    if tokens is not None and strategy._sequences.trying is None:
+        tokens.divide([getattr(o, "optimizer", o) for o in optimizers] or strategy.optimizers)
+
+
+def step_tokens(strategy: Any) -> StepTokens | None:
+    """Return what counts the tokens of a strategy's steps; None without ``zero.loss=tokens``."""
+    return getattr(getattr(strategy, "_sequences", None), "tokens", None)

@@ -1,0 +1,302 @@
+"""``zero.loss=tokens``: a step's gradients are of the mean over all its tokens, as of one batch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_zero
+from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero.config import ConfigError
+from lightning_zero.trainer.precision import ZeroPrecision
+from tests.harness import on_ranks
+from tests.trainer.toys import Block, seeded, strategy_of, trainer, weights
+
+STEPS, TEXTS, LENGTH, VOCABULARY = 3, 24, 8, 11
+CLIP, LR = 0.3, 0.5
+CLASS_WEIGHTS = torch.linspace(0.2, 2.0, VOCABULARY)
+
+
+def texts(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels ``[24, 8]`` of a step. Labels behind a text's end are -100; one text in six has none."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (TEXTS, LENGTH + 1), generator=draw)
+    lengths = torch.randint(1, LENGTH + 1, (TEXTS,), generator=draw)
+    lengths[::6] = 0
+    labels = torch.where(torch.arange(LENGTH) < lengths[:, None], tokens[:, 1:], -100)
+    return tokens[:, :-1], labels
+
+
+class MicroBatches(Dataset[Any]):
+    """This rank's micro-batches of all steps, in order: of one text, so that some have no labels, or of several."""
+
+    def __init__(self, micro: int, ranks: int | None = None) -> None:
+        self.micro, self.ranks = micro, ranks or dist.get_world_size()
+        self.rank = dist.get_rank() * self.ranks // dist.get_world_size()
+
+    def __len__(self) -> int:
+        return STEPS * self.micro
+
+    def __getitem__(self, index: int) -> Any:
+        step, micro = divmod(index, self.micro)
+        size = TEXTS // (self.ranks * self.micro)
+        first = (self.rank * self.micro + micro) * size
+        return [part[first : first + size] for part in texts(step)]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1)(logits.flatten(0, 1), labels.flatten())
+
+
+def own_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    errors = (logits.logsumexp(-1) - 1).square()
+    return lightning_zero.mean_over_tokens(errors, labels >= 0)
+
+
+def with_a_second_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels) + 0.1 * own_mean(logits, labels)
+
+
+class Reader(pl.LightningModule):
+    """A model of tokens; ``loss`` makes a loss of logits and labels."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any] = cross_entropy) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.head = nn.Linear(8, VOCABULARY)
+        self.loss = loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), LR, momentum=0.9)
+
+
+class Counting(Reader):
+    """Counts the tokens itself; the mean over none is 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels = self(batch[0]).flatten(0, 1), batch[1].flatten()
+        losses = torch.nn.functional.log_softmax(logits, -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        count = (labels >= 0).sum()
+        return {"loss": -(losses * (labels >= 0)).sum() / count.clamp(min=1), "tokens": count}
+
+
+class ByHand(Reader):
+    """Manual optimization, with clipping by torch."""
+
+    def __init__(self, micro: int = 2, divides: bool = True, clips: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.micro, self.divides, self.clips = micro, divides, clips
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx % self.micro == 0:  # thrown away, with its tokens
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.micro == 0:
+            if self.divides:
+                lightning_zero.divide_by_tokens(self, optimizer)
+            if self.clips:
+                nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def twin(module: Reader) -> tuple[dict[str, Tensor], float]:
+    """One process with all texts of a step in one batch: weights, and the loss of the last step."""
+    optimizer: Any = module.configure_optimizers()
+    for step in range(STEPS):
+        loss = Reader.training_step(module, texts(step), 0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in module.named_parameters()}, float(loss)
+
+
+def train(
+    strategy: ZeroStrategy, root: Path, module: Reader, micro: int = 2, ranks: int | None = None, **settings: Any
+) -> tuple[dict[str, Tensor], float]:
+    if module.automatic_optimization:
+        settings |= {"accumulate_grad_batches": micro, "gradient_clip_val": CLIP}
+    of = trainer(strategy, root, max_epochs=1, callbacks=[ZeroMonitor(1)], use_distributed_sampler=False, **settings)
+    of.fit(module, DataLoader(MicroBatches(micro, ranks), batch_size=None))
+    return weights(of), float(of.callback_metrics["zero/loss"])
+
+
+def assert_twin(
+    found: tuple[dict[str, Tensor], float], expected: tuple[dict[str, Tensor], float], tol: float = 2e-6
+) -> None:
+    torch.testing.assert_close(found, expected, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "zero3 cpu", "zero2 optimizer_nvme"])
+@on_ranks(2, 3)
+def test_gradients_are_of_the_mean_over_all_tokens_of_a_step(row: str, micro: int, tmp_path: Path) -> None:
+    found = train(strategy_of(row, tmp_path, loss="tokens"), tmp_path, seeded(Reader), micro)
+    assert_twin(found, twin(seeded(Reader)))
+
+
+@pytest.mark.parametrize("loss", [weighted, own_mean, with_a_second_mean])
+@on_ranks(2)
+def test_losses_that_say_their_tokens_are_counted(loss: Any, tmp_path: Path) -> None:
+    found = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)))
+    assert_twin(found, twin(seeded(lambda: Reader(loss))))
+
+
+@on_ranks(2)
+def test_a_step_may_return_its_number_of_tokens(tmp_path: Path) -> None:
+    found = train(ZeroStrategy("zero3", loss="tokens"), tmp_path, seeded(Counting), 12)
+    assert_twin(found, twin(seeded(Reader)))
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_manual_optimization_divides_by_a_call(stage: str, tmp_path: Path) -> None:
+    found = train(ZeroStrategy(stage, loss="tokens"), tmp_path, seeded(ByHand))
+    assert_twin(found, twin(seeded(Reader)))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@on_ranks(1)
+def test_gradients_that_are_not_divided_are_refused(clips: bool, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"call lightning_zero\.divide_by_tokens\(self, optimizer\) after the last"):
+        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: ByHand(divides=False, clips=clips)))
+
+
+class TwoOptimizers(ByHand):
+    """The head has its own optimizer; ``divided``: whose gradients are divided; ``clears`` gradients after a step."""
+
+    def __init__(self, divided: slice, clears: bool) -> None:
+        super().__init__()
+        self.divided, self.clears = divided, clears
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(Reader.training_step(self, batch, batch_idx))
+        lightning_zero.divide_by_tokens(self, *optimizers[self.divided])
+        for optimizer in optimizers:
+            optimizer.step()
+            if self.clears:
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        body = [*self.embed.parameters(), *self.blocks.parameters()]
+        return [torch.optim.SGD(params, LR) for params in (body, self.head.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("divided", "clears", "message"),
+    [
+        (
+            slice(1),
+            True,
+            r"head\.weight, head\.bias have gradients too: call lightning_zero\.divide_by_tokens with all",
+        ),
+        (slice(2), False, r"embed\.weight, .* have gradients of an earlier step: clear them with zero_grad"),
+        (slice(2), True, ""),
+        (slice(0), True, ""),
+    ],
+)
+@on_ranks(2)
+def test_gradients_of_several_optimizers_are_divided_together(
+    divided: slice, clears: bool, message: str, tmp_path: Path
+) -> None:
+    def run() -> None:
+        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: TwoOptimizers(divided, clears)), 1)
+
+    if message:
+        with pytest.raises(RuntimeError, match=message):
+            run()
+    else:
+        run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"precision_plugin": "16-mixed"}, 5e-3),
+        ({"precision_plugin": "bf16-mixed"}, 3e-2),
+        ({"activation_checkpointing": "blocks", "vertical_chunks": 2}, 2e-6),
+    ],
+)
+@on_ranks(2)
+def test_settings_of_a_step_keep_the_mean(settings: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
+    if plugin := settings.pop("precision_plugin", None):
+        settings["precision_plugin"] = ZeroPrecision(plugin)
+    found = train(ZeroStrategy("zero3", loss="tokens", **settings), tmp_path, seeded(Reader))
+    assert_twin(found, twin(seeded(Reader)), tolerance)
+
+
+@on_ranks(2)
+def test_parts_of_sequences_are_counted_once(tmp_path: Path) -> None:
+    strategy = ZeroStrategy("zero3", loss="tokens", sequence_parallel=2)
+    assert_twin(train(strategy, tmp_path, seeded(Reader), 2, ranks=1), twin(seeded(Reader)))
+
+
+class WithoutLabels(Reader):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0], torch.full_like(batch[1], -100)], batch_idx)
+
+
+@on_ranks(2)
+def test_a_step_without_tokens_has_gradients_of_zero(tmp_path: Path) -> None:
+    found, loss = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(WithoutLabels))
+    assert loss == 0
+    torch.testing.assert_close(found, {name: param.detach() for name, param in seeded(Reader).named_parameters()})
+
+
+def no_count(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+def two_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.square().mean(-1))
+
+
+def no_number(logits: Tensor, labels: Tensor) -> Any:
+    return {"loss": logits.mean(), "tokens": "3"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (no_count, "one that does not say"),
+        (two_counts, r"means over 96, \d+ tokens"),
+        (no_number, "returns, got str"),
+    ],
+)
+@on_ranks(1)
+def test_losses_whose_tokens_are_not_known_are_refused(loss: Any, got: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"zero\.loss=tokens: expected .*{got}"):
+        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)))
+
+
+def test_only_the_trainer_counts_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.loss: expected batches with lightning_zero\.shard and Fabric"):
+        lightning_zero.shard(nn.Linear(2, 2), loss="tokens")
