@@ -33,6 +33,8 @@ OTHERS = {
 MESSAGES = "messages.md"
 # Where more is said about a setting, by the beginning of its name.
 MORE = {
+    "zero.fingerprint": "monitoring.md#fingerprints-and-steps-that-are-run-again",
+    "zero.loss": "parameters.md#a-mean-over-all-tokens",
     "zero/stage": "#groups",
     "zero/offload": "offload.md",
     "zero.offload": "offload.md#the-folder-for-files",

@@ -1,4 +1,4 @@
-"""Runs a command by its name: ``lightning-zero train|plan|submit|env|checkpoint ...``."""
+"""Runs a command by its name: ``lightning-zero train|plan|submit|replay|env|checkpoint ...``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train, validate, test or predict",
     "plan": "show what each stage needs of memory, and how long a step takes",
     "submit": "submit a run to SLURM",
+    "replay": "run steps of a run again, and say what differs",
     "env": "report on this machine; --check tests it",
     "checkpoint": "verify checkpoints, or convert them",
 }

@@ -13,10 +13,19 @@ from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, privat
 LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
 LAYERS += ["pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
 LAYERS += ["report", "app"]
-DOORS = {"train", "plan", "submit", "env", "__main__"}
+DOORS = {"train", "plan", "submit", "replay", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
-USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate", "app.sweep"}
+USES_HYDRA = {
+    "app.train",
+    "app.plan",
+    "app.submit",
+    "app.schema",
+    "app.overrides",
+    "app.instantiate",
+    "app.sweep",
+    "app.replay",
+}
 MAX_IN_ROOT = 10
 MOST_REPLACED = 23  # methods of Lightning's that objects of a run override
 SPEAK_LIGHTNING = {"lightning_api", "ranks.allocation", "ranks.rendezvous"}

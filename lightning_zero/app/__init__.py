@@ -1,4 +1,4 @@
-"""The commands ``python -m lightning_zero.train`` (it trains), ``.plan``, ``.submit`` and ``.env``.
+"""The commands ``python -m lightning_zero.train`` (it trains), ``.plan``, ``.submit``, ``.replay``, ``.env``.
 
 ::
 
@@ -8,5 +8,6 @@
     plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output
     submit       starts a run as a SLURM job         jobs       a run inside a cluster's job
     slurm        scripts and settings for SLURM      sweep      sweeps and their table
+    replay       runs steps of a run again
     convert      checkpoints in another form         env, check  reports and tests the machine
 """

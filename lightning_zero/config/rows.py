@@ -54,18 +54,13 @@ def check_decided(config: ZeroConfig) -> None:
             "ZeroStrategy decides at the start of a run. Give the row that python -m lightning_zero.plan names, or "
             "train with Trainer(strategy='zero_auto')."
         )
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
-            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
-            "zero.sequence_parallel."
-        )
-    if config.loss is LossMean.tokens:
-        raise ConfigError(
-            "zero.loss: expected batches with lightning_zero.shard and Fabric, which do not see the steps whose tokens "
-            "are counted, got tokens. Train with ZeroStrategy; or run the backward of sums, and multiply each gradient "
-            "by the number of ranks divided by the step's tokens."
-        )
+    for name, default in (("sequence_parallel", 1), ("loss", LossMean.batches), ("fingerprint", None)):
+        if (got := getattr(config, name)) != default:
+            default, got = (getattr(value, "name", value) for value in (default, got))
+            raise ConfigError(
+                f"zero.{name}: expected {default} with lightning_zero.shard and Fabric, which do not see a Trainer's "
+                f"steps, got {got}. Train with ZeroStrategy, or drop zero.{name}."
+            )
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:

@@ -59,6 +59,8 @@ class ZeroConfig:
             (Ulysses). Shards are divided over all ranks as always.
         loss: what a step's gradients belong to. ``batches``: the mean of the micro-batches' losses, as in Lightning;
             ``tokens``: the mean over all tokens of the step, on all ranks and in all micro-batches.
+        fingerprint: write checksums of weights and optimizer state into ``fingerprints.csv`` after every so many steps.
+            ``None``: never.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -81,6 +83,7 @@ class ZeroConfig:
     timeline: str | None = None
     sequence_parallel: int = 1
     loss: LossMean = LossMean.batches
+    fingerprint: int | None = None
 
     def __post_init__(self) -> None:
         check_types("zero", self)
@@ -92,6 +95,8 @@ class ZeroConfig:
             positive(f"zero.{key}", getattr(self, key), zero_ok=True)
         for key in ("reduce_bucket_bytes", "stall_timeout_s", "vertical_chunks", "sequence_parallel"):
             positive(f"zero.{key}", getattr(self, key))
+        if self.fingerprint is not None:
+            positive("zero.fingerprint", self.fingerprint)
         self._check_vertical_chunks()
         self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:

@@ -61,7 +61,7 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine: with precision ``row``, and without ``sequence_parallel`` and ``loss``, because
-    the strategy itself divides sequences among ranks and counts tokens."""
+    """Return ``config`` for an engine: with precision ``row``, and without what the strategy does itself:
+    divide sequences among ranks, count tokens and write fingerprints."""
     precision = replace(config.precision, name=row)
-    return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches)
+    return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches, fingerprint=None)

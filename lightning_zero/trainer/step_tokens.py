@@ -93,15 +93,15 @@ class StepTokens:
                 raise RuntimeError(f"zero.loss=tokens: {', '.join(names)} have gradients {why}.")
         self._divided |= own & there
 
-    def around(self, closure: Callable[[], Any], optimizer: Optimizer, divisor: int) -> Callable[[], Any]:
-        """Return ``closure``, after whose backward gradients are divided."""
+    def around(self, closure: Callable[[], Any], optimizer: Optimizer, module: Any) -> Callable[[], Any]:
+        """Return ``closure``; with automatic optimization gradients are divided after its backward."""
 
         def divided() -> Any:
             result = closure()
-            self.divide([optimizer], divisor)
+            self.divide([optimizer], module.trainer.accumulate_grad_batches)
             return result
 
-        return divided
+        return divided if module.automatic_optimization else closure
 
 
 def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None:

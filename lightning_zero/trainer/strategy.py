@@ -43,6 +43,7 @@ from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
+from lightning_zero.trainer.fingerprints import Fingerprints
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
@@ -125,6 +126,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._random_numbers: RandomNumbers | None = None
         self._interruptions: Interruptions | None = None
         self._sequences = LongSequences()
+        self._fingerprints: Fingerprints | None = None
         self._evaluation_starts = False
         self._trained = False
         self._left = False  # whether a signal ended the run
@@ -429,11 +431,16 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         assert self.lightning_module is not None
         if self.engine.forwards.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")
-        check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
-        repair_counts(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        check_last_batches(trainer, self.config.vertical_chunks)
+        repair_counts(trainer)
+        if self.config.fingerprint is not None:
+            self._fingerprints = Fingerprints(trainer, self.engine, self.config.fingerprint)
 
     def on_train_end(self) -> None:
         self._trained = True
+        if self._fingerprints is not None:
+            self._fingerprints.write()
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
 
@@ -459,13 +466,14 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
         if self._sequences.trying is not None:
             return closure()
-        if self._sequences.tokens is not None and module.automatic_optimization:
-            closure = self._sequences.tokens.around(closure, optimizer, module.trainer.accumulate_grad_batches)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._sequences.tokens is not None:
+            closure = self._sequences.tokens.around(closure, optimizer, self.lightning_module)
+        step = super().optimizer_step
+        if self._fingerprints is None:
+            return step(optimizer, closure, *args, **kwargs)
+        return self._fingerprints.step(closure, lambda closure: step(optimizer, closure, *args, **kwargs))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._sequences.check_alike(batch)
@@ -551,7 +559,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.stop()
-        self._sequences = LongSequences()
+        self._sequences, self._fingerprints = LongSequences(), None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

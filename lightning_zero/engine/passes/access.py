@@ -45,19 +45,24 @@ class _Entry(NamedTuple):
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Compute a checksum of values and their positions. The checksums of a tensor's parts add up to the checksum of the
-    whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
+    """Return :func:`checksum_on_device` as a number."""
+    return int(checksum_on_device(values, first)) & 0xFFFFFFFFFFFFFFFF
+
+
+def checksum_on_device(values: Tensor, first: int = 0) -> Tensor:
+    """Compute a checksum of values and their positions: 0-d, int64. The checksums of a tensor's parts add up to the
+    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
         first *= 2
     # Each value's bits times an odd number for its place, so that no bit is lost.
     odd = torch.arange(1, 2 * min(CHUNK, flat.numel()) + 1, 2, device=flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)  # on the device: the host waits only once
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
         total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
-    return int(total) & 0xFFFFFFFFFFFFFFFF
+    return total
 
 
 class Writes:

@@ -7,4 +7,5 @@
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
     snapshot         copies shards to the host for a thread that writes them
     restage          changes the stage or the offload setting
+    fingerprints     checksums of masters and state
 """

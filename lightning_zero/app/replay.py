@@ -1,0 +1,88 @@
+"""Run steps of an earlier run again, and name the first step and unit whose values differ.
+
+The run must have written ``fingerprints.csv`` (``zero.fingerprint=n``). Settings that follow replace those of the run:
+other stages, tiers and machines should give the same numbers, but for the order of sums over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import OmegaConf
+
+from lightning_zero.app.sweep import quoted
+from lightning_zero.trainer.fingerprints import COLUMNS, FILE
+
+Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
+
+
+class StopAfter(Callback):
+    """Stops a fit after ``steps`` optimizer steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._last = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = trainer.global_step + self.steps
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step >= self._last
+
+
+def read(path: Path) -> Fingerprints:
+    """Read a CSV of fingerprints. Of a step that was run twice, the later lines count."""
+    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            found.setdefault(int(line["step"]), {})[line["unit"]] = tuple(line[name] for name in COLUMNS[2:])
+    return found
+
+
+def compare(before: Fingerprints, now: Fingerprints) -> tuple[str | None, int]:
+    """Return what differs first, in words, and the number of steps that both have and that are equal before it."""
+    shared = sorted(before.keys() & now.keys())
+    for number, step in enumerate(shared):
+        for unit in before[step].keys() | now[step].keys():
+            if (own := before[step].get(unit)) != (other := now[step].get(unit)):
+                return f"after step {step}, unit {unit}: {own} in the run, {other} again", number
+    return None, len(shared)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="lightning-zero replay", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("run", type=Path, help="the folder of a run, with fingerprints.csv")
+    parser.add_argument("--from", dest="checkpoint", type=Path, required=True, help="a checkpoint of the run")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps to run again")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="in the place of the run's settings")
+    given = parser.parse_intermixed_args()
+    for path, what in ((given.run / FILE, "zero.fingerprint=1"), (given.checkpoint, "--from")):
+        if not path.exists():
+            _end(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.")
+    folder = next(p for n in range(1, 10**6) if not (p := given.run.resolve() / f"replay-{n}").exists())
+    overrides = list(OmegaConf.load(given.run / ".hydra" / "overrides.yaml"))
+    kept = [o for o in overrides if re.split("=", o.lstrip("+"))[0] not in ("ckpt_path", "hydra.run.dir")]
+    stop = f"+callbacks.replay={{_target_:{StopAfter.__module__}.StopAfter,steps:{given.steps}}}"
+    places = [f"ckpt_path={quoted(str(given.checkpoint.resolve()))}", f"hydra.run.dir={quoted(str(folder))}"]
+    command = [sys.executable, "-m", "lightning_zero.train", *kept, *given.settings, stop, *places]
+    if (code := subprocess.run(command).returncode) != 0:
+        _end(code, "error: the run did not end: its own message is above.")
+    difference, equal = compare(read(given.run / FILE), read(folder / FILE))
+    if difference is not None:
+        _end(1, f"{equal} steps are equal; {difference}")
+    if not equal:
+        _end(1, f"error: {given.run / FILE} has no step that was run again. Give a larger --steps.")
+    print(f"all {equal} steps that both have are equal", flush=True)
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr, flush=True)
+    raise SystemExit(code)
