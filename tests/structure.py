@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of the engine": 10_932,
     "files of the engine": 43,
     "lines of the longest file": 600,
-    "lines of tests": 49_549,
+    "lines of tests": 49_558,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 40,
     "private names of Lightning": 10,
