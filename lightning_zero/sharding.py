@@ -28,6 +28,7 @@ from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
+from lightning_zero.layerwise.float8 import convert
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.ranks.progress import LongWork
@@ -65,6 +66,7 @@ def shard(
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))
     node = node or node_name()
+    convert(module, config.precision, where)
     return Engine(
         module,
         config,

@@ -23,6 +23,7 @@ from lightning_zero.config.names import CheckpointFormat as CheckpointFormat
 from lightning_zero.config.names import Compile as Compile
 from lightning_zero.config.names import ConfigError as ConfigError
 from lightning_zero.config.names import DType as DType
+from lightning_zero.config.names import Float8 as Float8
 from lightning_zero.config.names import GradCommDtype as GradCommDtype
 from lightning_zero.config.names import HybridShard as HybridShard
 from lightning_zero.config.names import LossMean as LossMean

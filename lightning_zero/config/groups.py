@@ -10,6 +10,7 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
+    Float8,
     GradCommDtype,
     HybridShard,
     Offload,
@@ -94,6 +95,10 @@ class PrecisionConfig:
             do parameters from which parametrizations compute weights.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
             so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
+        float8: linear layers cast inputs, weights and gradients to float8, by torchao, with a scale for each tensor
+            (``tensorwise``) or row (``rowwise``). CPUs emulate it.
+        float8_exclude: layers that stay as they are, by name (``*`` matches anything); with float8 also those whose
+            sizes 16 does not divide, and on a GPU those that torchao finds too small to gain.
     """
 
     name: Precision | None = None
@@ -103,9 +108,16 @@ class PrecisionConfig:
         default_factory=lambda: ["LayerNorm", "GroupNorm", "BatchNorm?d", "*Norm", "Bilinear"]
     )
     stochastic_rounding: bool = False
+    float8: Float8 = Float8.none
+    float8_exclude: list[str] = field(default_factory=lambda: ["*head", "*output"])
 
     def __post_init__(self) -> None:
         check_types("zero.precision", self)
+        if self.float8 is not Float8.none and self.name in (Precision.fp16, Precision.fp16_true, Precision.fp64):
+            raise ConfigError(
+                f"zero.precision.float8: expected none under zero/precision={self.name.name}, got {self.float8.name}. "
+                "Choose zero/precision=float8, which is bf16 with it."
+            )
         if self.name is not None:
             check_rounding(self.stochastic_rounding, self.name)
         lower = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.bf16]

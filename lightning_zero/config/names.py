@@ -59,6 +59,14 @@ class Recompute(Enum):
     offload = "offload"
 
 
+class Float8(Enum):
+    """How linear layers scale what they cast to float8: the recipes of torchao."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+
+
 class LossMean(Enum):
     """What a step's loss and gradients are a mean of."""
 

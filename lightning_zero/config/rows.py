@@ -29,6 +29,8 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
                 f"zero.{key}: no such setting; there are {', '.join(sorted(known))}."
                 f"{f' Did you mean {close}?' if close else ''}"
             )
+        if (key, value) == ("precision", "float8"):
+            value = {"name": "bf16", "float8": "tensorwise"}
         known[key] = _convert(key, value)
     made = ZeroConfig(**known)
     if base == ZeroConfig():  # restage keeps all other settings, even if they have no effect at the new stage

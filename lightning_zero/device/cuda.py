@@ -99,6 +99,10 @@ class Cuda(Accelerator):
         torch.cuda.set_rng_state(state, self.device)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
