@@ -33,8 +33,8 @@ def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device)
     recipe, on_gpu = precision.float8.name, device.type == "cuda"
     if on_gpu and (found := capability(device)) < LEAST:
         raise ConfigError(
-            f"zero.precision.float8: expected none on a GPU of compute capability {found[0]}.{found[1]}, which does not "
-            f"multiply in float8 (8.9 and above does), got {recipe}. Choose zero/precision=bf16."
+            f"zero.precision.float8: expected none on a GPU of compute capability {found[0]}.{found[1]}, got {recipe}: "
+            "GPUs multiply in float8 from 8.9 on. Choose zero/precision=bf16."
         )
     check_torchao(precision)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -136,7 +136,6 @@ def test_files_of_a_row_hold_its_name_alone() -> None:
         for file in (CONF / "zero" / group).glob("*.yaml"):
             name = {"float8": {"name": "bf16", "float8": "tensorwise"}}.get(file.stem, {"name": file.stem})
             assert OmegaConf.to_container(OmegaConf.load(file)) == name
-            assert make_config(**{group: name}) == make_config(**{group: file.stem})
 
 
 def test_trainer_settings_and_defaults_are_lightnings() -> None:
@@ -181,9 +180,8 @@ def test_model_and_data_files_name_every_argument() -> None:
 
 
 def test_precision_rows_have_one_meaning() -> None:
-    assert {path.stem for path in (CONF / "zero" / "precision").glob("*.yaml")} == {row.name for row in Precision} | {
-        "float8"
-    }
+    files = {path.stem for path in (CONF / "zero" / "precision").glob("*.yaml")}
+    assert files == {"float8", *(row.name for row in Precision)}
 
 
 # -- what overrides do --------------------------------------------------------------------------------------------
