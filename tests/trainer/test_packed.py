@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_zero
+from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
@@ -19,7 +22,9 @@ from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 from tests.engine.support import TRUE, Sharded, autocast
+from tests.engine.test_pretrained import TOKENS, saved, transformers
 from tests.harness import on_ranks, run
+from tests.trainer.test_hugging_face import WithAdapters
 from tests.trainer.toys import Lit, fit, loader, seeded, strategy_of, trainer, weights
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -160,6 +165,16 @@ def test_all_ranks_have_the_weights_of_rank_0() -> None:
 
 
 @on_ranks(2)
+def test_bytes_of_another_dtype_or_without_what_decodes_them_are_not_loaded() -> None:
+    state = model("float16").state_dict()
+    with Sharded(model("bfloat16"), stage=3) as side, pytest.raises(RuntimeError, match="bytes in torch.bfloat16 and"):
+        side.engine.load_state_dict(state)
+    lacking = {name: value for name, value in state.items() if not name.startswith("1.up.weight.")}
+    with Sharded(model("float16"), stage=3) as side, pytest.raises(RuntimeError, match="got torch.float16 and none"):
+        side.engine.load_state_dict(lacking)
+
+
+@on_ranks(2)
 def test_reads_between_steps_are_refused() -> None:
     module = model("uint8")
     with Sharded(module, stage=3):
@@ -187,6 +202,62 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         shard(module)
 
 
+# -- with transformers and PEFT ---------------------------------------------------------------------------------------
+
+
+class Adapted(WithAdapters):
+    def __init__(self, folder: Path, storage: str) -> None:
+        super().__init__("llama", folder)
+        self.storage = storage
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            peft, storage = pytest.importorskip("peft"), getattr(torch, self.storage)
+            self.model = base_model(self.folder, storage)
+            self.model = peft.get_peft_model(self.model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+            self.model.train()
+
+
+def base_model(folder: Any, storage: torch.dtype = torch.uint8) -> Any:
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=storage)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, dtype=torch.float32)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("storage", ["float16", "uint8"])
+def test_adapters_of_peft_and_the_whole_model_are_exported(storage: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    saved("llama", tmp_path / "in")
+    module = Adapted(tmp_path / "in", storage)
+    of = trainer("zero3", tmp_path, max_epochs=1)
+    of.fit(module, DataLoader(TOKENS, batch_size=2))
+    module.eval()
+    with of.strategy.step_scope(), torch.no_grad():
+        expected = module.model(TOKENS).logits
+    of.strategy.export(tmp_path / "adapters")
+    with lightning_zero.gather(module):
+        if dist.get_rank() == 0:
+            module.model.save_pretrained(tmp_path / "by peft")
+    dist.barrier()
+    for name in ("adapters", "by peft"):
+        found = peft.PeftModel.from_pretrained(base_model(tmp_path / "in", getattr(torch, storage)), tmp_path / name)
+        with torch.no_grad():  # not in eval(): there bitsandbytes packs narrow weights wrongly on some CPUs
+            assert torch.equal(found.train()(TOKENS).logits, expected)
+
+
+@on_ranks(2)
+def test_whole_model_is_exported_with_its_bytes(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "in")
+    base = base_model(tmp_path / "in", torch.float16)
+    expected = bytes_of(base)
+    engine = lightning_zero.shard(base, stage=3)
+    export(engine, tmp_path / "out", torch.bfloat16, 10**9)
+    engine.release()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_bytes(bytes_of(found), expected)
+    assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
+
+
 # -- under the Trainer ------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +271,17 @@ class Quantised(Lit):
 
 def strategy(form: str, stage: str = "zero3", **settings: Any) -> Any:
     return strategy_of(stage, checkpoint={"name": form, **settings})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("storage", ["float16", "uint8"])
+@pytest.mark.parametrize("ema", [True, False])
+def test_averages_keep_the_bytes(ema: bool, storage: str, tmp_path: Path) -> None:
+    module = seeded(lambda: Quantised(storage))
+    before = bytes_of(module)
+    callback = EMAWeightAveraging(decay=0.8) if ema else StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    fit("zero3", tmp_path, module, callbacks=[callback], max_epochs=4)  # the averages are its weights at the end
+    assert_bytes(bytes_of(module), before)
 
 
 def _save(form: str, exclude: bool, path: Path, epochs: int = 1) -> dict[str, Tensor]:
