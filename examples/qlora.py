@@ -53,4 +53,4 @@ if __name__ == "__main__":
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("outputs", "tiny_llama")
     if not given.exists():
         make_folder(given)
-    main(given, Path("outputs", "adapters"))
+    main(given, Path("outputs", "qlora"))

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zero
+from lightning_zero.app.convert import convert
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import engine_of
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
@@ -25,19 +25,28 @@ from tests.engine.support import TRUE, Sharded, autocast
 from tests.engine.test_pretrained import TOKENS, saved, transformers
 from tests.harness import on_ranks, run
 from tests.trainer.test_hugging_face import WithAdapters
-from tests.trainer.toys import Lit, fit, loader, seeded, strategy_of, trainer, weights
+from tests.trainer.toys import Lit, fit, seeded, strategy_of, trainer
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
 WIDTH = 64
 ROWS = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")]
-STORAGES = {"fp32": ("bfloat16", "float16", "uint8"), "bf16": ("bfloat16", "float16", "uint8"), "bf16_true": ("float16",)}
+STORAGES = {
+    "fp32": ("bfloat16", "float16", "uint8"),
+    "bf16": ("bfloat16", "float16", "uint8"),
+    "bf16_true": ("float16",),
+}
 
 
 def packed(inputs: int, outputs: int, storage: str) -> nn.Module:
     layer = bnb.nn.Linear4bit(
-        inputs, outputs, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=getattr(torch, storage)
+        inputs,
+        outputs,
+        bias=False,
+        compute_dtype=torch.float32,
+        quant_type="nf4",
+        quant_storage=getattr(torch, storage),
     )
     return layer.to("cpu")  # quantises
 
@@ -178,7 +187,9 @@ def test_bytes_of_another_dtype_or_without_what_decodes_them_are_not_loaded() ->
 def test_reads_between_steps_are_refused() -> None:
     module = model("uint8")
     with Sharded(module, stage=3):
-        with pytest.raises(RuntimeError, match=r"0\.up\.weight is sharded, and between steps its values are on no rank"):
+        with pytest.raises(
+            RuntimeError, match=r"0\.up\.weight is sharded, and between steps its values are on no rank"
+        ):
             module[0].up.weight.sum()
         with pytest.raises(RuntimeError, match="lightning_zero.gather"):
             module.state_dict()
@@ -268,7 +279,6 @@ class Quantised(Lit):
         self.first.requires_grad_(False)
 
 
-
 def strategy(form: str, stage: str = "zero3", **settings: Any) -> Any:
     return strategy_of(stage, checkpoint={"name": form, **settings})
 
@@ -286,7 +296,11 @@ def test_averages_keep_the_bytes(ema: bool, storage: str, tmp_path: Path) -> Non
 
 def _save(form: str, exclude: bool, path: Path, epochs: int = 1) -> dict[str, Tensor]:
     of = fit(
-        strategy(form, exclude_frozen=exclude), path.parent, seeded(Quantised), max_epochs=epochs, batch_size=12 // dist.get_world_size()
+        strategy(form, exclude_frozen=exclude),
+        path.parent,
+        seeded(Quantised),
+        max_epochs=epochs,
+        batch_size=12 // dist.get_world_size(),
     )
     of.trainer.save_checkpoint(path)
     return of.weights
@@ -295,7 +309,12 @@ def _save(form: str, exclude: bool, path: Path, epochs: int = 1) -> dict[str, Te
 def _resume(form: str, exclude: bool, path: Path, expected: dict[str, Tensor]) -> None:
     module = seeded(Quantised, seed=3 if exclude else 5)  # without frozen parameters the same base
     run_ = fit(
-        strategy(form, exclude_frozen=exclude), path.parent, module, max_epochs=2, ckpt_path=path, batch_size=12 // dist.get_world_size()
+        strategy(form, exclude_frozen=exclude),
+        path.parent,
+        module,
+        max_epochs=2,
+        ckpt_path=path,
+        batch_size=12 // dist.get_world_size(),
     )
     assert run_.weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -316,3 +335,6 @@ def test_training_goes_on_on_other_ranks(exclude: bool, form: str, ranks: tuple[
     frozen = [key for key in keys if ".up." in key or ".down." in key or "first" in key]
     assert bool(frozen) == (not exclude)
     run(ranks[1], _resume, form, exclude, path, whole)
+    if not exclude:
+        with pytest.raises(ConfigError, match=r"whose 4-bit weights are bytes\. Drop dtype="):
+            convert(str(path), str(tmp_path / "other"), to="full", dtype="bf16")

@@ -298,7 +298,7 @@ class Hooks:
             passes_ref = self._passes
             for tensor in outputs:
                 tensor.register_hook(lambda _: _backward_begins(passes_ref))
-        elif unit.reshards and any(is_packed(info.param) for info in unit.infos):
+        elif unit.has_packed and unit.reshards:
             # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack.
             unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
             needed = partial(_weights_needed, self._passes, unit.index)

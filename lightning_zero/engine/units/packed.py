@@ -64,7 +64,8 @@ def load_beside(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
     saves and does not load. Bytes of another dtype, or without what decodes them, are an error."""
     for key, param in module.named_parameters(recurse=False):
         name, value = prefix + key, state.get(prefix + key)
-        if not is_packed(param) or value is None or isinstance(value, KeptTensor):
+        old: Any = getattr(param, "quant_state", None)
+        if old is None or value is None or isinstance(value, KeptTensor):
             continue
         beside = [other for other in state if other.startswith(f"{name}.")]
         found = {other.removeprefix(f"{name}."): state.pop(other).clone() for other in beside}
@@ -74,5 +75,4 @@ def load_beside(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
                 f"{', '.join(found) or 'none'}. Change quant_storage, or load a checkpoint of the quantised model."
             )
             continue
-        old: Any = param.quant_state
         vars(old).update(vars(type(old).from_dict(found, old.absmax.device)))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.engine.whole.whole_params import take_writes_over
 from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
 from lightning_zero.trainer.adapted import is_ours
-from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.trainer.callbacks.averaging import NoAverageYet, ShardedAverage, masters, stochastic
 
 
