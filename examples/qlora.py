@@ -22,9 +22,9 @@ class QLoRA(LoRA):
     def configure_model(self) -> None:
         if self.model is None:
             bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-            # Quantised by each rank on its own device, before the strategy shards it.
+            device = self.trainer.strategy.root_device  # each rank quantises here, before the model is sharded
             base = AutoModelForCausalLM.from_pretrained(
-                self.folder, quantization_config=bits, device_map={"": self.device}, dtype=torch.float32
+                self.folder, quantization_config=bits, device_map={"": device}, dtype=torch.float32
             )
             adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "lm_head"], r=8)
             self.model = get_peft_model(base, adapters)
