@@ -102,6 +102,14 @@ def test_lora(llama: Path, tmp_path: Path) -> None:
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
+@pytest.mark.full
+def test_qlora(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert value(run(tmp_path, "qlora.py", str(llama)), "validation loss") < 6.5
+    files = {f.name for f in (tmp_path / "outputs" / "qlora").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+
+
 def test_every_example_has_a_test() -> None:
     here = Path(__file__).read_text()
     assert all(f'"{f.name}"' in here for f in EXAMPLES.glob("*.py"))

@@ -75,6 +75,8 @@ def convert(
     checkpoint = read(source, None) if os.path.isdir(source) else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
+    if wanted is not None and any(".quant_state.bitsandbytes__" in key for key in checkpoint[MODULE]):
+        raise ConfigError(f"convert: expected no dtype= for {source}, whose 4-bit weights are bytes. Drop dtype=.")
     for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":

@@ -73,6 +73,7 @@ class BucketShape:
     trainable: bool = True
     whole: bool = False  # replicated and on the device at every stage
     built: tuple[int, ...] | None = None  # bytes of each parameter in its original dtype; None: as masters
+    beside: int = 0  # bytes that decode packed parameters, whole on each rank
 
     @property
     def numel(self) -> int:
@@ -94,6 +95,7 @@ class BucketPlan:
     itemsizes: Itemsizes
     trainable: bool = True
     even_alone: bool = False  # run collectives on a single rank too
+    beside: int = 0  # bytes that decode packed parameters, whole on each rank's device
 
     @property
     def _divided(self) -> bool:
@@ -227,4 +229,5 @@ def place(
         shape.itemsizes,
         shape.trainable,
         even_alone,
+        shape.beside,
     )

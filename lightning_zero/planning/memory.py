@@ -126,6 +126,8 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
     """Yield role, tier and bytes of each part of a bucket that stays allocated. ``state``: bytes of state tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
+    if bucket.beside:
+        yield Role.compute_param, Tier.device, bucket.beside
     if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
     elif bucket.params_rest is ParamsRest.shard:

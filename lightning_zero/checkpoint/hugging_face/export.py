@@ -28,6 +28,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import MasterStorage, opened
+from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import sharded_state_dict
 from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.pretrained.folder import SINGLE
@@ -100,7 +101,8 @@ class _Tensors:
         """Return a meta tensor with the shape and dtype that the tensor ``key`` will have in the files."""
         info = self._infos.get(key)
         own = info.dtype if info is not None else value.dtype
-        wanted = self._dtype if self._dtype is not None and own.is_floating_point else own
+        packed = f"{key}.".startswith(prefixes_beside(self._engine.module))
+        wanted = self._dtype if self._dtype is not None and own.is_floating_point and not packed else own
         return torch.empty(value.shape, dtype=wanted, device="meta")
 
     @outside_autograd

@@ -18,6 +18,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -30,6 +31,7 @@ from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.packed import is_packed, load_beside
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -159,6 +161,8 @@ class Hooks:
         """Make ``module`` call ``refuse`` before a state dict, conversion, copy or pickle would see placeholders."""
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
+        if any(map(is_packed, module.parameters(recurse=False))):
+            self._handles.append(module.register_load_state_dict_pre_hook(load_beside))
 
         def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             refuse("converting (.to(), .cuda(), .half(), ...)")
@@ -294,6 +298,12 @@ class Hooks:
             passes_ref = self._passes
             for tensor in outputs:
                 tensor.register_hook(lambda _: _backward_begins(passes_ref))
+        elif unit.has_packed and unit.reshards:
+            # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack.
+            unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
+            needed = partial(_weights_needed, self._passes, unit.index)
+            for tensor in outputs:
+                tensor.register_hook(needed)
         passes.post_forward(
             unit, outermost=outermost, awaits_backward=lambda: bool(outputs) or self._hides_outputs(unit, args, kwargs)
         )
@@ -322,6 +332,11 @@ class Hooks:
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos)
         )
+
+
+def _weights_needed(passes_ref: ReferenceType[Passes], index: int, _: Tensor) -> None:
+    if (passes := passes_ref()) is not None:
+        passes.weights_needed(passes.units[index])
 
 
 def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:

@@ -10,6 +10,7 @@
     unit            buckets that are gathered at once, and the states of a unit
     bucket          parameters of a unit with equal dtypes and requires_grad, split by size: one flat buffer
     param           the record of one parameter, and classes that call the engine when users' code uses a parameter
+    packed          4-bit parameters: bytes that are never cast, and the tensors beside them that decode them
     master_storage  holds a bucket's masters and optimizer state: on the device, on the host or in files
     param_store     memory of compute parameters: flat buffers, slices kept for the node, shards between uses
     grad_store      holds a bucket's reduced gradient: on the device or on the host

@@ -20,6 +20,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.master_storage import Tiers
+from lightning_zero.engine.units.packed import replicate_beside
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
@@ -218,6 +219,7 @@ def build_units(
             with torch.no_grad():
                 buffer.copy_((sources or {})[name])
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
+    replicate_beside(module, comm)
     return [built[index] for index in range(len(groups))]
 
 

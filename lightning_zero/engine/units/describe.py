@@ -24,6 +24,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Transport, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
+from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
@@ -57,7 +58,8 @@ class BucketGroup:
     def shape(self, unit: int) -> BucketShape:
         numels = tuple(info.numel for info in self.params)
         built = tuple(info.numel * info.dtype.itemsize for info in self.params)
-        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built)
+        beside = sum(tensor.nbytes for info in self.params for _, _, tensor in tensors_beside(info.param))
+        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built, beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta.
 
     Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
-    weights), and CUDA graphs over parameters that are gathered and dropped.
+    weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped.
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -110,6 +112,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "Shard the plain module and quantise it after training; for a frozen 4-bit base take bitsandbytes' "
                 "Linear4bit."
             )
+        refuse_unpackable(param, fqns[0])
         owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
     fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
     fp32 |= {id(p) for p in _parts_of_weights(module)}
@@ -196,8 +199,8 @@ def _group(
 
 
 def stays_whole(param: nn.Parameter) -> bool:
-    """Return whether `param` stays whole on the device at every stage, because no NaN placeholder can stand for it."""
-    return param.numel() <= 1 or not param.is_floating_point()
+    """Return whether `param` stays whole on the device at every stage, because no placeholder can stand for it."""
+    return param.numel() <= 1 or not (param.is_floating_point() or is_packed(param))
 
 
 def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) -> list[list[ParamInfo]]:
@@ -211,9 +214,7 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
-    # bitsandbytes' `Params4bit` (which has this attribute) holds bytes in any dtype. A cast would change the bytes.
-    holds_bytes = getattr(param, "quant_state", None) is not None
-    if not own.is_floating_point or own.itemsize == 1 or holds_bytes:
+    if not own.is_floating_point or own.itemsize == 1 or is_packed(param):  # a cast would change packed bytes
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     if (true := TRUE_DTYPES.get(precision)) is not None:
         reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true

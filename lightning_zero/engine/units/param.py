@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
@@ -172,10 +173,11 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 def classes_of(param: nn.Parameter) -> Classes:
     """Return the classes of ``param``: before sharding, while gathered, and while it holds a placeholder. These three
-    are the same if the class has a ``__torch_function__`` of its own."""
+    are the same if the class has a ``__torch_function__`` of its own, except for packed weights, whose own only keeps
+    the class in ``split``."""
     plain = type(param)
     if plain not in _CLASSES:
-        if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
+        if plain.__torch_function__ is not nn.Parameter.__torch_function__ and not is_packed(param):  # type: ignore
             _CLASSES[plain] = Classes(plain, plain, plain)
         else:
             # The class is named in `__qualname__` only: tensorboardX takes "torch" in a class name for a tensor.

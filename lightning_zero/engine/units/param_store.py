@@ -73,9 +73,11 @@ class FlatBuffer:
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make a placeholder for each shape: one NaN element, expanded to the shape. All NaNs lie in one small tensor."""
+    """Make a placeholder for each shape: one NaN element (0 for integers), expanded to the shape. All lie in one small
+    tensor."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
-        cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
+        value = float("nan") if dtype.is_floating_point else 0
+        cells = torch.full((max(len(shapes), 1),), value, dtype=dtype, device=device)
         return [cells[index].expand(shape) for index, shape in enumerate(shapes)]
 
 

@@ -18,6 +18,7 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.units.bucket import Bucket, Place, gather_together
+from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.units.param import ParamInfo
 
 
@@ -45,6 +46,7 @@ class Unit:
     title: str = field(init=False)
     infos: list[ParamInfo] = field(init=False)
     resharded: list[Bucket] = field(init=False)  # buckets that are dropped after use
+    has_packed: bool = field(init=False)  # 4-bit parameters
     reshards: bool = field(init=False)  # the unit is gathered for a use and dropped after it
     gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
@@ -60,6 +62,7 @@ class Unit:
     def __post_init__(self) -> None:
         self.title = self.name or "(root)"
         self.infos = [info for bucket in self.buckets for info in bucket.params]
+        self.has_packed = any(is_packed(info.param) for info in self.infos)
         self.plans_changed()
 
     def plans_changed(self) -> None:

@@ -19,6 +19,7 @@ from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import MasterStorage
+from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.whole.values import (
     COPY,
@@ -132,9 +133,12 @@ def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_onl
         # By memory: an override of ``state_dict`` may have detached the parameter, which shares its placeholder.
         return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
+    left_out = prefixes_beside(engine.module) if trainable_only else ()
     result = type(state)()
     for key, entry in state.items():
         info = info_of(entry)
+        if key.startswith(left_out):
+            continue
         if info is None:
             result[key] = entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
         elif info.param.requires_grad or not trainable_only:

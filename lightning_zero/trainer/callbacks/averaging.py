@@ -17,6 +17,7 @@ from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.master_storage import ResidentStorage, opened
+from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.engine.whole.restage import Follow, Move
 from lightning_zero.engine.whole.state_dicts import keeping_frozen, loading_into_shards, sharded_state_dict
@@ -79,6 +80,9 @@ class ShardedAverage(AveragedModel):
             for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
                 average.data = average.data.to(now.dtype)  # thawing a bucket may change its dtype
             super().update_parameters(current)
+            for average, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
+                if any(is_packed(info.param) for info in bucket.params):  # bytes have no average
+                    average.copy_(bucket.master)
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.engine.whole.whole_params import take_writes_over
 from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
@@ -31,7 +32,8 @@ class StochasticAverage(ShardedAverage):
                 for f in bucket.owned_fragments():
                     part = slice(f.start, f.start + f.numel)
                     now = bucket.master[part].to(own.device)
-                    new = now if n_averaged == 0 else avg_fn(own[part], now, n_averaged.to(own.device))
+                    kept = n_averaged == 0 or is_packed(bucket.params[f.index].param)  # bytes have no average
+                    new = now if kept else avg_fn(own[part], now, n_averaged.to(own.device))
                     own[part].copy_(new)
         n_averaged += 1
 

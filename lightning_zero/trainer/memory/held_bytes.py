@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.units.packed import tensors_beside
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import (
@@ -43,6 +44,9 @@ def held_bytes(engine: Engine) -> Bytes:
         if not bucket.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
         add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
+        for info in bucket.params:
+            for _, _, tensor in tensors_beside(info.param):
+                add(Role.compute_param, Tier.device, tensor)
         add(plan.storage_role, plan.storage_tier, bucket.master)
         for sharded in engine.optimizers:
             for state in sharded.state_tensors(bucket):

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
@@ -75,7 +76,9 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
     """Raise OtherModelError if ``module.load_state_dict`` would refuse ``state``, before anything is loaded."""
     engine = engine_of(module)
     with engine.passes.fence.lowered() if engine is not None else contextlib.nullcontext():
-        own = module.state_dict(keep_vars=True)
+        beside = prefixes_beside(module)  # their sizes may differ, and bitsandbytes does not load them
+        state = {key: value for key, value in state.items() if not key.startswith(beside)}
+        own = {key: value for key, value in module.state_dict(keep_vars=True).items() if not key.startswith(beside)}
         found = _differences(own, state, strict)
         if not found:
             return
