@@ -32,7 +32,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train smoke test test-full test-cuda test-slurm docs mutants fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-extras test-cuda test-slurm docs mutants fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -70,6 +70,14 @@ test: $(STAMP) ## one case of each subject, in six minutes
 
 test-full: $(STAMP) ## all cases that make test leaves out, in an hour or more
 	$(PYTEST) --tier=rest --timeout=1800 $(if $(GPU),-m 'not slurm') $(ARGS)
+
+# Next to the environment, so that all other tests see the libraries that users have too.
+EXTRAS := $(abspath $(VENV))/extras
+EXTRA_TESTS := tests/engine/test_float8.py tests/trainer/test_packed.py tests/test_examples.py
+
+test-extras: $(STAMP) ## 4-bit weights and float8, whose libraries take 50 MB to download
+	$(PY) -m pip install -q --no-deps --upgrade --target $(EXTRAS) 'bitsandbytes>=0.50' 'torchao>=0.18'
+	PYTHONPATH=$(EXTRAS) $(PYTEST) --tier=all $(EXTRA_TESTS) -k 'float8 or packed or qlora' $(ARGS)
 
 mutants: $(STAMP) ## break the package in 60 places and see whether a test fails, in an hour
 	$(PY) -m tests.mutants $(ARGS)

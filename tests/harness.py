@@ -138,7 +138,8 @@ def run_command(
     this. ``environ``: variables to set; those of launchers are taken away.
     """
     given = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in environ.items()}
+    paths = [str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
+    given |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in environ.items()}
     command = [sys.executable if word == "python" else str(word) for word in words]
     return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=timeout)
 
