@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("engine", "comm", "checkpoint")
 REACHED = ROOT / "outputs" / "mutants" / "reached.json"
 WAITS = re.compile(r"wait|synchronize|join|result|flush|fsync")
+ORDERED = re.compile(WAITS.pattern + r"|sync|copy|write|gather|sum_|meet|together")
+TOUCHED = re.compile(r"([\w.\[\]]+)\.\w+\(|([\w.\[\]]+\.\w+) = |\w+\(([\w.]+)")  # what a statement may change
 QUIET = re.compile(r"warn|log|info|debug|append_note|add_note")  # a call without which numbers stay the same
 
 Reached = dict[str, tuple[float, list[str]]]  # by test: its seconds, and the functions that it reaches
@@ -120,19 +122,28 @@ class Finder(ast.NodeVisitor):
     visit_Raise = visit_Assert = visit_JoinedStr = visit_AnnAssign = _leave
 
     def _look_at_block(self, block: list[ast.stmt]) -> None:
-        calls = [isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) for s in block]
-        for statement, is_call in zip(block, calls, strict=True):
-            if is_call:
-                name = self._text(statement.value.func).rpartition(".")[2]  # type: ignore[attr-defined]
-                if not QUIET.search(name):
-                    self._add("no wait" if WAITS.search(name) else "no call", statement, statement, "pass")
-        for place, (one, other) in enumerate(itertools.pairwise(block)):
-            if calls[place] and (calls[place + 1] or self._sets_attribute(other)):
+        for statement in block:
+            name = self._called(statement)
+            if name and not QUIET.search(name):
+                self._add("no wait" if WAITS.search(name) else "no call", statement, statement, "pass")
+        for one, other in itertools.pairwise(block):
+            if self._order_counts(one, other):
                 between = self.source[self._end(one) : self._place(other.lineno, other.col_offset)].decode()
                 self._add("order", one, other, self._text(other) + between + self._text(one))
 
-    def _sets_attribute(self, node: ast.stmt) -> bool:
-        return isinstance(node, ast.Assign) and all(isinstance(target, ast.Attribute) for target in node.targets)
+    def _called(self, node: ast.stmt) -> str:
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        return self._text(node.value.func).rpartition(".")[2] if is_call else ""  # type: ignore[attr-defined]
+
+    def _order_counts(self, *pair: ast.stmt) -> bool:
+        """Return whether one calls a method of an object that the other names, or is a wait, a copy or a message."""
+        texts, names = [self._text(s) for s in pair], " ".join(map(self._called, pair))
+        touched = [found.group(found.lastindex or 0) for found in map(TOUCHED.match, texts) if found]
+        if not self._called(pair[0]) or len(touched) < 2 or re.search(r"check|refuse|^(\w+) \1$", names):
+            return False
+        named = zip(touched, reversed(texts), strict=True)
+        shares = any(re.search(rf"(?<![\w.]){re.escape(name)}\b", text) for name, text in named if name != "self")
+        return shares or ORDERED.search(names) is not None
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv) and not isinstance(node.left, ast.List | ast.Tuple):
@@ -143,9 +154,11 @@ class Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         turned = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}.get(type(node.ops[0]))
-        if turned and len(node.ops) == 1:
-            text = f"{self._text(node.left)} {turned} {self._text(node.comparators[0])}"
-            self._add("off by one", node, node, text)
+        left, right = node.left, node.comparators[0]
+        if turned and len(node.ops) == 1 and not (isinstance(left, ast.Name) and isinstance(right, ast.Name)):
+            more = {"0": "1", "1": "2"}.get(self._text(right)) if turned == ">=" else None  # sizes are all >= 0 or 1
+            text = f"> {more}" if more else f"{turned} {self._text(right)}"
+            self._add("off by one", node, node, f"{self._text(left)} {text}")
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:

@@ -31,7 +31,7 @@ def share_of_machine(comm: Communicator) -> Share:
     # The group may be only a part of the job.
     place = launched()
     local_ranks = max(local_ranks, (place.local_world_size if place is not None else None) or 1)
-    if comm.world_size > 1 and on_these_cores > 1:
+    if on_these_cores > 1:
         on_these_cores = max(on_these_cores, local_ranks)
     cpus = available_cpus()
     return Share(local_rank, local_ranks, max(1, cpus // on_these_cores))

@@ -334,7 +334,8 @@ def test_optimizers_that_share_buckets_equal_none(row: str, stage: int, set_to_n
             found.append(accumulate(side, step, 1))
             side.optimizer.step()
             side.optimizer.zero_grad(set_to_none)
-            found.append(lightning_zero.clip_grad_norm_(second.param_groups[0]["params"], 0.1))
+            if step % 2:  # this waits for the first step
+                found.append(lightning_zero.clip_grad_norm_(second.param_groups[0]["params"], 0.1))
             second.step()
             second.zero_grad(set_to_none)
             found.append(lightning_zero.clip_grad_norm_(side.module, 1e-3))  # too late for either step

@@ -96,6 +96,8 @@ def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int
                 for param in side.module.parameters():
                     param.mul_(0.5)
             side.engine.load_state_dict(state)
+            assert torch.equal(side.module.head.weight, state["head.weight"])
+            assert side.engine.units[0].buckets[0].shows_values  # as long as the step lasts
         found = side.engine.state_dict(only_rank_0=False)
         assert all(torch.equal(found[name], value) for name, value in state.items())
 

@@ -22,6 +22,7 @@ from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.speed import CPU_RATES
 from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
+from tests.models import WIDTH, Chain, Does, linear
 
 pytestmark = pytest.mark.full
 
@@ -214,6 +215,24 @@ def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
     assert again.saved < plain.saved / 2 and again.saved > inputs
     assert again.peak(backward=True) < plain.peak(backward=True)
     assert again.flops > plain.flops
+
+
+class Balanced(pl.LightningModule):
+    """Its blocks return a loss of their own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = lambda: Does(lambda m, x: (m.inner(x), x.square().mean()), inner=linear())  # noqa: E731
+        self.chain = Chain(make, call=lambda block, x: sum(block(x)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.chain(batch).mean()
+
+
+def test_chunks_of_blocks_that_return_numbers_too_need_less() -> None:
+    configs = (make_config(activation_checkpointing="blocks", vertical_chunks=count) for count in (1, 4))
+    whole, parts = (measure(Balanced(), torch.zeros(256, WIDTH), config, Precision.fp32) for config in configs)
+    assert parts.peak(backward=True) < whole.peak(backward=True)
 
 
 def test_units_are_told_apart_in_both_directions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -244,23 +245,22 @@ def test_export_of_a_plain_module_holds_its_state_dict(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_failing_export_leaves_no_file(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank, what", [(0, "write"), (1, "write"), (1, "close")])
+def test_failing_export_leaves_no_file(rank: int, what: str, tmp_path: Path) -> None:
     module = Turned()
     engine = lightning_zero.shard(module, stage=3, device="cpu")
-    write = Writer.write
+    act = getattr(Writer, what)
 
     def fails(*args: Any) -> None:
         if dist.get_rank() == rank:
             raise OSError(28, "No space left on device")
-        write(*args)
+        act(*args)
 
-    Writer.write = fails  # type: ignore[assignment]
-    try:
-        with pytest.raises((OSError, RuntimeError), match=r"out: the folder could not be written: .*No space left"):
-            export(engine, tmp_path / "out", None, 2**30)
-    finally:
-        Writer.write = write  # type: ignore[method-assign]
+    with (
+        mock.patch.object(Writer, what, fails),
+        pytest.raises((OSError, RuntimeError), match=r"out: the folder could not be written: .*No space left"),
+    ):
+        export(engine, tmp_path / "out", None, 2**30)
     dist.barrier()
     assert not list(tmp_path.iterdir())
     engine.release()

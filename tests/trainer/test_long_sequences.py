@@ -355,16 +355,17 @@ class Counts(pl.Callback):
     """Messages among the ranks of a group, by kind: of one run."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.before = trainer.strategy._sequences.group.counts.copy()
+        self.group = trainer.strategy._sequences.group
+        self.before = self.group.counts.copy()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.found = trainer.strategy._sequences.group.counts - self.before
+        self.found = self.group.counts - self.before
 
 
 @on_ranks(2)
 def test_messages_of_attention_are_counted(tmp_path: Path) -> None:
     """Two for each attention and two for its backward; where blocks are computed again two more, in all ranks alike."""
-    data = Texts("pair", 1)
+    data, groups = Texts("pair", 1), set[Any]()
     for recompute, calls in (("none", 4), ("blocks", 6)):
         counts = Counts()
         strategy = ZeroStrategy(3, sequence_parallel=2, activation_checkpointing=recompute)
@@ -372,6 +373,8 @@ def test_messages_of_attention_are_counted(tmp_path: Path) -> None:
         of.fit(seeded(Own), loader(data, of))
         steps = STEPS + 1  # one was tried, and compared
         assert counts.found == {"all_to_all": calls * 2 * steps, "all_reduce": steps, "objects": STEPS + 1}
+        groups.add(counts.group)
+    assert len(groups) == 1  # torch never frees one
 
 
 class Most(pl.Callback):

@@ -329,8 +329,5 @@ class Reducer:
         reduced, full = reduction.finish(), reduction.used_up
         if full is not None and reduced.untyped_storage()._cdata != full.untyped_storage()._cdata:
             self.spare.give_back(full)
-        low, high = bucket.owned_range
-        if self.comm.shard_size == 1 and reduced.numel() != high - low:
-            reduced = reduced[low:high]
         with torch.no_grad():
             bucket.grad_store.add(reduced)
