@@ -83,7 +83,7 @@ def test_every_dependency_is_within_its_bounds() -> None:
         assert any(s.operator == ">=" for s in requirement.specifier), f"{text} has no lower bound"
 
 
-OPTIONAL = {"matplotlib", "transformers", "datasets", "wandb"}  # where they are missing, a sentence says what for
+OPTIONAL = {"matplotlib", "transformers", "datasets", "wandb", "torchao"}  # where they are missing, a sentence says what for
 
 
 def test_everything_that_is_imported_is_a_dependency() -> None:
@@ -115,7 +115,7 @@ def test_ci_runs_both_tiers_in_its_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     limits = re.findall(r"^within (\d+) (\S+)", script.read_text(), re.MULTILINE)
-    assert [target for _, target in limits] == ["test", "test-full", "test-cuda"]
+    assert [target for _, target in limits] == ["test", "test-full", "test-extras", "test-cuda"]
     seconds = re.findall(r"timeout (\d+)", script.read_text())
     assert sum(60 * int(minutes) for minutes, _ in limits) + sum(map(int, seconds)) <= 85 * 60
 

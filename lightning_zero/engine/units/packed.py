@@ -34,7 +34,7 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
     raise ConfigError(f"parameter {fqn}: expected a frozen 4-bit weight with its quant_state, got {found}. {how}.")
 
 
-def tensors_beside(param: Tensor) -> Iterator[tuple[Any, str, Tensor]]:
+def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
     """Yield (owner, name, tensor) of each tensor in the parameter's `quant_state`, which can hold a second one."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
@@ -59,7 +59,7 @@ def prefixes_beside(module: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, p in module.named_parameters(remove_duplicate=False) if is_packed(p))
 
 
-def load_beside(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: list[str]) -> None:
     """Hook before one module loads a state dict: load the tensors beside its packed parameters too, which bitsandbytes
     saves and does not load. Bytes of another dtype, or without what decodes them, are an error."""
     for key, param in module.named_parameters(recurse=False):
