@@ -2,7 +2,7 @@
 
 It works in copies of the tree. A first run of the default tier notes which test reaches which function, also in
 processes that a test starts (``outputs/mutants/reached.json`` keeps it). Then each break is tried on the tests that
-reach its function, the fastest first, until one fails or hangs.
+reach its function, the fastest of each file first, until one fails or hangs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,15 +238,17 @@ def make_map(jobs: int, args: list[str]) -> Reached:
 
 
 def choose(tests: Reached, broken: Break, seconds: float) -> list[str]:
-    """Give tests that reach the broken function, for ``seconds``: one case of each test first, the fastest first."""
+    """Give tests that reach the broken function, for ``seconds``: a case of each test first, of each file by turns."""
     place = f"{broken.file}::{broken.function}"
-    cases: dict[str, list[tuple[float, str]]] = {}
-    for name, (cost, places) in tests.items():
-        if place in places:
-            cases.setdefault(name.partition("[")[0], []).append((cost, name))
-    ranked = sorted((turn, case) for own in cases.values() for turn, case in enumerate(sorted(own)))
+    cases, of_file = Counter[str](), Counter[tuple[int, str]]()
+    ranked: list[tuple[int, int, float, str]] = []
+    for cost, name in sorted((cost, name) for name, (cost, places) in tests.items() if place in places):
+        turn, file = cases[name.partition("[")[0]], name.partition("::")[0]
+        ranked.append((turn, of_file[turn, file], cost, name))
+        cases[name.partition("[")[0]] += 1
+        of_file[turn, file] += 1
     chosen = []
-    for _, (cost, name) in ranked:
+    for *_, cost, name in sorted(ranked):
         if (seconds := seconds - cost) < 0 and chosen:
             break
         chosen.append(name)

@@ -129,6 +129,7 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(
         pytest.skip("there is no such moment")
     write_folder(tmp_path / "last.ckpt", "old")
     assert in_child(lambda: write_folder_and_die(tmp_path, moment)) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2  # both, in any moment
     write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
     assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}

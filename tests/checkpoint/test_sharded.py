@@ -169,9 +169,10 @@ def test_a_checkpoint_that_is_half_removed_has_not_its_name(tmp_path: Path, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(durable, "_remove", killed)
+        patched.setattr(durable, "sync_folder", lambda folder: names.extend(os.listdir(folder)))
         with pytest.raises(KeyboardInterrupt):
             ZeroCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
-    assert len(names) == 1 and names[0].endswith(".part")
+    assert len(names) == 2 and all(name.endswith(".part") for name in names)
     with durable.written_aside(tmp_path / "b.ckpt"):
         pass
     assert os.listdir(tmp_path) == ["b.ckpt"]

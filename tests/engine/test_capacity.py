@@ -179,3 +179,8 @@ def test_state_that_is_replaced_gives_its_place_back() -> None:
             state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
             sizes.append(host.nbytes)
         assert len(set(sizes)) == 1, sizes
+        side.optimizer.param_groups[0]["params"] = list(side.module.head.parameters())
+        accumulate(side, 4, 1)
+        side.step()
+        side.engine.passes.wait_for_all()
+        assert host.nbytes < 0.6 * sizes[0]  # the state of parameters that have left goes

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.placement import logical_collectives
 from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, language_loss, tokens
 from tests.harness import on_ranks
@@ -71,6 +72,12 @@ def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, mo
     """One unit is always gathered ahead, unless prefetching is off."""
     with Sharded(Model(depth=6), prefetch_bytes=int(prefetched * BLOCK_NBYTES)) as side:
         gathered: list[int] = []
+        under_way: list[int] = []
+        wait = Unit.unshard_wait
+
+        def waits(unit: Unit) -> None:
+            under_way.append(sum(each.state is State.GATHERING for each in side.engine.units))
+            wait(unit)
 
         def count(*_: Any) -> None:
             gathered.append(sum(unit.state is not State.SHARDED for unit in side.engine.units[1:]))
@@ -78,11 +85,12 @@ def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, mo
         for block in side.module.blocks:  # type: ignore[union-attr]
             block.register_forward_pre_hook(count)
             block.register_full_backward_hook(count)
-        for step in range(3):
-            gathered.clear()
-            side.backward(language_loss(side.module, tokens(step)))
-            side.step()
-        assert max(gathered) == most
+        with mock.patch.object(Unit, "unshard_wait", waits):
+            for step in range(3):
+                gathered.clear()
+                side.backward(language_loss(side.module, tokens(step)))
+                side.step()
+        assert max(gathered) == max(under_way) == most
 
 
 @on_ranks(2)

@@ -427,6 +427,7 @@ def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
         params = list(side.module.parameters())
         true = lightning_zero.grad_norm(side.module)
         assert torch.equal(get_total_norm([p.grad for p in params]), 1024.0 * true)
+        torch.testing.assert_close(torch.stack([p.grad.norm() for p in params]).norm(), 1024.0 * true)
         clip_grad_norm_(params, 512.0 * float(true))
         torch.testing.assert_close(lightning_zero.grad_norm(side.module), true / 2)
         clip_grad_value_(params, 1.024)

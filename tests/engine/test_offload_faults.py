@@ -89,7 +89,9 @@ def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path
         with torch.no_grad():
             side.module(tokens(9))
         assert_at_rest(engine)
-        state_dicts.optimizer_state(engine, side.optimizer)
+        of_optimizer = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
+        assert_at_rest(engine)
+        state_dicts.load_optimizer_state(engine, side.optimizer, of_optimizer)
         assert_at_rest(engine)
         state = engine.state_dict(only_rank_0=False)
         engine.load_state_dict(state)

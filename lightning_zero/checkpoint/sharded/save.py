@@ -181,7 +181,6 @@ class _RankFile:
         start, box = file.tell(), item.box
         torch.save(item.source if item.dtype is None else alone(item.tensor(self._snapshot)), file)
         length = file.tell() - start
-        file.flush()
         begin_sync(file.fileno(), start, length)
         return Entry(item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, self._name, start, length)
 
