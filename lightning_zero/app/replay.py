@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import OmegaConf
 
 from lightning_zero.app.sweep import quoted
@@ -25,7 +25,7 @@ Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
 
 
 class StopAfter(Callback):
-    """Stops a fit after ``steps`` optimizer steps."""
+    """Stops a fit after ``steps`` optimizer steps, and saves nothing: the run's own checkpoints could be removed."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -33,6 +33,7 @@ class StopAfter(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = trainer.global_step + self.steps
+        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.should_stop |= trainer.global_step >= self._last
@@ -48,13 +49,15 @@ def read(path: Path) -> Fingerprints:
 
 
 def compare(before: Fingerprints, now: Fingerprints) -> tuple[str | None, int]:
-    """Return what differs first, in words, and the number of steps that both have and that are equal before it."""
-    shared = sorted(before.keys() & now.keys())
-    for number, step in enumerate(shared):
-        for unit in before[step].keys() | now[step].keys():
+    """Return what differs first, in words, and the number of steps run again that are equal before it: the first of
+    ``now`` is that of the checkpoint."""
+    equal = 0
+    for step in sorted(before.keys() & now.keys()):
+        for unit in {**before[step], **now[step]}:  # in the order of the files
             if (own := before[step].get(unit)) != (other := now[step].get(unit)):
-                return f"after step {step}, unit {unit}: {own} in the run, {other} again", number
-    return None, len(shared)
+                return f"after step {step}, unit {unit}: {own} in the run, {other} again", equal
+        equal += step > min(now)
+    return None, equal
 
 
 def main() -> None:
@@ -69,7 +72,7 @@ def main() -> None:
             _end(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.")
     folder = next(p for n in range(1, 10**6) if not (p := given.run.resolve() / f"replay-{n}").exists())
     overrides = list(OmegaConf.load(given.run / ".hydra" / "overrides.yaml"))
-    kept = [o for o in overrides if re.split("=", o.lstrip("+"))[0] not in ("ckpt_path", "hydra.run.dir")]
+    kept = [o for o in overrides if o.lstrip("+").split("=")[0] not in ("ckpt_path", "run_dir")]
     stop = f"+callbacks.replay={{_target_:{StopAfter.__module__}.StopAfter,steps:{given.steps}}}"
     places = [f"ckpt_path={quoted(str(given.checkpoint.resolve()))}", f"hydra.run.dir={quoted(str(folder))}"]
     command = [sys.executable, "-m", "lightning_zero.train", *kept, *given.settings, stop, *places]

@@ -23,18 +23,24 @@ def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def loss(*args: Any, **kwargs: Any) -> Tensor:
-        part = set_current(None)  # torch may call this again for a mode of the user's
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            set_current(part)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        if part is None or given.arguments["reduction"] != "mean":
+        old_names = given.arguments.get("size_average"), given.arguments.get("reduce")  # they win over ``reduction``
+        takes_mean = given.arguments["reduction"] == "mean" and old_names == (None, None)
+        part = set_current(None)  # torch may call this again for a mode of the user's
+        weighs = part is not None and takes_mean and given.arguments.get("weight") is not None
+        if weighs:  # weights that add up to 0 would give a mean's gradients NaN
+            given.arguments["reduction"] = "sum"
+        try:
+            result = function(*given.args, **given.kwargs)
+        finally:
+            set_current(part)
+        if part is None or not takes_mean:
             return result
         count = _count(given.arguments)
         # A part without tokens has a mean of NaN and gradients of 0.
-        return part.mean_of(torch.where(count > 0, result.to(torch.float64) * count, 0.0), count, result.dtype)
+        total = result if weighs else torch.where(count > 0, result.to(torch.float64) * count, 0.0)
+        return part.mean_of(total, count, result.dtype)
 
     return loss
 

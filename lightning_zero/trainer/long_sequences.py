@@ -80,7 +80,7 @@ class LongSequences(SequenceSteps):
             return super().whole_loss(part, loss, tokens)
         if tokens is not None:
             loss = part.mean_over(loss, tokens)
-        if self.trying is None:
+        if self.trying is None and loss.requires_grad:  # else none of its own: what manual optimization returns
             self.tokens.of_next_backward = part.count(loss)
         return loss if isinstance(part, WholeBatch) else part.loss(loss)
 

@@ -34,7 +34,7 @@ class StepTokens:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._grads = engine, engine.passes.sharded_grads
         self.of_next_backward: Tensor | None = None
         self.loss: Tensor | None = None
         self._divided: set[int] = set()  # ids of parameters whose gradients are divided, and still there
@@ -42,7 +42,16 @@ class StepTokens:
 
     def _forget(self) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=self._engine.comm.device)  # of losses, of tokens
-        self._engine.passes.sharded_grads.undivided = False
+        self._grads.undivided = False
+        self._backwards = self._grads.backwards  # with the one whose loss is weighed now
+
+    def _refuse_uncounted(self) -> None:
+        """Raise RuntimeError if this rank has gradients of a backward whose loss was not weighed."""
+        if self._grads.backwards > self._backwards:
+            raise RuntimeError(
+                "zero.loss=tokens: gradients have come from a loss.backward(), whose tokens are not counted. Call "
+                "self.manual_backward(loss) in its place."
+            )
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return what the backward runs on: ``loss`` (0-d) times its number of tokens / :data:`UNIT`."""
@@ -52,11 +61,11 @@ class StepTokens:
                 "zero.loss=tokens: expected a backward of a loss of training_step, whose tokens are counted, got one "
                 "outside of it. Call manual_backward in training_step, or set zero.loss=batches."
             )
-        grads = self._engine.passes.sharded_grads
-        if not grads.are_there:  # users may have cleared those of earlier backwards
+        if not self._grads.are_there:  # users may have cleared those of earlier backwards
             self._forget()
-        self._divided &= grads.used_params() if self._divided else set()
-        grads.undivided = True
+        self._refuse_uncounted()
+        self._divided &= self._grads.used_params() if self._divided else set()
+        self._backwards, self._grads.undivided = self._grads.backwards + 1, True
         self._sums += torch.stack([loss.detach().reshape(()).double() * tokens, tokens])
         wide = torch.promote_types(loss.dtype, torch.float32)
         return loss.to(wide) * (tokens / UNIT).to(wide)
@@ -67,6 +76,7 @@ class StepTokens:
         ``divisor``: the number by which each loss was divided. If no rank had tokens, gradients and :attr:`loss` are 0.
         Raises RuntimeError if other gradients wait for this too, or old gradients have not been cleared.
         """
+        self._refuse_uncounted()
         engine = self._engine
         total, tokens = engine.comm.sum_(self._sums).unbind()
         self._forget()
@@ -75,14 +85,14 @@ class StepTokens:
         tokens = torch.where(tokens > 0, tokens, torch.inf)
         self.loss = divisor * total / tokens
         places = [engine.units.place_of(param) for param in own]
-        engine.passes.sharded_grads.scale(places, engine.comm.world_size * UNIT * divisor / tokens)
+        self._grads.scale(places, engine.comm.world_size * UNIT * divisor / tokens)
 
     def _check(self, own: set[int]) -> None:
-        there = self._engine.passes.sharded_grads.used_params()
+        there = self._grads.used_params()
         all_places = [place for stepper in self._engine.optimizers for group in stepper.places() for place in group]
         others = {id(place.info.param) for place in all_places} - own
         for ids, why in (
-            (own & there & self._divided, "of an earlier step: clear them with zero_grad() after each step"),
+            (own & there & self._divided, "of an earlier step: clear them with zero_grad(set_to_none=True)"),
             (
                 (others & there) - self._divided,
                 "too: call lightning_zero.divide_by_tokens with all of their optimizers",
@@ -95,13 +105,16 @@ class StepTokens:
 
     def around(self, closure: Callable[[], Any], optimizer: Optimizer, module: Any) -> Callable[[], Any]:
         """Return ``closure``; with automatic optimization gradients are divided after its backward."""
+        if not module.automatic_optimization:
+            self._refuse_uncounted()
+            return closure
 
         def divided() -> Any:
             result = closure()
             self.divide([optimizer], module.trainer.accumulate_grad_batches)
             return result
 
-        return divided if module.automatic_optimization else closure
+        return divided
 
 
 def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None:

@@ -336,6 +336,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
         tokens = StepTokens(self.engine) if self.config.loss is LossMean.tokens else None
+        self.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
         self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel, tokens)
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None

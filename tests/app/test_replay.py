@@ -17,8 +17,10 @@ COMMAND = ("python", "-m", "lightning_zero")
 def test_steps_that_are_run_again_are_compared(tmp_path: Path) -> None:
     settings = ["experiment=tiny", "trainer.devices=2", "trainer.max_steps=8", "zero.fingerprint=2"]
     saves = ["callbacks.checkpoint.save_top_k=-1", "+callbacks.checkpoint.every_n_train_steps=3"]
+    saves += [f"callbacks.checkpoint.dirpath={tmp_path}/run/checkpoints"]
     ran = run_command(*COMMAND, "train", *settings, *saves, "hydra.run.dir=run", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*")}
     replay = [
         "python",
         "-m",
@@ -34,6 +36,7 @@ def test_steps_that_are_run_again_are_compared(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "all 2 steps that both have are equal" in again.stdout  # 4 and 6
     assert max(read(tmp_path / "run" / "replay-1" / "fingerprints.csv")) == 6  # it stops after step 7
+    assert saved == {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*")}
     path = tmp_path / "run" / "fingerprints.csv"
     path.write_text(re.sub(r"(?m)^(6,gpt\.blocks\.1,)\w{16}", r"\g<1>0123456789abcdef", path.read_text()))
     other = run_command(*replay, folder=tmp_path)
@@ -47,7 +50,11 @@ def test_the_first_difference_is_named() -> None:
         f"after step 2, unit y: {a} in the run, {b} again",
         0,
     )
-    assert compare({1: {"x": a}, 2: {"x": a}}, {1: {"x": a}, 2: {"x": a}}) == (None, 2)
+    assert compare({1: {"x": a}, 2: {"x": a}}, {1: {"x": a}, 2: {"x": a}}) == (None, 1)  # 1: of the checkpoint
+    units = [f"blocks.{number}" for number in range(20)]
+    assert compare({1: dict.fromkeys(units, a)}, {1: dict.fromkeys(units, b)})[0] == (
+        f"after step 1, unit blocks.0: {a} in the run, {b} again"
+    )
     assert compare({1: {"x": a}}, {1: {}})[1] == 0
 
 

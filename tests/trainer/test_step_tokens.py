@@ -24,6 +24,7 @@ from tests.trainer.toys import Block, seeded, strategy_of, trainer, weights
 STEPS, TEXTS, LENGTH, VOCABULARY = 3, 24, 8, 11
 CLIP, LR = 0.3, 0.5
 CLASS_WEIGHTS = torch.linspace(0.2, 2.0, VOCABULARY)
+SOME_CLASSES = (torch.arange(VOCABULARY) > 7).float()
 
 
 def texts(step: int) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def weighted(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1)(logits.flatten(0, 1), labels.flatten())
+
+
+def of_some_classes(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), SOME_CLASSES)
 
 
 def own_mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -111,12 +116,13 @@ class ByHand(Reader):
         self.automatic_optimization = False
         self.micro, self.divides, self.clips = micro, divides, clips
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         if batch_idx % self.micro == 0:  # thrown away, with its tokens
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
         if (batch_idx + 1) % self.micro == 0:
             if self.divides:
                 lightning_zero.divide_by_tokens(self, optimizer)
@@ -124,6 +130,25 @@ class ByHand(Reader):
                 nn.utils.clip_grad_norm_(self.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
+        return loss.detach()
+
+
+class Misused(ByHand):
+    """Calls ``loss.backward()``, or clears sums in place."""
+
+    def __init__(self, clears: bool, divides: bool) -> None:
+        super().__init__(1, divides)
+        self.clears = clears
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = Reader.training_step(self, batch, batch_idx), self.trainer.optimizers[0]
+        if self.clears:
+            self.manual_backward(loss)
+            optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        if self.divides:
+            lightning_zero.divide_by_tokens(self)
+        self.optimizers().step()  # type: ignore[union-attr]
 
 
 def twin(module: Reader) -> tuple[dict[str, Tensor], float]:
@@ -162,10 +187,10 @@ def test_gradients_are_of_the_mean_over_all_tokens_of_a_step(row: str, micro: in
     assert_twin(found, twin(seeded(Reader)))
 
 
-@pytest.mark.parametrize("loss", [weighted, own_mean, with_a_second_mean])
+@pytest.mark.parametrize("loss", [weighted, of_some_classes, own_mean, with_a_second_mean])
 @on_ranks(2)
 def test_losses_that_say_their_tokens_are_counted(loss: Any, tmp_path: Path) -> None:
-    found = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)))
+    found = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)), 12)
     assert_twin(found, twin(seeded(lambda: Reader(loss))))
 
 
@@ -187,6 +212,45 @@ def test_manual_optimization_divides_by_a_call(stage: str, tmp_path: Path) -> No
 def test_gradients_that_are_not_divided_are_refused(clips: bool, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"call lightning_zero\.divide_by_tokens\(self, optimizer\) after the last"):
         train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: ByHand(divides=False, clips=clips)))
+
+
+@pytest.mark.parametrize(
+    ("clears", "divides", "message"),
+    [
+        (False, False, r"from a loss\.backward\(\), .* Call self\.manual_backward"),
+        (False, True, r"from a loss\.backward\(\), .* Call self\.manual_backward"),
+        (True, True, r"or clear them with zero_grad\(set_to_none=True\)"),
+    ],
+)
+@on_ranks(2)
+def test_gradients_with_other_tokens_are_refused(clears: bool, divides: bool, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        train(ZeroStrategy("zero1", loss="tokens"), tmp_path, seeded(lambda: Misused(clears, divides)))
+
+
+class CutOff(Reader):
+    """Reads weights between micro-batches, and fails in the second of the first step."""
+
+    fails = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with lightning_zero.gather(self):
+            assert self.head.weight.isfinite().all()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fails and batch_idx == 1:
+            raise KeyError("planned")
+
+
+@on_ranks(2)
+def test_weights_can_be_read_and_trained_on_while_gradients_are_sums(tmp_path: Path) -> None:
+    module = seeded(CutOff)
+    with pytest.raises(KeyError):
+        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, module)
+    module.fails = False
+    run = trainer(ZeroStrategy("zero2"), tmp_path, max_epochs=1, accumulate_grad_batches=2)
+    run.fit(module, DataLoader(MicroBatches(2), batch_size=None))
+    assert run.global_step == STEPS
 
 
 class TwoOptimizers(ByHand):
@@ -279,6 +343,10 @@ def two_counts(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.square().mean(-1))
 
 
+def a_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), size_average=False)
+
+
 def no_number(logits: Tensor, labels: Tensor) -> Any:
     return {"loss": logits.mean(), "tokens": "3"}
 
@@ -287,6 +355,7 @@ def no_number(logits: Tensor, labels: Tensor) -> Any:
     ("loss", "got"),
     [
         (no_count, "one that does not say"),
+        (a_sum, "one that does not say"),
         (two_counts, r"means over 96, \d+ tokens"),
         (no_number, "returns, got str"),
     ],

@@ -548,6 +548,7 @@ class Passes:
         self.writes.take_all_over()
         written = self.look is None and self.reducer.end(self.writes.unconfirmed)
         self.sharded_grads.place_used()
+        self.sharded_grads.backwards += self.look is None
         self._close()
         # After ``_close``: ``confirm`` may raise on all ranks, and no pass may be open then.
         if written:

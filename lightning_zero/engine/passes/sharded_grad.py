@@ -286,6 +286,7 @@ class ShardedGrads:
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
         self._aside = False
+        self.backwards = 0  # number of this rank's backwards that have given gradients
         self.undivided = False  # gradients are sums over tokens, which the step has yet to divide by their number
         self.norms = GradNorms(reducer, self._bucket_of, self.finish_pending)
 
@@ -330,10 +331,12 @@ class ShardedGrads:
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
 
-    def finish_pending(self) -> None:
-        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
+    def finish_pending(self, *, reads: bool = True) -> None:
+        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared.
+        ``reads``: their values are shown, so they may not be undivided."""
         self._forget_failed()
-        self.refuse_undivided()
+        if reads:
+            self.refuse_undivided()
         self._after_step.wait_for_steps()
         self.forget_cleared()
 
@@ -342,9 +345,9 @@ class ShardedGrads:
         if self.undivided:
             raise RuntimeError(
                 "zero.loss=tokens: gradients are sums over tokens until the step divides them by their number. Read or "
-                "change them in on_before_optimizer_step; with manual optimization, call "
-                "lightning_zero.divide_by_tokens(self, optimizer) after the last backward of a step, before clipping, "
-                "reading and optimizer.step()."
+                "change them in on_before_optimizer_step, or clear them with zero_grad(set_to_none=True); with manual "
+                "optimization, call lightning_zero.divide_by_tokens(self, optimizer) after the last backward of a "
+                "step, before clipping, reading and optimizer.step()."
             )
 
     def forget_cleared(self) -> None:
@@ -397,10 +400,10 @@ class ShardedGrads:
         self._forget_failed()
         bucket.awaited_step.wait()  # an offloaded step owns the gradient until the step is over
         self.norms.tables.clear()
+        self.refuse_undivided()  # zeros too: the tokens of these sums would stay counted
         if method == "zero_":
             self._grads[bucket].zero(info.slot)
             return
-        self.refuse_undivided()
         self._reducer.refuse_partial()
         if self._reducer.unreduced:
             raise RuntimeError(
