@@ -83,7 +83,8 @@ def test_every_dependency_is_within_its_bounds() -> None:
         assert any(s.operator == ">=" for s in requirement.specifier), f"{text} has no lower bound"
 
 
-OPTIONAL = {"matplotlib", "transformers", "datasets", "wandb", "torchao"}  # where they are missing, a sentence says what for
+# Where they are missing, a sentence says what for.
+OPTIONAL = {"matplotlib", "transformers", "datasets", "wandb", "torchao"}
 
 
 def test_everything_that_is_imported_is_a_dependency() -> None:

@@ -95,8 +95,8 @@ class PrecisionConfig:
             do parameters from which parametrizations compute weights.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
             so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
-        float8: linear layers cast inputs, weights and gradients to float8, by torchao, with a scale for each tensor
-            (``tensorwise``) or row (``rowwise``). CPUs emulate it.
+        float8: layers of ``nn.Linear`` cast inputs, weights and gradients to float8, by torchao, with a scale for each
+            tensor (``tensorwise``) or row (``rowwise``). CPUs emulate it.
         float8_exclude: layers that stay as they are, by name (``*`` matches anything); with float8 also those whose
             sizes 16 does not divide, and on a GPU those that torchao finds too small to gain.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,6 +13,7 @@ from lightning_zero.config import ConfigError, Float8, PrecisionConfig
 from lightning_zero.device.cuda import capability
 
 LEAST = (8, 9)  # compute capability of GPUs that multiply in float8
+GIVEN = "_given_for_float8"  # attribute of a layer: the names of its attributes that come from here
 
 
 def check_torchao(precision: PrecisionConfig) -> None:
@@ -24,10 +26,17 @@ def check_torchao(precision: PrecisionConfig) -> None:
 
 
 def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
-    """Replace linear layers inside of ``module`` by torchao's Float8Linear, if ``precision.float8`` asks for it.
+    """Let the linear layers of ``module`` that ``precision`` chooses compute in float8, and none that it does not.
+
+    A layer gets torchao's class Float8Linear and stays the same object, with its hooks and in all places that hold it.
+    Subclasses of nn.Linear, also those with parametrized weights, keep a forward of their own.
 
     Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen.
     """
+    for linear in module.modules():
+        for key in vars(linear).pop(GIVEN, ()):  # of an earlier run
+            linear.__class__ = nn.Linear
+            delattr(linear, key)
     if precision.float8 is Float8.none:
         return
     recipe, on_gpu = precision.float8.name, device.type == "cuda"
@@ -37,27 +46,27 @@ def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device)
             "GPUs multiply in float8 from 8.9 on. Choose zero/precision=bf16."
         )
     check_torchao(precision)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+    from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 
     pays = _auto_filter_for_recipe(recipe, []) if on_gpu else lambda *_: True
-    chosen: list[str] = []
-
-    def is_chosen(linear: nn.Module, name: str) -> bool:
-        assert isinstance(linear, nn.Linear)
-        fits = linear.in_features % 16 == 0 and linear.out_features % 16 == 0 and pays(linear, name)
-        if not name or not fits or any(fnmatchcase(name, pattern) for pattern in precision.float8_exclude):
-            return False
-        chosen.append(name)
-        return not isinstance(linear, Float8Linear)  # of an earlier run
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    object.__setattr__(config, "emulate", not on_gpu)  # it is frozen, and recipes have no such argument
-    convert_to_float8_training(module, config=config, module_filter_fn=is_chosen)
+    chosen = [
+        linear
+        for name, linear in module.named_modules()
+        if type(linear) is nn.Linear
+        and linear.in_features % 16 == linear.out_features % 16 == 0
+        and not any(fnmatchcase(name, pattern) for pattern in precision.float8_exclude)
+        and pays(linear, name)
+    ]
     if not chosen:
         raise ConfigError(
-            f"zero.precision.float8: expected linear layers whose sizes 16 divides, outside of "
-            f"zero.precision.float8_exclude={precision.float8_exclude}, got none in {type(module).__name__}. Change "
-            "zero.precision.float8_exclude, or choose zero/precision=bf16."
+            f"zero.precision.float8: expected layers of nn.Linear whose sizes 16 divides{' and that gain' * on_gpu}, "
+            f"outside of zero.precision.float8_exclude={precision.float8_exclude}, got none in "
+            f"{type(module).__name__}. Change zero.precision.float8_exclude, or choose zero/precision=bf16."
         )
+    # Padded, as a product in the backward sums over the rows of the batch, of which GPUs take multiples of 16.
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not on_gpu, pad_inner_dim=True)
+    example = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
+    for linear in chosen:
+        given = {key: value for key, value in vars(example).items() if key not in vars(linear)}
+        vars(linear).update(given, **{GIVEN: list(given)})
+        linear.__class__ = type(example)

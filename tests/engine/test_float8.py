@@ -96,22 +96,84 @@ def test_every_stage_gives_the_losses_of_torchao_in_one_process(recipe: str) -> 
     assert half == half[:1] * 5
 
 
+def in_float8(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if type(part).__name__ == "Float8Linear"]
+
+
 @needs_torchao
 @on_ranks(1)
-def test_a_module_is_converted_once_and_without_its_excluded_layers() -> None:
-    engine, _ = sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["blocks.0.*"]}, 3)
-    module = engine.module
-    assert isinstance(module, Model)
-    kinds = {name: type(part).__name__ for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {
-        "blocks.1.up",
-        "blocks.1.down",
-        "lm_head",
-    }
-    layers = [module.blocks[1].up, module.lm_head]
-    engine.release()
-    lightning_zero.shard(module, precision={"name": "fp32", "float8": "rowwise", "float8_exclude": ["blocks.0.*"]})
-    assert [module.blocks[1].up, module.lm_head] == layers
+def test_each_run_converts_the_layers_that_its_settings_choose() -> None:
+    module = model()
+    runs: list[tuple[str, list[str], list[str]]] = [
+        ("tensorwise", ["*head", "*down"], ["blocks.0.up", "blocks.1.up"]),
+        ("rowwise", ["blocks.0.*"], ["blocks.1.up", "blocks.1.down", "lm_head"]),
+        ("none", [], []),
+    ]
+    for recipe, exclude, expected in runs:
+        settings = {"name": "fp32", "float8": recipe, "float8_exclude": exclude}
+        lightning_zero.shard(module, precision=settings).release()
+        assert in_float8(module) == expected
+        for name in expected:
+            scales: Any = module.get_submodule(name).config
+            assert scales.cast_config_weight.scaling_granularity.value == {"rowwise": "axiswise"}.get(recipe, recipe)
+    assert vars(module.lm_head).keys() == vars(model().lm_head).keys()
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@needs_torchao
+@on_ranks(1)
+def test_layers_stay_the_objects_that_they_were() -> None:
+    first = nn.Linear(WIDTH, WIDTH).eval()
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    module = nn.ModuleDict({"first": first, "again": first, "own": Doubled(WIDTH, WIDTH), "norm": parametrized})
+    seen: list[Any] = []
+    first.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(4, WIDTH)
+    before = first(x), module["own"](x), module["norm"](x)
+    lightning_zero.shard(module, stage=2, precision={"name": "fp32", "float8": "rowwise"})
+    assert module["first"] is module["again"] is first and not first.training and in_float8(module) == ["first"]
+    assert 0 < (first(x) - before[0]).abs().max() < 0.2 and len(seen) == 2
+    torch.testing.assert_close((module["own"](x), module["norm"](x)), before[1:])
+
+
+@needs_torchao
+@on_ranks(2)
+def test_a_module_on_meta_trains_the_same_and_its_state_loads_into_plain_layers() -> None:
+    expected, losses = sharded({"name": "bf16", "float8": "rowwise"}, 3)
+    with torch.device("meta"):
+        module = Model()
+    engine = lightning_zero.shard(
+        module, stage=3, precision={"name": "bf16", "float8": "rowwise"}, sources=model().state_dict()
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    engine.add_optimizer(optimizer)
+    assert train(module, optimizer, autocast=True) == losses
+    plain = Model()
+    plain.load_state_dict(engine.state_dict(only_rank_0=False))
+    with lightning_zero.gather(expected.module):
+        torch.testing.assert_close(
+            dict(plain.named_parameters()), dict(expected.module.named_parameters()), rtol=0, atol=0
+        )
+
+
+@needs_torchao
+def test_on_a_gpu_small_layers_stay_and_batches_of_any_size_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU multiplies matrices of multiples of 16; the CPU, which takes all, stands in for it."""
+    module = nn.Sequential(nn.Linear(WIDTH, 1040), nn.Linear(1040, WIDTH))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    float8.convert(module, make_config(precision="float8").precision, torch.device("cuda", 0))
+    assert in_float8(module) == ["0"]
+    sizes: list[int] = []
+    multiply = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *x, **y: sizes.extend((a.shape[1], *b.shape)) or multiply(a, b, *x, **y)
+    )
+    module(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+    assert len(sizes) == 9 and not any(size % 16 for size in sizes)
 
 
 def test_what_cannot_be_in_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +195,9 @@ def test_the_name_means_what_its_file_says() -> None:
 @needs_torchao
 @on_ranks(1)
 def test_without_a_layer_for_it_float8_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected linear layers whose sizes 16 divides, .* got none in Model"):
+    with pytest.raises(
+        ConfigError, match=r"expected layers of nn\.Linear whose sizes 16 divides, .* got none in Model"
+    ):
         sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["*"]}, 3)
 
 
@@ -144,5 +208,7 @@ def test_weights_for_float8_gathers_of_fsdp_are_refused() -> None:
 
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     module = torchao.convert_to_float8_training(copy.deepcopy(model()), config=config)
-    with pytest.raises(ConfigError, match="parameter blocks.0.up.weight"):
+    with pytest.raises(
+        ConfigError, match=r"parameter blocks\.0\.up\.weight is a Weight.* train in float8 by zero/precision=float8"
+    ):
         lightning_zero.shard(module, stage=2)

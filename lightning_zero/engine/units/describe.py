@@ -109,8 +109,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             raise ConfigError(
                 f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
                 "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
-                "Shard the plain module and quantise it after training; for a frozen 4-bit base take bitsandbytes' "
-                "Linear4bit."
+                "Shard the plain module: quantise it after training, train in float8 by zero/precision=float8; for a "
+                "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])
         owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
