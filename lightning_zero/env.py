@@ -1,4 +1,5 @@
-"""What a bug report should say about a machine: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
+"""Print what a bug report should say of a machine: ``python -m lightning_zero.env``; see
+:mod:`lightning_zero.app.env`."""
 
 from lightning_zero.app.env import main as main
 

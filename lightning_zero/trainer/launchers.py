@@ -61,13 +61,14 @@ def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
 
 
 class Forking:
-    """Mixin for Lightning's fork launchers (Trainer, Fabric): checks before the fork, cleanup of forked processes."""
+    """Mixin for Lightning's fork launchers (Trainer, Fabric): checks that forks can work, and ends forked processes."""
 
     _strategy: Any
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. Give each one thread if two would hang."""
+        """Raise ConfigError if processes forked in the body could not train. If they would hang on threads, give each
+        one."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -106,7 +107,8 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Return rank 0's results as Lightning does. Save weights, gathered from all ranks, to a file. Collective."""
+        """Return rank 0's results, or None on other ranks. After a fit, write all ranks' weights to a file.
+        Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None

@@ -2,9 +2,9 @@
 
 ::
 
-    a backward           of its mean loss times its number of tokens, so that gradients add up to sums over tokens
-    the last backward    one message with the number of tokens of all ranks and micro-batches
-    before clipping      gradients are divided by it, where they rest
+    each backward        runs on mean loss x its number of tokens, so that gradients add up to sums over tokens
+    after the last one   one message sums the number of tokens over all ranks and micro-batches
+    before clipping      gradients are divided by that number, on the tier that holds them
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepTokens:
         self._engine.passes.sharded_grads.undivided = False
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return what the backward runs on: ``loss`` (0-d) times its number of tokens / :data:`UNIT`."""
+        """Return ``loss`` (0-d) times its number of tokens / :data:`UNIT`, on which the backward is to run."""
         tokens, self.of_next_backward = self.of_next_backward, None
         if tokens is None:
             raise ConfigError(
@@ -65,7 +65,7 @@ class StepTokens:
         """Divide the gradients of ``optimizers`` by the number of tokens since the last call. Collective.
 
         ``divisor``: the number by which each loss was divided. If no rank had tokens, gradients and :attr:`loss` are 0.
-        Raises RuntimeError if other gradients wait for this too, or old gradients have not been cleared.
+        Raises RuntimeError if other optimizers have undivided gradients too, or gradients of an earlier step remain.
         """
         engine = self._engine
         total, tokens = engine.comm.sum_(self._sums).unbind()
@@ -94,7 +94,7 @@ class StepTokens:
         self._divided |= own & there
 
     def around(self, closure: Callable[[], Any], optimizer: Optimizer, module: Any) -> Callable[[], Any]:
-        """Return ``closure``; with automatic optimization gradients are divided after its backward."""
+        """Return ``closure``, or with automatic optimization one that also divides gradients after its backward."""
 
         def divided() -> Any:
             result = closure()
@@ -112,10 +112,10 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
 
     Args:
         module: the LightningModule.
-        optimizers: those whose parameters got gradients in these backwards; default: all.
+        optimizers: those whose parameters got gradients since the last call; default: all.
 
     Raises:
-        RuntimeError: other parameters have such gradients too, or gradients of an earlier step are still there.
+        RuntimeError: other optimizers have undivided gradients too, or gradients of an earlier step were not cleared.
     """
     strategy: Any = module.trainer.strategy
     tokens = step_tokens(strategy)
@@ -124,5 +124,5 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
 
 
 def step_tokens(strategy: Any) -> StepTokens | None:
-    """Return what counts the tokens of a strategy's steps; None without ``zero.loss=tokens``."""
+    """Return the token counter of a strategy's steps; None without ``zero.loss=tokens``."""
     return getattr(getattr(strategy, "_sequences", None), "tokens", None)

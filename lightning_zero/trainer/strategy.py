@@ -147,7 +147,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
         """Let the body call the module outside of a Lightning step, for example to generate text. Calls with the same
-        ``key`` share one recorded order of gathers. Collective."""
+        ``key`` share one recorded order of all-gathers, by which units are prefetched. Collective."""
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
@@ -179,7 +179,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a name, which keeps other offload settings that apply, or all offload settings. Default: no change.
+            offload: a choice's name, which keeps other offload settings, or a mapping of all. Default: no change.
 
         Raises:
             ConfigError: the choices cannot work or differ between ranks, or a step is under way. All ranks raise, and
@@ -232,7 +232,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Use a ZeroPrecision instead of ``plugin``. Raise ConfigError if ``zero.precision.name`` asks for another."""
+        """Convert ``plugin`` to a ZeroPrecision. Raise ConfigError if ``zero.precision.name`` asks for another
+        precision."""
         if plugin is None:
             self._precision_plugin = None
             return
@@ -265,8 +266,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError before processes start if there is no C++ compiler to compile ``model``, or if this host
-        cannot hold the whole model after the fit."""
+        """Before processes start, raise ConfigError if ``model`` must be compiled but there is no C++ compiler, or if
+        this host cannot hold the whole model after the fit."""
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
@@ -355,7 +356,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         )
 
     def _sync_layers(self, model: Module) -> Module:
-        """Convert batch norms to SyncBatchNorm, which must happen before sharding: it creates new modules."""
+        """Return ``model`` with SyncBatchNorms for batch norms. Call it before sharding: it creates new modules."""
         assert self._layer_sync is not None
         plain = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
         if not plain:
@@ -368,7 +369,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard the module, or keep an earlier engine if parameters, settings and device are the same. Collective."""
+        """Return the module, sharded. An earlier engine stays if parameters, settings and device are equal.
+        Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None:
@@ -510,7 +512,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let the body's backwards only accumulate gradients at stages 0 and 1. Stages 2 and 3 still reduce them."""
+        """Let the body's backwards only accumulate gradients at stages 0 and 1. At stages 2 and 3 they still reduce."""
         with self.engine.passes.no_sync():
             yield
 
