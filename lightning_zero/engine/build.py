@@ -39,7 +39,11 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return descriptions of its units. Sends no message: one rank alone may raise."""
+    """Check settings and ``module``. Return a description of each unit of the module, the root first.
+
+    Raises ConfigError, also if an engine shards the module already (``is_sharded``). Sends no message: one rank alone
+    may raise, and the caller must tell the others.
+    """
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -55,14 +59,17 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """Objects that the replaced forwards of all units share: for chunks of the batch, and for torch.compile."""
+    """Holds two objects that the replaced forwards of all units share: for chunks of the batch, and for compiling."""
 
     vertical: Vertical
     compiled: CompiledModules
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Replace the forwards of ``units``. Add recomputation, chunks of the batch and torch.compile as configured."""
+    """Replace the forwards of ``units``, and return objects that the new forwards share.
+
+    As ``config`` asks, the new forwards recompute activations, run on chunks of the batch, or are compiled.
+    """
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
@@ -88,7 +95,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
-    """Register hooks to gather and drop units, cast outputs of fp32 modules, and refuse calls on placeholders."""
+    """Register hooks that gather and drop ``units``, cast outputs of fp32 modules, and refuse calls on placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

@@ -63,7 +63,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Return (bucket, record) of each parameter, by param group. Raises ConfigError if one is not sharded."""
+        """Return bucket and `ParamInfo` of each parameter, by param group. Raises ConfigError if one is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
@@ -141,11 +141,17 @@ class Stepper(ABC):
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, start in the parameter, values) of what this rank saves. Opens no storage."""
+        """Yield (slot, state name, start in the parameter, values) for each slice of state that this rank saves.
+
+        Opens no storage: the caller opens the bucket's before it reads the values.
+        """
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Gather the state tensors in `slots`, equal on all ranks. Yield (slot, leaf, whole tensor). Collective."""
+        """Gather the state tensors that the leaves in `slots` (equal on all ranks) stand for. Collective.
+
+        Yields (slot, leaf, whole tensor).
+        """
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""
@@ -163,7 +169,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for a bucket. Before a first step there are none."""
+        """Yield the bytes of each state tensor that this rank has for `bucket`: none before the first step."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
@@ -174,11 +180,11 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return this rank's bytes of state of parameters that are stepped whole. `plan`: None is the present plan."""
+        """Return this rank's bytes of state of parameters that are stepped whole, under `plan` (None: the present)."""
         return 0
 
     def step_peak(self) -> int:
-        """Return the peak bytes that a step on the device takes beside this rank's shards."""
+        """Return the most bytes that a step takes on the device for a time, beside this rank's shards."""
         return 0
 
 

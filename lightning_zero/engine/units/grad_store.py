@@ -42,7 +42,7 @@ class Factor(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A complete gradient and a factor to multiply it by. None: there is no gradient, or no factor."""
+    """Holds a gradient that has arrived, and a factor to multiply it by. None: there is no gradient, or no factor."""
 
     grad: Tensor | None
     factor: Tensor | None
@@ -77,7 +77,7 @@ class GradStore:
 
     @property
     def is_there(self) -> bool:
-        """Whether the store has a gradient, which may still be on its way to the host."""
+        """Return whether the store has a gradient, which may still be on its way to the host."""
         return self.value is not None
 
     @property

@@ -240,7 +240,7 @@ READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 @dataclass(slots=True, eq=False)
 class ParamInfo:
-    """What the engine records of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
+    """Holds what the engine knows of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
@@ -278,7 +278,7 @@ class ParamInfo:
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. Of a file only these are read."""
+        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. A file is read only for these."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return

@@ -110,12 +110,12 @@ class NodeShard:
         self.of(full).copy_(self.values)
 
     def becomes(self, full: Tensor) -> None:
-        """If a slice is kept, update it from the changed values `full` [numel] of the bucket."""
+        """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
             self.values.copy_(self.of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
-        """Write to the kept slice, if any, its part of `value`, a whole parameter. `start`: its start in the bucket."""
+        """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
         first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
         if self.values is not None and first < last:
             low = self._range.start
@@ -170,7 +170,7 @@ class FullIsMaster(InMasterStorage):
 
 
 class FullCopy(FullIsMaster):
-    """For a full buffer that is a copy of the masters. `read` uses the masters, as users may write to the buffer."""
+    """Updates a full buffer that is a copy of the masters. `read` uses the masters: users may write to the buffer."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)

@@ -49,7 +49,7 @@ class Move:
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Gather or cut the values of the new owned range from ``values``, those of the present range. Collective."""
+        """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]

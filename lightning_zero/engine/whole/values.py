@@ -186,7 +186,7 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """A tensor without values, of which this rank saves ``parts``. ``order``: dimensions, slowest in memory first."""
+    """Stands for a tensor of which this rank saves ``parts``. ``order``: its dimensions, largest stride first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -232,7 +232,7 @@ class Unsharded(NamedTuple):
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy a state ``entry``. Put ``tensor_of(leaf)`` for each leaf, and wrap other values in :class:`Unsharded`."""
+    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for each leaf, and :class:`Unsharded` other values."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

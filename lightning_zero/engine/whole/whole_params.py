@@ -53,7 +53,7 @@ def take_writes_over(engine: Engine) -> None:
 def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
     """Update compute parameters on all ranks after the masters of the buckets ``changed`` have changed. Collective.
 
-    The caller must have copied these masters to its compute parameters. None: copy and update those of all buckets.
+    The caller must have copied these masters to its compute parameters. ``changed`` None: do that here for all buckets.
     """
     if changed is None:
         changed = set(engine.buckets)
@@ -210,7 +210,7 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """All parameters in the shared memory of the host, as this rank maps them. ``fd``: descriptor of that memory."""
+    """Maps for this rank all parameters, which lie in shared memory of its host, with the file descriptor ``fd``."""
 
     def __init__(self, engine: Engine, fd: int) -> None:
         self.nbytes, start = _nbytes(engine), 0
@@ -406,7 +406,10 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the host copy again if it still equals this rank's masters. Return whether it did. Sends no message."""
+    """Show the host copy again if it still equals this rank's masters. Return whether it was shown now.
+
+    Sends no message. False too if there is no copy, it is shown already, or parameters are whole inside ``gather()``.
+    """
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
