@@ -1,5 +1,4 @@
-"""Print what a bug report should say of a machine: ``python -m lightning_zero.env``; see
-:mod:`lightning_zero.app.env`."""
+"""Print facts for a bug report: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
 
 from lightning_zero.app.env import main as main
 

@@ -79,15 +79,15 @@ def shard(
 
 
 def node_name() -> str:
-    """Return ``<host name>/<node number>`` of this node. The number is from torchrun, SLURM or ``NODE_RANK``, or is
-    empty."""
+    """Return this node's ``<host name>/<node number>``, with the number of torchrun, SLURM or ``NODE_RANK``, or
+    none."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Return the object that steps ``optimizer``: by flat slices, or by whole tensors if its class or settings require
-    it."""
+    """Return the object that steps ``optimizer``: flat slices, or whole tensors if its class or settings require
+    them."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

@@ -39,7 +39,7 @@ class StopAfter(Callback):
 
 
 def read(path: Path) -> Fingerprints:
-    """Read a CSV of fingerprints. Of a step that was run twice, the later lines count."""
+    """Return the fingerprints in a CSV file. Of a step that was run twice, the later lines count."""
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -48,7 +48,7 @@ def read(path: Path) -> Fingerprints:
 
 
 def compare(before: Fingerprints, now: Fingerprints) -> tuple[str | None, int]:
-    """Return what differs first, in words, and the number of steps that both have and that are equal before it."""
+    """Return the first difference in words, or None, and the number of equal steps before it that both runs have."""
     shared = sorted(before.keys() & now.keys())
     for number, step in enumerate(shared):
         for unit in before[step].keys() | now[step].keys():

@@ -54,8 +54,7 @@ class Fingerprints:
         return result
 
     def write(self) -> None:
-        """Append the last fingerprints to the file. Raise RuntimeError if ranks' copies of parameters differed before
-        them."""
+        """Append the last fingerprints to the file. Raise RuntimeError if ranks' copies of parameters differed."""
         if self._waits is None:
             return
         (step, found, differ), self._waits = self._waits, None

@@ -48,7 +48,8 @@ class Interruptions:
 
     Args:
         saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
-        save_every_s: seconds between periodic saves; None: never. More if saves would take over :data:`SAVING_SHARE`.
+        save_every_s: seconds between periodic saves (None: none), or more, so that saves take at most
+            :data:`SAVING_SHARE` of the time.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Answer ``asked``, a signal or a due save: save, raise Left or both. Within ``at``, loops can be saved.
+        """Answer ``asked``, a signal or due save: save, raise Left or both. In ``at`` loops can be saved.
         Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
@@ -207,7 +208,7 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM, or the job's script, to run the job again. Return whether it will; other ranks than 0 return
+        """Ask SLURM or the job's script to run the job again. Return whether it will; ranks other than 0 return
         True."""
         if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True

@@ -67,8 +67,7 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. If they would hang on threads, give each
-        one."""
+        """Raise ConfigError if processes forked in the body could not train. Give each one thread if two would hang."""
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -107,8 +106,7 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Return rank 0's results, or None on other ranks. After a fit, write all ranks' weights to a file.
-        Collective."""
+        """Return rank 0's results; None on other ranks. After a fit, write all ranks' weights to a file. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None

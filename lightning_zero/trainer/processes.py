@@ -57,8 +57,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, whose Waits serve Lightning's collectives; None before there is an
-            engine."""
+            """Return an engine of this run, whose Waits serve Lightning's collectives; None if there is none yet."""
 
     def __init__(
         self,
@@ -190,8 +189,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the Waits for Lightning's collectives: the engine's, before it the start's, or None in a lone
-        process."""
+        """Return the Waits for Lightning's collectives: the engine's; without an engine those of the start, or None."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -229,7 +227,7 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Return ``act()``, called on each rank; it must send no messages. All raise if it fails on any rank.
+        """Return ``act()``, called on each rank. It must send no messages. If it fails on any, all raise.
         Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
@@ -242,8 +240,7 @@ class Ended:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit, because gloo else aborts at random. After an error, do
-    nothing."""
+    """Destroy the process group on all ranks at exit: gloo else aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

@@ -61,7 +61,7 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine, with precision ``row``. Drop settings of what the strategy does itself: dividing
-    sequences among ranks, counting tokens and writing fingerprints."""
+    """Return ``config`` for an engine, with precision ``row``, and without what the strategy itself does: dividing
+    sequences among ranks, counting tokens, writing fingerprints."""
     precision = replace(config.precision, name=row)
     return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches, fingerprint=None)

@@ -116,8 +116,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move bucket ``number``'s average to the range and tier that a restage is about to give the bucket's
-        masters."""
+        """Move bucket ``number``'s average to the range and tier that a restage is about to give its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:

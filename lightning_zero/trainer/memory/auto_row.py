@@ -93,8 +93,7 @@ class _Place(NamedTuple):
 
 
 def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """If ``stage=auto``, set the strategy's stage and offload. Raise ConfigError on all ranks if none fits.
-    Collective."""
+    """If ``stage=auto``, set the strategy's stage and offload. All ranks raise ConfigError if none fits. Collective."""
     asked, before = strategy._auto.asked, strategy._auto.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
         return

@@ -301,7 +301,7 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """If any rank's module is on meta, return the tensors of the checkpoint to load, to shard these; else return None.
+        """If a rank's module is on meta, return the tensors of the checkpoint to load, to shard these; else None.
         Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.

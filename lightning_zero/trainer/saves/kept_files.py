@@ -107,7 +107,7 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return, by callback key, each ``last.ckpt`` of this job. A new path would be named ``last-v1.ckpt``."""
+        """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
