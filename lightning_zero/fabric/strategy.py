@@ -242,7 +242,6 @@ class _Accumulation:
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
-    """Raise ConfigError for a setting that only the Trainer's strategy supports."""
     check_decided(config)
     if config.checkpoint.background:
         raise ConfigError(

@@ -163,7 +163,6 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _optimizers_in(found: object) -> list[Optimizer]:
-    """Return the optimizers in ``found``, a result of ``configure_optimizers``."""
     if isinstance(found, Mapping):
         found = found.get("optimizer")
     if isinstance(found, list | tuple):
