@@ -39,11 +39,8 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return a description of each unit of the module, the root first.
-
-    Raises ConfigError, also if an engine shards the module already (``is_sharded``). Sends no message: one rank alone
-    may raise, and the caller must tell the others.
-    """
+    """Check settings and ``module``. Return a description of each of its units, the root first. Raises ConfigError on
+    this rank alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -66,10 +63,8 @@ class Forwards(NamedTuple):
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Replace the forwards of ``units``, and return objects that the new forwards share.
-
-    As ``config`` asks, the new forwards recompute activations, run on chunks of the batch, or are compiled.
-    """
+    """Replace the forwards of ``units`` by ones that recompute activations, run on chunks of the batch or are compiled,
+    as ``config`` asks. Return the objects that these new forwards share."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)

@@ -241,8 +241,8 @@ class Reducer:
     def _may_wait_for(self, pending: Reduction) -> bool:
         """Return whether this rank can safely wait in a backward for ``pending``, its oldest reduction in flight.
 
-        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction or need no gather
-        before it; otherwise ranks could wait for each other for ever.
+        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather
+        before they issue it. Otherwise ranks could wait for each other for ever.
         """
         oldest = self._issued.here - len(self._in_flight)
         if oldest < self._issued.everywhere or not self._gathers_in_backward:

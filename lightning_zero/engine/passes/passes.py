@@ -244,7 +244,7 @@ class Passes:
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass that is still open, if any. If an exception has ended its backward, abort it. Collective."""
+        """End the pass that is still open, if any. Abort it if an exception has ended its backward. Collective."""
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -413,7 +413,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward at its first hook, unless :meth:`backward_scope` has started it. All its hooks call this."""
+        """Start a backward, unless one is under way. All hooks of backwards call this, so the first one starts it."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -447,10 +447,8 @@ class Passes:
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Gather ``unit`` before a kernel of a backward reads its weights. Return whether the weights are gathered.
-
-        Outside of a backward nothing is gathered, because a read of the graph may happen on one rank alone.
-        """
+        """Gather ``unit`` before a kernel of a backward reads its weights. Outside of a backward gather nothing: one
+        rank alone may look at a graph. Return whether the weights are gathered."""
         # Outside of a backward someone only draws the graph, maybe on one rank: a gather would never end.
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED

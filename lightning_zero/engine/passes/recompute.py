@@ -77,7 +77,7 @@ class UnitForward:
 
 
 class BuffersAgain:
-    """Keeps recomputed forwards from changing a module's buffers twice: they change copies.
+    """Keeps recomputed forwards from changing a module's buffers twice: lets them change copies of the buffers.
 
     Buffers of torch's norm modules in training always count as changed: changes do not increment their ``_version``.
     """

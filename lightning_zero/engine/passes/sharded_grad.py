@@ -185,7 +185,7 @@ def _norm(
 
 
 def _read(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Run an operation on gathered values of gradients. Raises RuntimeError if it writes to a gradient. Collective."""
+    """Run ``func`` on gathered values of gradients. Raise RuntimeError if ``func`` writes to a gradient. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -275,7 +275,7 @@ class ShardedGrads:
         forget_failed: Callable[[], None],
         most_overflows: int | None,
     ) -> None:
-        """``most_overflows``: skipped steps in a row that raise (``zero.optimizer.skip_nonfinite``). None: skip none."""
+        """``most_overflows``: skipped steps in a row that raise (``zero.optimizer.skip_nonfinite``), or None."""
         self._reducer, self._grads = reducer, reducer.grads
         self._after_step, self._forget_failed = after_step, forget_failed
         self._most_overflows = most_overflows
@@ -293,7 +293,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """During the body ``param.grad`` of ``infos`` is None, and the engine ignores it. Afterwards it is restored."""
+        """Set ``param.grad`` of ``infos`` to None during the body, unnoticed by the engine. Then restore each."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -493,7 +493,7 @@ class ShardedGrads:
         return views
 
     def must_skip(self, places: Sequence[Place]) -> bool:
-        """Return whether ``zero.optimizer.skip_nonfinite`` is set and a gradient at ``places`` not finite. Collective."""
+        """Return whether to skip a step of ``places`` by ``zero.optimizer.skip_nonfinite``. Collective."""
         if self._most_overflows is None or not places:
             return False
         key = id(places[0].info.param)

@@ -24,7 +24,7 @@ _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, held weakly, and makes its state dict methods raise."""
+    """Replaces an optimizer's `step` by the bound method `step`, held weakly. Makes its state dict methods raise."""
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer

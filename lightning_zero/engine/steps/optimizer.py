@@ -133,7 +133,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Return the optimizer state that this rank saves, by slot. A :class:`Leaf` stands for each tensor of `parts`.
+        """Return the optimizer state that this rank saves, by slot. A `Leaf` stands for each tensor of :meth:`parts`.
 
         Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
         parameters is saved by every rank that has it. With `once` only the first rank saves it.
@@ -141,17 +141,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, start in the parameter, values) for each slice of state that this rank saves.
-
-        Opens no storage: the caller opens the bucket's before it reads the values.
-        """
+        """Yield (slot, state name, start in the parameter, slice) of state that this rank saves. Opens no storage."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Gather the state tensors that the leaves in `slots` (equal on all ranks) stand for. Collective.
-
-        Yields (slot, leaf, whole tensor).
-        """
+        """Gather the state tensors of the leaves in `slots`. Yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""

@@ -234,10 +234,8 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue param syncs whose steps have ended, during a wait for other ranks. Return whether any syncs are left.
-
-        False too if a step has failed, or this rank is issuing syncs already.
-        """
+        """Issue param syncs whose steps have ended, during a wait for other ranks. Return whether any syncs are left;
+        False too if a step has failed, or this rank is issuing syncs already."""
         if self._failed is not None or self._issuing:
             return False
         try:

@@ -37,7 +37,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
-    """Tracks a bucket's offloaded step. From its submission until `wait` returns, only the step may use the masters.
+    """Tracks a bucket's offloaded step. From `ask` until `wait` returns, only the step may use the bucket's masters.
 
     On a GPU the step overwrites device memory only after `event`, which is recorded when the step is submitted.
     """
@@ -47,7 +47,7 @@ class AwaitedStep:
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def ask(self, event: Event) -> Future[None]:
-        """Note that a step is submitted. Return a future, which whoever runs the step completes. `event`: see above."""
+        """Note that a step is submitted. Return a future, which whoever runs the step completes. `event`: see class."""
         self.event = event
         self.future = Future()
         return self.future
@@ -99,7 +99,7 @@ class GradFragment(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """Parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
+    """Holds parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
 
     Attributes:
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
@@ -176,10 +176,8 @@ class Bucket:
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """Return this rank's shard as a slice of the owned range, which is the whole bucket if masters are replicated.
-
-        A sum over all ranks' shards counts each element once.
-        """
+        """Return this rank's shard as a slice of the owned range, which is the bucket where masters are replicated. A
+        sum over the shards of all ranks counts each element once."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -192,10 +190,8 @@ class Bucket:
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`.
-
-        None: this rank owns no element of the parameter, or the bucket has no gradient.
-        """
+        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`. None: it owns
+        none, or the bucket has no gradient."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -215,10 +211,8 @@ class Bucket:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make the storage, the gradient store and the parameter store from the masters `values` [owned numel].
-
-        The storage can take over the memory of `values`.
-        """
+        """Make the master storage, which can take over the memory of `values`, and both stores, from the masters
+        `values` [owned numel]."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()

@@ -52,7 +52,7 @@ _NONE = Tiers()
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Choose the tiers on which each unit rests, and make them. Return them and a `TierRow` per unit. Collective.
+    """Choose the tiers on which each unit's values rest. Return new tiers, and a `TierRow` per unit. Collective.
 
     `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
     parameters, or if the folder for files cannot be used.
@@ -203,10 +203,8 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check that `needed` more bytes fit the disk and the `budget`, as :func:`check_host_memory` does. Collective.
-
-    `held`: bytes that stay in this rank's files. None: all bytes in them.
-    """
+    """Check that `needed` more bytes fit the disk and the `budget`, as :func:`check_host_memory` does. `held`: bytes
+    that stay in this rank's files (None: all in them). Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -214,7 +212,7 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """Return (key, name) of a `part` of this host (a disk, a GPU): a key unique over hosts, and a name for messages."""
+    """Return (key, name) of a `part` of this host (a disk, a GPU; "": memory). Keys are unique over all hosts."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -383,10 +381,8 @@ def change_tiers(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Return this rank's bytes at `moment`, by role and tier.
-
-    `buckets` has (plan, number of sharded state tensors, bytes of state that is not sharded).
-    """
+    """Sum this rank's bytes at `moment`, by role and tier. `buckets` has (plan, number of sharded state tensors, bytes
+    of state that is not sharded)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

@@ -44,7 +44,7 @@ class Owner(Protocol):
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather `params`, which hold placeholders. Then return the result of `run`, the user's operation on them.
 
-        Raises RuntimeError if they cannot be gathered now. The message names the parameter and a call that helps.
+        Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that helps.
         """
         ...
 
@@ -53,11 +53,11 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """Prepare a read of `param.data`. Gather `param` and note its checksum, to find out later if the user wrote."""
+        """Gather `param` before users' code reads `param.data`. Save a checksum, to detect if the user writes to it."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign it."""
+        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign `value`."""
         ...
 
 
@@ -199,7 +199,7 @@ def disown(params: Iterable[nn.Parameter]) -> None:
 
 
 def make_plain(params: Iterable[nn.Parameter]) -> None:
-    """Restore the classes that parameters had before they were sharded. Their `.data` stays."""
+    """Restore the classes that `params` had before they were sharded. Leave their `.data` as it is."""
     for param in params:
         param.__class__ = _PLAIN.get(type(param), type(param))
 

@@ -240,7 +240,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and give its buffer back. Called when the values were used, or the file changes."""
+        """End a read ahead, if any, and give its buffer back: the values have been used, or the file is to change."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

@@ -128,7 +128,7 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """Drop the unit after an exception. Wait for its gathers under way only until `deadline` (monotonic time)."""
+        """Drop the unit after an exception. Wait for gathers under way only until `deadline` (`time.monotonic`)."""
         # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]

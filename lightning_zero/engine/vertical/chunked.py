@@ -209,7 +209,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
-        """Restore the random generators after the body, as if it had drawn nothing."""
+        """Restore the random generators after the body, as if the body had drawn no random numbers."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
 
@@ -293,7 +293,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run each chunk again and then its backward. ``grads`` are of the results. Return gradients of ``tensors``."""
+        """Run each chunk again, then its backward from the results' ``grads``. Return gradients of ``tensors``."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self.title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "

@@ -202,8 +202,7 @@ class Trial:
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
     """Return whether ``both``, a result for two parts, concatenates ``one`` and ``other``, the results for each part.
 
-    Return False if ``both`` is one value for the whole batch (a loss), or equals ``one`` and ``other``. Raises _Unequal
-    in all other cases.
+    Return False if ``both`` is one value for the batch (a loss) or equals each part's. Raises _Unequal otherwise.
     """
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")

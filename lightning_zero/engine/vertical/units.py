@@ -87,7 +87,7 @@ class Vertical:
             self.inside -= 1
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
-        """Return the result of ``call``. With ``activation_checkpointing=offload`` keep the call's inputs on the host."""
+        """Return the result of ``call``, whose inputs ``activation_checkpointing=offload`` keeps on the host."""
         with self._keeping():
             return call(trains=trains)
 

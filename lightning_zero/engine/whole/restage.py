@@ -44,7 +44,7 @@ class Move:
 
     @property
     def moves_storage(self) -> bool:
-        """Return whether masters and state move to a new storage. It is the same on all ranks."""
+        """Return whether masters and state move to a new storage. The answer is the same on all ranks."""
         old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (self.bucket.plan, self.plan))
         return old != new
 

@@ -44,7 +44,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of ``value``, from its element ``start`` on. Read ``source`` only while ``storage`` is open."""
+    """Names adjacent elements of ``value``, from ``start`` on. Read ``source`` only while ``storage`` is open."""
 
     value: Value
     start: int
@@ -226,7 +226,7 @@ class TensorParts(Tensor):
 
 
 class Unsharded(NamedTuple):
-    """An optimizer state value that is not sharded, such as a step count. Only this rank saves it."""
+    """Wraps an optimizer state value that is not sharded, such as a step count, and that only this rank saves."""
 
     value: object
 

@@ -291,7 +291,7 @@ def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Allocate a copy on each host's first rank and map it on all. Return (copy, "") or (None, why not). Collective."""
+    """Make one copy in each host's shared memory, which all ranks map. Return it, or None and why not. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -406,10 +406,8 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the host copy again if it still equals this rank's masters. Return whether it was shown now.
-
-    Sends no message. False too if there is no copy, it is shown already, or parameters are whole inside ``gather()``.
-    """
+    """Show the host copy again if it still equals this rank's masters. Return whether this call has shown it (False:
+    there is no such copy, or parameters are whole already). Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
@@ -497,7 +495,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Inside the ``with`` the module is sharded. If it was whole before, it is whole again at the end. Collective."""
+    """Shard the module inside the ``with``, and show it whole again at the end if it was whole before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
