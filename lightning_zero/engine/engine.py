@@ -68,7 +68,7 @@ LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _instances() -> set[int]:
-    """Return the numbers in folder names of this process's file tiers. A new file tier takes another number."""
+    """Return the numbers in file names of this process's file tiers. A new file tier takes another number."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 

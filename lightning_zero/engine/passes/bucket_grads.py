@@ -204,7 +204,7 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def zero(self, slot: int) -> None:
-        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. Unlike None, a step decays this parameter."""
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step uses these zeros; after None it skips."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
