@@ -15,7 +15,8 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's share of its machine. ``cpus``: cores for this rank; ranks that may use the same cores split them."""
+    """This rank's index on its machine, the ranks there, and the cores for this rank: ranks split the cores that they
+    share."""
 
     local_rank: int = 0
     local_ranks: int = 1
