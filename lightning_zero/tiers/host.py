@@ -47,7 +47,8 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Reserve one slab for all of ``wanted``. Raises ConfigError if the memory or the budget does not suffice."""
+        """Reserve one slab for all of ``wanted``, and return its extents. Raises ConfigError if memory or budget
+        lacks."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:
