@@ -144,8 +144,7 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start``. Return the written
-    pieces."""
+    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start`` on. Return the pieces."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -165,8 +164,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps, and for gaps that are not
-    zeros."""
+    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps, and for gaps that are no zeros."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

@@ -186,7 +186,7 @@ class Communicator:
         return self._reduce(full, label, factor, total_dtype, whole=True)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ. Return the buffer."""
+        """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ; return that."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
@@ -213,7 +213,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set ``waits.place`` in the body: what this rank is doing, for error messages. It stays after an exception."""
+        """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -266,8 +266,7 @@ class Communicator:
         self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Call ``send`` on the stream of ``kind``. Make the current stream (on the CPU: the host) wait for the
-        result."""
+        """Call ``send`` on the stream of ``kind``, and wait for ``tensor``: the host for host memory, else a stream."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -277,7 +276,7 @@ class Communicator:
         self.streams.wait(event)
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to all ranks. Blocks, but not behind gathers in flight. Collective."""
+        """Send a small host tensor of rank 0 to all. Blocks, but not behind gathers in flight. Collective."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self._agree(work, "a small reduction")
@@ -291,7 +290,7 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Gather as :meth:`all_gather_objects` does. All ranks raise ApartError if ``what`` differs. Collective."""
+        """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:

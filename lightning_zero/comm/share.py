@@ -15,8 +15,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's index on its machine, the ranks there, and the cores for this rank: ranks split the cores that they
-    share."""
+    """This rank's index on its machine, the number of ranks there, and this rank's cores: ranks split common cores."""
 
     local_rank: int = 0
     local_ranks: int = 1

@@ -189,7 +189,7 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HostTransport(Transport):
-    """Send device tensors over a host-side backend by copies through host memory: correct, not fast.
+    """Sends device tensors over a host-side backend by copies through host memory: correct, not fast.
 
     For GPU groups with gloo only. The host waits for the device when it sends, and for other ranks when the result is
     used. Ranks issue some messages at different moments, so waiting earlier could keep others from this rank's next

@@ -57,8 +57,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """Raise ConfigError for torchao's and bitsandbytes' low-bit classes, whose bits depend on tensor sizes: slices
-    differ."""
+    """Raise ConfigError for torchao's and bitsandbytes' low-bit classes: their bits depend on the size of tensors."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))

@@ -157,7 +157,7 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Counts bytes of gradients along a backward: ``reducing`` until their reduction ends, ``landed`` after it."""
+    """Counts bytes of gradients in a backward: ``reducing`` until their reduction ends, ``landed`` after that."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._limit, self._limits = buckets, limits.reduce_bucket_bytes, limits

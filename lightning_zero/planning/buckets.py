@@ -184,7 +184,7 @@ class BucketPlan:
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Return how many elements have optimizer state on ``rank``: its masters without padding. Rank 0 has most."""
+        """Return how many elements have optimizer state on ``rank``: masters without padding. Rank 0 has most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 

@@ -171,7 +171,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. For ``nbytes`` see
+    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. ``nbytes``: as in
     :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]

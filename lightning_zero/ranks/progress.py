@@ -44,8 +44,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: Callable[[], int]) -> Iterator[Did]:
-        """Show work on bytes. The body calls the yielded function with bytes done. ``total`` is called only if
-        shown."""
+        """Show work on bytes. The body calls the yielded function with bytes done. Calls ``total`` only if shown."""
         count = Count(total() if self.shows else 0)
         with self._lines(what, count.total, decimal) as at:
 

@@ -146,8 +146,7 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether rank 0's process, which holds the store, ends now. Waits: its connections close before its
-        end."""
+        """Return whether rank 0's process, which holds the store, ends. Waits up to a second for that end."""
         deadline = time.monotonic() + DYING_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
@@ -238,14 +237,12 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Return whether each rank still waits for what it waited for seconds ago, so that no message will ever
-        come."""
+        """Return whether all ranks still wait for what they waited for seconds ago: then no message will come."""
 
         return self._stays(self._waits, default=[""]) is not None
 
     def _stays(self, ask: Callable[[], list[str] | None], default: list[str] | None) -> list[str] | None:
-        """Call ``ask`` twice, seconds apart. Return its result if both are equal, else None; ``default`` if it
-        fails."""
+        """Call ``ask`` twice, seconds apart. Return the result if unchanged, else None; ``default`` if it fails."""
 
         def twice() -> list[str] | None:
             with contextlib.suppress(Exception):  # the store is gone
@@ -293,8 +290,7 @@ class Watchdog:
         return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``
-        seconds."""
+        """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -316,8 +312,7 @@ class Watchdog:
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Post that this rank leaves, and end the threads. If another rank is gone, they go on: later calls may
-        hang."""
+        """Post that this rank leaves, and end the threads; not if another rank is gone, as later calls may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()

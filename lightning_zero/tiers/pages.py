@@ -29,8 +29,8 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
-    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a
-    GPU, the pages are pinned until :meth:`close`. ``bytes``: the memory as uint8 [nbytes].
+    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a GPU,
+    the pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes].
 
     Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 

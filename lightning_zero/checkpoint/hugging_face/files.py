@@ -34,8 +34,7 @@ _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the floating-point dtype that ``value`` is or names (``bf16``, ``bfloat16``); None for None. Else
-    ConfigError."""
+    """Return the floating-point dtype that ``value`` is or names, None for None. Raises ConfigError otherwise."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
