@@ -91,7 +91,7 @@ def barrier(group: Any, waits: Waits, label: str) -> None:
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Encode ``value``. Return the message and the size of each rank's. If one rank cannot, all raise. Collective."""
+    """Encode ``value``. Return the message and all ranks' message sizes. If one rank cannot, all raise. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()

@@ -195,11 +195,10 @@ class Communicator:
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards; the result is their parts, by rank.
-        Collective.
+        """Send parts of ``data`` [bytes] to the ranks that share shards; the result is their parts for this rank.
 
         ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each. All ranks must issue exchanges and
-        reductions in one order."""
+        reductions in one order. Collective."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -276,7 +275,7 @@ class Communicator:
         self.streams.wait(event)
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to all. Blocks, but not behind gathers in flight. Collective."""
+        """Send a small host tensor of rank 0 to all ranks. Blocks, not behind gathers in flight. Collective."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self._agree(work, "a small reduction")

@@ -66,7 +66,7 @@ class Groups:
     @property
     def all_issued(self) -> list[int]:
         """Return how many operations of each of :data:`OPERATIONS` this rank has issued. Each kind uses one group in
-        one order, so if these lists are equal on all ranks, no message lacks its counterparts; equal sums may not do.
+        one order. So no message lacks its counterparts if these lists (not only their sums) are equal on all ranks.
         """
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]

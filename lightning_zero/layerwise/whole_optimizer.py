@@ -494,7 +494,6 @@ class Window:
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a view of ``numel`` elements at byte ``start`` of the message ``data``."""
     return data[start : start + numel * dtype.itemsize].view(dtype)
 
 

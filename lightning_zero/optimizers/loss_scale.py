@@ -16,7 +16,6 @@ class LossScaler(GradScaler):
     """Holds the loss scale and adapts it. The engine multiplies losses by the scale and reports overflows."""
 
     def __init__(self, init_scale: float = 2.0**16, **settings: Any) -> None:
-        """Take ``init_scale`` and the other ``settings`` of ``torch.amp.GradScaler``."""
         super().__init__("cpu", init_scale, **settings)
 
     @classmethod

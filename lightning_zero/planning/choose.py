@@ -158,7 +158,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, usable: Machine) -> str:
-    """Return in words how much memory the plan ``row`` needs and how much there is, on the tier that lacks most."""
+    """Return in words how much memory the plan ``row`` needs and there is, on the tier that lacks most; or "fits"."""
     if row.refused:
         return "has budgets without usable memory"
     if not row.shortages:

@@ -310,7 +310,7 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Return whether ranks that each hold ``rest`` fill at most half of each GPU (0: none) and half of the host."""
+    """Return whether ``local_ranks`` ranks of ``rest`` bytes each fill at most half of GPU (0: none) and host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -349,7 +349,7 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the most bytes of masters that a rank gathers at a time to fill the module's copy; 0 if it does not."""
+    """Return the most bytes of masters that a rank gathers at a time to fill the module's copy; 0 if it never does."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

@@ -78,7 +78,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: the callback's key."""
+    """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")

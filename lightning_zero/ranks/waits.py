@@ -104,8 +104,8 @@ class Waits:
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: the message is an agreement. While this rank waits for it, it sends pending messages that others may
-                need. The caller has counted other messages in :attr:`asked` when it sent them.
+            agrees: the message is an agreement. While this rank waits, it sends pending messages that others may need.
+                A message that is no agreement was counted in :attr:`asked` by the caller, when it was sent.
         """
         global _wait_of_process
         started = time.monotonic()

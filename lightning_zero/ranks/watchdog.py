@@ -216,7 +216,7 @@ class Watchdog:
         return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
 
     def culprit(self) -> str:
-        """Return a sentence about the rank that has ended, after a connection has broken. Takes up to seconds."""
+        """Return a sentence about the rank that has ended, after a connection has broken. Takes some seconds."""
         return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
 
     def tell(self, error: BaseException) -> None:
