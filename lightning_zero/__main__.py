@@ -18,8 +18,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that the first argument names; ``train`` if that is a setting or a flag. Without arguments, list
-    the commands; but in a process that a run has started (``LOCAL_RANK`` is set), train."""
+    """Run the command that the first argument names; run ``train`` if it is a setting or a flag. Without arguments
+    print the commands, or train if ``LOCAL_RANK`` is set: then a run has started this process."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"

@@ -1,4 +1,4 @@
-"""What a bug report should say about a machine: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
+"""Print facts for a bug report: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
 
 from lightning_zero.app.env import main as main
 

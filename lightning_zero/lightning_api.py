@@ -1,7 +1,8 @@
 """Import from Lightning everything that the strategies use.
 
-Lightning has two packages, ``lightning`` and ``pytorch_lightning`` with ``lightning_fabric``, whose classes differ. A
-process uses the one that was imported before this module. If both or neither was, it uses ``lightning`` if installed.
+Lightning is published as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``; their classes differ. A
+process uses the variant that was imported before this module. If both or neither was, it uses ``lightning`` if
+installed.
 """
 
 from __future__ import annotations
@@ -84,5 +85,5 @@ reduce_tensor = fabric.utilities.distributed._sync_ddp_if_available
 
 
 def is_local(path: Any) -> bool:
-    """Return whether ``path`` is on a file system that the operating system mounts."""
+    """Return whether ``path`` is on a mounted file system, and not at a remote address such as ``s3://bucket``."""
     return bool(get_protocol(str(path)) == "file")

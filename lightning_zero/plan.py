@@ -1,4 +1,4 @@
-"""The memory plan: ``python -m lightning_zero.plan``; see :mod:`lightning_zero.app.plan`."""
+"""Print the memory plan of a model: ``python -m lightning_zero.plan``; see :mod:`lightning_zero.app.plan`."""
 
 from lightning_zero.app.plan import main as main
 

@@ -1,4 +1,4 @@
-"""Presets: names for ``Trainer(strategy=...)``, each for a stage, a choice of ``zero/offload`` and a start method."""
+"""Name presets for ``Trainer(strategy=...)``: each means a stage, a choice of ``zero/offload`` and a start method."""
 
 from __future__ import annotations
 

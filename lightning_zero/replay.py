@@ -1,4 +1,4 @@
-"""Runs steps of a run again: ``lightning-zero replay``; see :mod:`lightning_zero.app.replay`."""
+"""Run steps of a run again: ``lightning-zero replay``; see :mod:`lightning_zero.app.replay`."""
 
 from lightning_zero.app.replay import main as main
 

@@ -46,16 +46,16 @@ def shard(
     long_work: LongWork | None = None,
     **settings: Any,
 ) -> Engine:
-    """Shard ``module`` over the ranks of a process group, in place, with rank 0's values. Collective.
+    """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
     Args:
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
-        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` steps run without values, for their
-            order, counts and bytes, over torch's fake process group (``make bench-scale``).
-        sources: initial values by names of parameters and buffers, in memory or files. They override ``init_from``.
+        device: where to train; default: this rank's GPU, else the CPU. On ``meta``, steps compute no values and only
+            count collectives and bytes, over torch's fake process group (``make bench-scale``).
+        sources: initial values of parameters and buffers, by their names in ``module``. They override ``init_from``.
         has_values: whether an engine has trained ``module`` before. Then ``init_from`` fills only tensors on meta.
-        long_work: shows progress; default: on rank 0.
+        long_work: shows the progress of work that takes long; default: a display on rank 0.
         node: names this rank's node; default: :func:`node_name`.
 
     Raises ConfigError for settings that cannot work, a module that is sharded already, and DTensor parameters.
@@ -81,13 +81,15 @@ def shard(
 
 
 def node_name() -> str:
-    """Return the name of this node: its host name, and its node number as torchrun, SLURM or the user has set it."""
+    """Return this node's ``<host name>/<node number>``, with the number of torchrun, SLURM or ``NODE_RANK``, or
+    none."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Make the object that steps ``optimizer``, by slices or by whole tensors as its class and the settings require."""
+    """Return the object that steps ``optimizer``: flat slices, or whole tensors if its class or settings require
+    them."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         return WholeOptimizer(

@@ -1,4 +1,4 @@
-"""A run as a job of SLURM: ``python -m lightning_zero.submit``; see :mod:`lightning_zero.app.submit`."""
+"""Submit a run as a SLURM job: ``python -m lightning_zero.submit``; see :mod:`lightning_zero.app.submit`."""
 
 from lightning_zero.app.submit import main as main
 

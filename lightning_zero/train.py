@@ -1,4 +1,4 @@
-"""The main job: ``python -m lightning_zero.train``; see :mod:`lightning_zero.app.train`."""
+"""Train, validate, test or predict: ``python -m lightning_zero.train``; see :mod:`lightning_zero.app.train`."""
 
 from lightning_zero.app.train import main as main
 

@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """List the combinations to check: every allowed pair of stage and offload setting in fp32, two stages in bf16."""
+    """Return the combinations to check: all allowed pairs of stage and offload setting in fp32, two stages in bf16."""
     found = [Row(stage.name, offload.name) for stage, offload in allowed_rows()]
     return [*found, Row("zero1", precision="bf16"), Row("zero3", precision="bf16")]
 

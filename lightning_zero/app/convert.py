@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def convert(
     source: str, target: str, to: str = "", dtype: str | None = None, shard_size: str = "", prefix: str | None = None
 ) -> None:
-    """Write the checkpoint ``source`` to the new path ``target``. The file's docstring explains the other arguments.
+    """Write the checkpoint ``source`` to the new path ``target``. The module's docstring explains the other arguments.
 
     Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
     OSError or RuntimeError, with file and cause, if reading or writing fails.
@@ -88,7 +88,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Replace each tensor in ``tree`` by a StoredTensor, read and cast when it is written. Tied tensors stay tied."""
+    """Return ``tree`` with a StoredTensor for each tensor, read and cast when it is written. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

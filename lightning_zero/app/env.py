@@ -39,8 +39,8 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Collect facts about this machine by section. A failed section holds its error. ``disk``: a folder, for its
-    speed."""
+    """Return facts about this machine by section. A section that fails holds its error. ``disk``: a folder whose speed
+    is measured; None: measure none."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -149,7 +149,7 @@ def _network() -> Facts:
 
 
 def _disk(folder: str) -> Facts:
-    """Measure how fast offload reads and writes files in ``folder``."""
+    """Return the disk space of ``folder``, and how fast offload writes and reads files there."""
     import torch
 
     from lightning_zero.tiers.extents import Wanted
@@ -199,7 +199,7 @@ def _lines_of(command: list[str]) -> list[str]:
 
 
 def text_of(found: Mapping[str, Facts]) -> str:
-    """Format the sections that :func:`facts` has collected as text to paste into a bug report."""
+    """Return the sections that :func:`facts` has collected as text to paste into a bug report."""
     lines = []
     for section, entries in found.items():
         lines.append(section)

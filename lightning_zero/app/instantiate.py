@@ -23,7 +23,7 @@ def is_first() -> bool:
 
 
 def locate(key: str, path: Any) -> Any:
-    """Import the object at the dotted path ``path``. Raises ConfigError about the setting ``key`` if there is none."""
+    """Return the object at the dotted path ``path``. Raise ConfigError about the setting ``key`` if there is none."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(f"{key}: expected the dotted path of a class, got {path!r}. Change {key}.")
     try:
@@ -70,7 +70,7 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Call the ``_target_`` of ``node`` with its other keys. With ``_partial_``, return a function that does so.
+    """Call the ``_target_`` of ``node`` with its other keys. Return the result; with ``_partial_``, a function for it.
 
     Args:
         key: path of ``node`` in the configuration, for messages.
@@ -142,7 +142,7 @@ def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
-    """Build every entry of the Hydra group ``key`` that is not null. ``nodes``: the entries by name."""
+    """Return objects built from the entries ``nodes`` (by name; null: skipped) of the Hydra group ``key``."""
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")

@@ -73,7 +73,7 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
 
 
 def check_inside(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process, which is on the login node."""
+    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process, so that it is not in a job."""
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Return Lightning's SLURM environment in a list. It handles the signal before the time limit. No SLURM: ``[]``."""
+    """Return [Lightning's SLURM environment], which handles the signal before the time limit; [] without SLURM."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     if cluster.name is not ClusterName.slurm:
@@ -94,8 +94,8 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
-    """Inside the ``with`` the Trainer loads ``ckpt_path`` (None: nothing) and no checkpoint of an earlier SLURM job.
-    If it is of another model, the error names the overrides of the run that wrote it."""
+    """In the body, let the Trainer load ``ckpt_path`` (None: nothing), and never a checkpoint of an earlier SLURM job.
+    If the checkpoint is of another model, name in the error the overrides of the run that wrote it."""
     from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
 
     connector = trainer._checkpoint_connector
@@ -151,7 +151,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from: a restarted job's newest, else ``config.ckpt_path``. Equal on all ranks."""
+    """Return the checkpoint to resume from, equal on all ranks: a restarted job's newest, else ``config.ckpt_path``."""
     job = job_name()
     if job is None:
         return config.ckpt_path
@@ -167,7 +167,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
 
 
 def keep_metrics(trainer: Trainer) -> None:
-    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on; Lightning would delete it."""
+    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on: Lightning would delete the file."""
     from lightning.pytorch.loggers import CSVLogger
 
     for logger in trainer.loggers:

@@ -81,8 +81,8 @@ class _Conf(NamedTuple):
         return sorted({k[len(start) :].partition(".")[0] for k in self.settings if k.startswith(start)})
 
     def named(self, last: str) -> str | None:
-        """Return the path of the group whose last name is ``last``. Without one, return the path of the setting with
-        that name, or None if several have it or none has."""
+        """Return the path of the group whose last name is ``last``. Without such a group, return the path of the
+        setting with that name; return None if several settings have the name or none has."""
         same = [k for k in sorted(self.settings) if nearest(last, [k.rpartition(".")[2]], exact=True)]
         groups = [k for k in same if k.replace(".", "/") in self.groups]
         return groups[0] if groups else same[0] if len(same) == 1 else None
@@ -116,14 +116,14 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
 
 
 def explain_flag(arguments: list[str], config_name: str) -> str:
-    """Suggest, in a sentence, an override for a flag such as ``--max_steps 5``. Empty if no setting is similar."""
+    """Return a sentence that suggests an override for a flag such as ``--max_steps 5``; "" if no setting is similar."""
     conf = _known(config_name)
     said = (meant(a.lstrip("-"), conf) for a in arguments if a.startswith("--"))
     return next((f"a setting is written key=value, without dashes. {s}" for s in said if s.startswith("Did")), "")
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """Return the command-line argument that the error ``text`` is about, else the key that it names, else ``""``."""
+    """Return the command-line argument that the error ``text`` is about. If none is, return the key it names, or ""."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]
@@ -135,7 +135,7 @@ def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
 
 
 def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
-    """Return a sentence that suggests the valid override nearest to ``given`` or lists valid ones, or an empty text."""
+    """Return a sentence that suggests the valid override nearest to ``given``, or lists valid ones; "" for neither."""
     key, equals, value = given.lstrip("+~").partition("=")
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:

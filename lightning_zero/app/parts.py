@@ -24,8 +24,8 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def agreed_precision(config: TrainConfig) -> str | None:
-    """Return the Trainer's precision: by ``zero/precision`` if it is given, else ``trainer.precision``. None: neither.
-    Raises ConfigError if both are given and differ."""
+    """Return the Trainer's precision: that of ``zero/precision`` if given, else ``trainer.precision``, else None. Raise
+    ConfigError if both are given and differ."""
     name = config.zero.precision.name
     asked = config.trainer.get("precision")
     if name is None:
@@ -124,7 +124,7 @@ def _log_in(key: str) -> None:
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Return the arguments that a class need not take: those of ``ours`` if ``node`` names another class, else none."""
+    """Return arguments that may be dropped: those of ``ours`` if ``node`` names another class, else none."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
 

@@ -38,7 +38,7 @@ EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
-    """Describe the machine to plan for. Values that ``asked`` does not give come from ``config`` or this machine."""
+    """Return the machine to plan for. Values that ``asked`` does not give come from ``config`` or this machine."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
@@ -120,7 +120,7 @@ def document(
     choice: Choice | str,
     rates: Rates,
 ) -> dict[str, Any]:
-    """Build the whole plan as the JSON document that ``json=true`` prints. Sizes are in bytes."""
+    """Return the whole plan as the JSON document that ``json=true`` prints. Sizes are in bytes."""
     first, model = best(rows), described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
@@ -219,7 +219,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Return the budgets to plan ``offload`` with: the user's if this is his ``zero/offload``, else the defaults."""
+    """Return memory budgets to plan ``offload`` with: the user's if ``offload`` is the user's choice, else defaults."""
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 

@@ -51,7 +51,7 @@ def describe(
     activations: bool = False,
     both_ways: bool = True,
 ) -> Described:
-    """Build the configured model on the meta device and describe it. Errors of the model's own code are not caught.
+    """Return a description of the configured model, built on meta. Errors of the model's own code are not caught.
 
     Args:
         explicit: keys given on the command line.
@@ -77,7 +77,7 @@ def describe(
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
-    """Call ``build`` under the meta device and the default dtype of a run with ``precision``. Return the module."""
+    """Return the module that ``build`` makes on the meta device under the default dtype of a run with ``precision``."""
     dtype = torch.get_default_dtype()
     # Keep what a model prints out of the JSON document.
     with contextlib.redirect_stdout(sys.stderr):
@@ -95,7 +95,7 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
-    """Build the module with only its parameters on meta, because ``build`` raised ``error`` with all tensors there.
+    """Return the module built with only its parameters on meta, as ``build`` raised ``error`` with all tensors there.
 
     The code of some models needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """

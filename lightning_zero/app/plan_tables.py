@@ -50,7 +50,7 @@ def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
 
 
 def short_bytes(nbytes: float) -> str:
-    """Format bytes in powers of 1024: ``1536`` -> ``1.5K``."""
+    """Return bytes as text in powers of 1024: ``1536`` -> ``1.5K``."""
     number, _, unit = human_bytes(nbytes).partition(" ")
     return number + unit.removesuffix("iB").removesuffix("B")
 
@@ -97,7 +97,7 @@ def _times(row: Row) -> list[str]:
 
 
 def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
-    """Build a table of bytes and a table of seconds. If the first is wider than ``width`` characters, split it: one
+    """Return a table of bytes and a table of seconds. If the first is wider than ``width`` characters, split it into a
     table of peak bytes and one of bytes between steps."""
     rest = (lambda row: [_cell(row, roles) for roles in ROLE_COLUMNS.values()], tuple(ROLE_COLUMNS))
     peaks, times = (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
@@ -113,7 +113,7 @@ def _table(
     lines: box.Box | None,
     parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
 ) -> Table:
-    """Build a table with a line for each of ``rows``, framed by ``lines`` (None: rich's default). ``parts``: groups of
+    """Return a table with a line for each of ``rows``, framed by ``lines`` (None: rich's default). ``parts``: groups of
     columns, each as a function that returns a row's cells, and the names of the columns."""
     style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
     table = Table(pad_edge=False, **style)
@@ -139,7 +139,7 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
-    """Say for each stage and offload setting that does not fit what it lacks and what would help; then what to try."""
+    """Return a line on each stage and offload that does not fit: what it lacks, what helps; then what to try first."""
     return [
         f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
         for row, advice in zip(rows, advices, strict=True)
@@ -186,7 +186,7 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
-    """Say whether a run ends with a copy of the whole module in host memory, and how many bytes the copy takes."""
+    """Return a line that says if a run ends with a copy of the whole module in host memory, and the copy's bytes."""
     setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
     if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."
@@ -199,7 +199,7 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
 
 
 def activations_line(model: Model, described: Described) -> str:
-    """Say how many bytes of activations the peaks include, or why they include none."""
+    """Return a line that says how many bytes of activations the peaks include, or why they include none."""
     if model.activations is None:
         return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
     found = model.activations.of(model.samples or model.activations.sizes[0])
@@ -234,7 +234,7 @@ RATE_NAMES = {
 
 
 def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
-    """Say which machine rates the expected seconds assume. ``given``: names of the rates that the user has set."""
+    """Return a line on the rates that the expected seconds assume. ``given``: names of rates that the user has set."""
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
     if not given:
@@ -247,7 +247,7 @@ def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
 
 
 def _decimal(value: float) -> str:
-    """Format a number in powers of 1000: ``2.5e12`` -> ``2.5 T``."""
+    """Return a number as text in powers of 1000: ``2.5e12`` -> ``2.5 T``."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if value < 1000 or unit == "P":
             return f"{value:.3g} {unit}"
@@ -256,7 +256,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Say which stage and offload setting ``auto`` takes and its largest micro-batch; if none fits, say why."""
+    """Return a line on what stage and offload ``auto`` takes and its largest micro-batch, or on why none fits."""
     if isinstance(choice, str):
         return f"auto takes nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."

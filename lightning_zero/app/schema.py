@@ -110,7 +110,7 @@ class MachineConfig:
 
 
 def run_name() -> str:
-    """Return the run folder's name: in a job the job's, equal on all ranks and after a restart; otherwise the time."""
+    """Return a run folder's name: in a job the job's, equal on all ranks and after a restart; otherwise the time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 

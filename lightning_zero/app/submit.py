@@ -69,7 +69,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Check the configuration like the main job, although this machine may lack its devices. Raises ConfigError."""
+    """Raise ConfigError where the main job would for this configuration, although this machine may lack its devices."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     train.check_checkpoint(config.ckpt_path)
@@ -102,7 +102,7 @@ def _silent() -> Iterator[None]:
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
-    """Describe the cluster's nodes for the memory plan. A memory whose size is not given counts as unlimited.
+    """Return the cluster's nodes as a machine for the memory plan. A memory of unknown size counts as unlimited.
 
     Raises ConfigError if ``asked`` (``machine.*``) has fewer GPUs or nodes than ``cluster`` requests.
     """
@@ -121,7 +121,7 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: Hybri
 
 
 def slurm_memory(mem: str | None) -> int | None:
-    """Convert ``cluster.mem`` to bytes. Return None if it is not set, is 0 (all of a node's memory), or has a form that
+    """Return ``cluster.mem`` in bytes. Return None if it is not set, is 0 (all of a node's memory), or has a form that
     only SLURM reads."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", (mem or "").upper())
     if match is None or not int(match[1]):
@@ -130,7 +130,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Plan the run's memory and return a text about it. Raises ConfigError if the run does not fit the machine."""
+    """Return a text about the memory that the plan gives for the run. Raise ConfigError if the run does not fit."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model

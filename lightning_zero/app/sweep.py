@@ -57,15 +57,15 @@ def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> l
 
 
 def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Start a job of a sweep as a process on this machine. ``folder``: its run folder."""
+    """Start a job of a sweep as a process on this machine, and return the process. ``folder``: the job's run folder."""
     command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
     environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(command, env=environ, text=True)
 
 
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with its exit code. Raises
-    ConfigError if there is no sbatch."""
+    """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with the job's exit code.
+    Raise ConfigError if there is no sbatch."""
     text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
@@ -81,7 +81,7 @@ def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -
 
 
 def quoted(value: str) -> str:
-    """Quote ``value`` for a Hydra override."""
+    """Return ``value``, quoted for a Hydra override if needed."""
     if re.fullmatch(r"[\w./:+-]+", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
@@ -125,7 +125,7 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read the results file in a run folder. Return an empty dictionary if the run has not written one."""
+    """Return the content of the results file in a run folder; an empty dictionary if the run has not written one."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
     except (FileNotFoundError, ValueError):
@@ -134,7 +134,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 class SweepTable(Callback):
-    """Print the swept values and metrics of all runs at the end of a sweep, best run first."""
+    """Prints the swept values and metrics of all runs at the end of a sweep, best run first."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(str(config.hydra.sweep.dir))

@@ -71,7 +71,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Write each rank's predictions to ``rank-<rank>.pt``: pairs (indices of items, output of ``predict_step``)."""
+    """Writes each rank's predictions to ``rank-<rank>.pt``: pairs (indices of items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -92,7 +92,7 @@ class WritePredictions(BasePredictionWriter):
 
 
 class LastValidation(Callback):
-    """Keep the metrics of the last validation of a fit, so that it is not repeated if no step followed.
+    """Keeps the metrics of the last validation of a fit, so that it is not repeated if no step followed.
 
     ``wanted``: a metric that the first validation (or sanity check) must log. Without it all ranks raise ConfigError.
     """
@@ -128,7 +128,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
 
 
 class LogSettings(Callback):
-    """Pass all settings of a run to its loggers. Lightning itself passes only those of model and data."""
+    """Passes all settings of a run to its loggers. Lightning itself passes only those of model and data."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = plain(settings)
@@ -139,7 +139,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """Convert a configuration for loggers: enum members become their names."""
+    """Return a configuration for loggers: ``value`` with names in place of enum members."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
-    """Yield a dictionary, which the body fills with metrics of the task; then print and write them on rank 0.
+    """Yield a dictionary, which the body fills with the task's metrics; then print and write these on rank 0.
 
     Results are also written if a fit is interrupted or fails after its first step. An error in writing is only printed.
     """
@@ -238,6 +238,6 @@ def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
 
 
 def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
-    """Return the value of the metric that a sweep optimizes, if any. Raises ConfigError if it was not logged."""
+    """Return the metric ``config.optimized_metric``; None if unset. Raise ConfigError if it was not logged."""
     check_metric(config.optimized_metric, metrics)
     return None if config.optimized_metric is None else metrics[config.optimized_metric]

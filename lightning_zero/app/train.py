@@ -99,7 +99,7 @@ def explicit_keys() -> set[str]:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Build the Trainer with ZeroStrategy. Raises ConfigError if one of its parts refuses a setting."""
+    """Return the Trainer, with ZeroStrategy. ``plugins``: default: SLURM's. Raise ConfigError for a refused setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -257,7 +257,8 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Give the strategy the number of state tensors, for ``auto``, and the activations, for the final memory table."""
+    """Tell the strategy the number of optimizer state tensors (for ``auto``) and the activations (for a final
+    table)."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy
@@ -297,7 +298,7 @@ def _task(cfg: DictConfig) -> float | None:
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
-    """Convert Hydra's configuration to a :class:`TrainConfig`. Raises ConfigError for unknown keys and wrong values."""
+    """Return Hydra's configuration as a :class:`TrainConfig`. Raise ConfigError for unknown keys and wrong values."""
     check_keys(cfg)
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
@@ -355,7 +356,7 @@ def _refuse(message: str, *, final: bool = True) -> None:
 
 
 def start(task: Callable[[], Any], config_name: str = "train") -> None:
-    """Compose the configuration ``config_name`` and call ``task``, a function that :func:`hydra.main` has wrapped."""
+    """Compose the configuration ``config_name``, call the Hydra app ``task``. Errors in settings exit with code 2."""
     register_schema()  # in case the Hydra plugin is not found
     try:
         sweep.check_packages(sys.argv[1:])

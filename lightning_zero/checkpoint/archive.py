@@ -40,7 +40,7 @@ _ONES = 0xFFFFFFFF
 
 
 class Record(NamedTuple):
-    """Where a record lies in the zip file, and the checksum of its bytes (right only once they are written)."""
+    """Where a record lies in the zip file, and the checksum of its bytes (right only after they are written)."""
 
     name: str
     start: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file that still lacks its tensors' values. ``holes``: from a storage's ``_cdata`` to its record."""
+    """A checkpoint file that still lacks its tensors' values. ``holes``: the record of each storage, by ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
         """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""
@@ -107,7 +107,7 @@ class Skeleton:
 
         Args:
             done: the pieces that all ranks have written.
-            may_have_gaps: called with a record's name; whether some of its bytes may stay unwritten, as zeros.
+            may_have_gaps: returns whether bytes of the record of this name may stay unwritten, as zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -164,7 +164,7 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps and for gaps that are not zeros."""
+    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps, and for gaps that are no zeros."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position
@@ -177,7 +177,7 @@ def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: 
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Compute the CRC-32 of two adjacent pieces. ``length``: bytes of the second."""
+    """Compute the CRC-32 of two adjacent pieces from the CRC-32 of each. ``length``: bytes of the second piece."""
     return _times(_shift(length), first) ^ second
 
 
@@ -211,7 +211,7 @@ def _times(a: int, b: int) -> int:
 
 def records_of(file: BinaryIO) -> list[Record]:
     """Return the records of a file that torch.save has written. Raises zipfile.BadZipFile for another file, and if the
-    file was cut off or torch and zip tools read its table differently. OSErrors of the system stay unchanged."""
+    file was cut off or torch and zip tools read its table differently. Other OSErrors of the system are passed on."""
     try:
         return _records_of(file)
     except zipfile.BadZipFile:

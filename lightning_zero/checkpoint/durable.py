@@ -64,18 +64,18 @@ class Part:
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file or folder beside ``path``, for the ``with`` to write; at its end it gets the name ``path``.
+    """Make an empty file or folder beside ``path`` for the body to write. At the end it gets the name ``path``.
 
-    Other processes can write to it too, and must sync what they write. At the end this process syncs all, so that the
-    result survives a power cut. An error of the body becomes an OSError or RuntimeError with file and cause, and
-    ``path`` stays as before."""
+    Other processes can write to the :class:`Part` too, and must sync what they write. At the end this process syncs
+    all, so that the result survives a power cut. If the body fails, an OSError or RuntimeError names file and cause,
+    and ``path`` stays as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
-    """Do as :func:`written_aside`, but leave errors unchanged. Without ``keep``, remove the new file at the end."""
+    """Do as :func:`written_aside`, but pass on errors unchanged. Without ``keep``, remove the new file at the end."""
     target = Path(path)
     missing = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit ``stack`` as if its body had raised ``error`` (None: no error). An error removes the unfinished file."""
+    """Exit ``stack`` as if its body had raised ``error`` (None: no error). Errors of the exit are then ignored."""
     if error is None:
         stack.close()
         return
@@ -157,8 +157,8 @@ def _open_part(target: Path, folder: bool) -> Part:
 
 
 def part_name(name: str) -> str:
-    """Return a new temporary name for writing ``name``. Lightning takes names with ``hpc_ckpt_`` or ``last`` in them
-    for checkpoints, so this one begins with a dot and has no ``_``."""
+    """Return a new temporary name for writing the file ``name``. The temporary name begins with a dot and has no ``_``,
+    because Lightning takes names with ``hpc_ckpt_`` or ``last`` in them for checkpoints."""
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
@@ -168,7 +168,7 @@ def _host() -> str:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``. If ``target`` exists and one of them is a folder, exchange their names."""
+    """Rename ``source`` to ``target``. If ``target`` exists and either is a folder, exchange their names."""
     occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
@@ -195,7 +195,7 @@ def _exchange(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove ``.part`` and ``.old`` of dead processes from ``folder``, which has just changed. Return their names."""
+    """Remove ``.part`` and ``.old`` of dead processes from the just changed ``folder``. Return the removed names."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -208,8 +208,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """Remove ``path`` and return True if the process that wrote it is dead, else return False. But if ``name``, the old
-    name of an ``.old``, is missing, rename ``path`` to it and return False."""
+    """Remove ``path`` and return True if the process that wrote it is dead; else return False. ``name``: what an
+    ``.old`` was called. If nothing has this name now, rename ``path`` to it and return False."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -278,7 +278,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, a view of bytes, into a file at ``offset``. Begin to bring it to the disk too."""
+    """Write all of ``data``, a view of bytes, at byte ``offset`` of a file, and begin to bring it to the disk."""
     written = 0
     while written < len(data):
         written += os.pwrite(fd, data[written:], offset + written)
@@ -286,15 +286,15 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
-    """Start to write a range of the file to the disk, and do not wait (Linux). Without this the disk would idle until
-    all bytes are in the page cache. The final ``fsync`` waits and reports errors."""
+    """Start to bring ``nbytes`` bytes of the file, from ``start`` on, to the disk, and do not wait (Linux). Otherwise
+    the disk would idle until all bytes are in the page cache. The final ``fsync`` waits and reports errors."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return the OSError that caused ``error``, else ``error``. The search ends at ``outer``, an earlier error."""
+    """Return the OSError that caused ``error``, else ``error``. The search stops at ``outer``, an older error."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

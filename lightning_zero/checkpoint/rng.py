@@ -49,7 +49,7 @@ class Generators(NamedTuple):
         )
 
     def restore(self, device: Device) -> None:
-        """Give these states to the process's generators; to NumPy's only if it is of the same kind as the saved one."""
+        """Give these states to the process's generators; to NumPy's only if its kind is that of the saved one."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -88,7 +88,7 @@ def _bytes(data: bytes) -> Tensor:
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
     """Return the states with which ``rank`` continues. ``table``: saved states, [ranks, bytes], by name. If the number
-    of ranks has changed, seed from the saved states: each rank differently, unless all saved ranks had the same."""
+    of ranks has changed, seed from these: each rank differently, unless all saved ranks had equal states."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

@@ -37,9 +37,9 @@ NOTHING = Report(0, 0, [])
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare a checkpoint with its checksums. Of ``parts`` ranks that share the work, ``part`` reads every
+    """Compare a checkpoint with its checksums. Of ``parts`` ranks that share the work, rank ``part`` reads every
     ``parts``-th record. Raises ConfigError for a folder that is no complete checkpoint, and zipfile.BadZipFile for a
-    file that torch.save has not written or that was cut off. OSErrors of the system stay unchanged."""
+    file that torch.save has not written or that was cut off. OSErrors are passed on."""
     path, total = Path(path), NOTHING
     files = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
@@ -54,8 +54,8 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
 
 
 def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
-    """Yield for each record or box a function that compares it. Call it before taking the next: then its file
-    closes."""
+    """Yield for each record or box a function that compares it with its checksum. Call each before taking the next,
+    which closes its file."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):

@@ -42,14 +42,14 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
 
     ``what``: what the objects are for, in words; if ranks pass different words, all raise an ApartError. ``patient``:
-    wait beyond the timeout while any rank works. All ranks raise TypeError if :func:`dumps` refuses one's object."""
+    wait beyond the timeout while any rank works. All ranks raise TypeError if :func:`dumps` refuses a rank's object."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Do as :func:`gather_objects`, but send over ``group`` itself, which must have a host-side backend. Collective."""
+    """Gather as :func:`gather_objects` does, but over ``group`` itself. Its backend must be on the host. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -85,7 +85,7 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks of ``group`` call this, as long as any rank works. Does not wait for devices. Collective."""
+    """Wait, as long as any rank works, until all ranks call this function. Does not wait for devices. Collective."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 

@@ -156,7 +156,7 @@ class Communicator:
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
-        """Start several :meth:`all_gather` at once: one message where the device has streams. Collective."""
+        """Start several :meth:`all_gather` at once, as one message where the device has streams. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
@@ -186,7 +186,7 @@ class Communicator:
         return self._reduce(full, label, factor, total_dtype, whole=True)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Return ``full`` with ``shard`` copied to this rank's slice; if dtypes differ, a new buffer like ``full``."""
+        """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ; return that."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard_size, -1)[self.shard_rank]
@@ -195,10 +195,10 @@ class Communicator:
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards, and receive parts of theirs. Collective.
+        """Send parts of ``data`` [bytes] to the ranks that share shards; the result is their parts for this rank.
 
         ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each. All ranks must issue exchanges and
-        reductions in one order."""
+        reductions in one order. Collective."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -212,7 +212,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Set ``waits.place`` in the body: what this rank is doing, for error messages. An exception leaves it set."""
+        """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -221,9 +221,9 @@ class Communicator:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
         A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
-        same place may have issued different halves, and the next message would be matched with an older one. This does
-        not wait for abandoned messages: on replaced groups they may never end; on kept groups they end late, and touch
-        only memory of their own."""
+        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
+        messages are not waited for: on replaced groups they may never end; on kept groups they end late, and touch only
+        memory of their own."""
         if (before := self._groups) is not None:
             self.meet(None, what)
             # First, because the pool gives out no groups whose counts differ between ranks.
@@ -265,7 +265,7 @@ class Communicator:
         self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Send a message and wait for its result in ``tensor``, on the current stream. ``kind`` selects the stream."""
+        """Call ``send`` on the stream of ``kind``, and wait for ``tensor``: the host for host memory, else a stream."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -275,7 +275,7 @@ class Communicator:
         self.streams.wait(event)
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to every rank. Blocks, but not behind gathers in flight. Collective."""
+        """Send a small host tensor of rank 0 to all ranks. Blocks, not behind gathers in flight. Collective."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self._agree(work, "a small reduction")
@@ -289,7 +289,7 @@ class Communicator:
         return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Do as :meth:`all_gather_objects`. All ranks raise ApartError if they pass different ``what``. Collective."""
+        """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -420,7 +420,7 @@ class Communicator:
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Return a handle for ``works``. On CUDA call this in ``streams.on``, with ``stream`` as the current stream."""
+        """Return a handle of the messages ``works``. On CUDA call this in ``streams.on``, with ``stream`` current."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
@@ -482,7 +482,7 @@ class Communicator:
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:
-    """End ``span`` when the last of ``works`` ends, on a thread of the backend."""
+    """End the recorded ``span`` when the last of the messages ``works`` ends, on a thread of the backend."""
     left = len(works)
     if not left:
         span.end()

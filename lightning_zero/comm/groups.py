@@ -66,7 +66,8 @@ class Groups:
     @property
     def all_issued(self) -> list[int]:
         """Return how many operations of each of :data:`OPERATIONS` this rank has issued. Each kind uses one group in
-        one order, so if all ranks return equal lists, no message lacks its counterparts. Equal sums are not enough."""
+        one order. So no message lacks its counterparts if these lists (not only their sums) are equal on all ranks.
+        """
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -93,7 +94,7 @@ class Groups:
 
 
 def backend_for(group: Any, device: torch.device) -> str:
-    """Return the backend for tensors of ``device``; a group may have several (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend of ``group`` for tensors of ``device``. A group may have several (``cpu:gloo,cuda:nccl``)."""
     served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return served.get(device.type, str(dist.get_backend(group)))
 
@@ -121,8 +122,8 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _made_when_used() -> Iterator[None]:
-    """Let NCCL connect a new group's ranks at its first message. If the default group is bound to a device, NCCL would
-    connect them at once, by a split that needs all ranks of the default group."""
+    """Let NCCL connect a group that is made in the body at its first message. If the default group is bound to a
+    device, NCCL would connect it at once, by a split that needs all ranks of the default group."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -164,7 +165,7 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """Return the first set of groups that all ranks have free with equal operation counts, or None. Collective."""
+        """Return the first groups that are free on all ranks, with equal operation counts; None if none. Collective."""
         if not made:  # empty on all ranks or on none, because sets are made collectively
             return None
         # -1: in use. Communicators are garbage-collected at different moments, so no rank may decide alone.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Pending:
-    """Handle of one operation in flight. Call ``wait`` to use its result on the current stream."""
+    """Handle of one operation in flight. Call ``wait`` to use the operation's result on the current stream."""
 
     _comm: Communicator
     label: str
@@ -39,8 +39,8 @@ class Pending:
         return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> bool:
-        """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether they
-        have ended. If not, they can still use their memory, and nobody may resize its storage."""
+        """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether all
+        messages have ended. If not, they can still use their memory, and nobody may resize that memory's storage."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".
@@ -56,7 +56,7 @@ class Pending:
         self.event = None
 
     def wait(self) -> Tensor:
-        """Wait for the operation and return its result. Later calls return the same result at once."""
+        """Wait for the operation and return its result tensor. Later calls return the same tensor at once."""
         if self._works or self.event is not None:
             with recording.stands(self.kind, self.label, on_host=bool(self._works)):
                 for work in self._works:

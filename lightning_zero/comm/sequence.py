@@ -34,7 +34,7 @@ class SequenceGroup:
     ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
 
     def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
-        """Make the process groups. Collective."""
+        """Make the group's process groups, and connect its ranks if they train on devices. Collective."""
         ranks = dist.get_process_group_ranks(parent)
         members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
         backend = backend_for(parent, device)
@@ -55,7 +55,7 @@ class SequenceGroup:
         return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
-        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``, and receive one row from each rank. Collective."""
+        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``. Return the rows received, by rank. Collective."""
         self.counts["all_to_all"] += 1
         recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
         rows = rows.cpu() if self._through_host else rows
@@ -66,8 +66,8 @@ class SequenceGroup:
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
 
-        ``kind``: a number for the kind of mean that is computed. If kinds differ, all raise a ConfigError. On a device,
-        where the host does not wait, the sums are NaN instead."""
+        ``kind``: a number for the kind of mean that is computed. If kinds differ, all ranks raise a ConfigError. On a
+        device, where the host does not wait, the returned sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -105,7 +105,7 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
     """Return this rank's group: an old one if its ranks have sent equally many messages, else a new one. Collective.
 
-    After an exception the numbers can differ. Then one rank's new message would be matched with another's old one."""
+    After an exception these counts can differ. Then one rank's new message would be matched with another's old one."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)

@@ -15,7 +15,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's share of its machine. ``cpus``: cores for this rank; ranks that may use the same cores split them."""
+    """This rank's index on its machine, the number of ranks there, and this rank's cores: ranks split common cores."""
 
     local_rank: int = 0
     local_ranks: int = 1

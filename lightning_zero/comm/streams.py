@@ -44,8 +44,8 @@ class Streams:
         self._change_event: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the body on the stream of ``kind`` and pass the stream to it (None without streams). ``after``: the event
-        to wait for. Default: everything that the current stream has queued."""
+        """Run the body on the stream of ``kind`` and pass that stream to the body (None without streams). ``after``:
+        the event to wait for. Default: everything that the current stream has queued."""
         stream = self._streams.get(kind)
         if stream is None or (after is None and stream == self.accelerator.current_stream()):
             return contextlib.nullcontext(stream)
@@ -63,13 +63,13 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Allocate the body's memory from the pool of ``kind``'s stream. Fill it inside :meth:`on_free_memory`."""
+        """Allocate the body's memory from the pool of ``kind``'s stream. Fill that memory in :meth:`on_free_memory`."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, after the last uses of the memory that was freed to the
-        stream's pool, and after the last change of the shards that all-gathers send."""
+        """Run the body on the stream of ``kind`` (passed to the body; None without streams), after the last uses of
+        memory that was freed to this stream's pool, and after the last change of the shards that all-gathers send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None
@@ -84,7 +84,7 @@ class Streams:
             yield stream
 
     def give_back(self) -> None:
-        """Note that gathered parameters' memory went back to its pool; the current stream used it until now."""
+        """Note that memory of gathered parameters went back to its pool, after a last use on the current stream."""
         if self._streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
@@ -117,7 +117,7 @@ class Streams:
         self._held.clear()
 
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:
-        """Copy a 0-d tensor to the host. Return the copy and the event of its arrival; the host does not wait."""
+        """Copy a 0-d tensor to the host. Return the copy, and the event of its arrival (None without streams)."""
         if not self.are_there:
             return number, None
         host = self.accelerator.host_memory(number.shape, number.dtype)

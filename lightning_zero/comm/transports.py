@@ -22,7 +22,7 @@ SUM_CHUNK = 1 << 18
 
 
 class Members(NamedTuple):
-    """The ranks that take part in a message: the ``size`` ranks of ``group``. ``rank``: this rank's index in it."""
+    """The ranks that take part in a message: the ``size`` ranks of ``group``. ``rank``: this rank's index there."""
 
     rank: int
     size: int
@@ -30,8 +30,8 @@ class Members(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Messages in flight. ``works``: the host must wait for these; empty if messages are queued on the current stream.
-    ``finish``: gives the result after the works; call it once, on the stream that uses the result."""
+    """Messages in flight. ``works``: handles on which the host must wait; empty if messages are queued on the current
+    stream. ``finish``: gives the result after the works; call it once, on the stream that uses the result."""
 
     works: list[Any]
     finish: Callable[[], Tensor]
@@ -39,8 +39,8 @@ class Sent(NamedTuple):
 
 class Transport(Protocol):
     """Sends logical operations as messages. All methods are asynchronous, collective and need contiguous tensors.
-    ``exchanges``: it can reduce by :func:`exchange`. ``waits_on_host``: the host waits even for messages of a
-    device."""
+    ``exchanges``: reductions can use :func:`exchange`. ``waits_on_host``: the host waits even for messages of a device.
+    """
 
     exchanges: bool
     waits_on_host: bool = False
@@ -69,7 +69,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
-        """Send a part of ``data`` [sum(sizes)] to each rank; receive one from each in ``out``, by rank. Collective."""
+        """Send a part of ``data`` [sum(sizes)] to each rank; receive each rank's part in ``out``. Collective."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return Sent(_works(work), lambda: out)
 
@@ -122,7 +122,8 @@ def _works(work: Any) -> list[Any]:
 
 class DirectTransport(Transport):
     """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. On gloo with two ranks
-    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Neither blocks when issued."""
+    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Issuing them does not block.
+    """
 
     exchanges = True
 
@@ -142,7 +143,7 @@ class DirectTransport(Transport):
 
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
-    """Sum ``full`` [size * n] over ranks by an all-to-all; each rank adds up its slice in ``total_dtype``. Collective.
+    """Sum ``full`` [size * n] over ranks by an all-to-all. Return this rank's slice, in ``total_dtype``. Collective.
 
     The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
     rank, world_size, group = among
@@ -188,7 +189,7 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HostTransport(Transport):
-    """Send device tensors over a host-side backend by copies through host memory: correct, not fast.
+    """Sends device tensors over a host-side backend by copies through host memory: correct, not fast.
 
     For GPU groups with gloo only. The host waits for the device when it sends, and for other ranks when the result is
     used. Ranks issue some messages at different moments, so waiting earlier could keep others from this rank's next

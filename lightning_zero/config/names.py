@@ -44,7 +44,7 @@ class Offload(Enum):
 
     @property
     def uses_files(self) -> bool:
-        """Return whether parameters or optimizer state are always in files. ``auto`` may use files, but gives False."""
+        """Return whether parameters or optimizer state are always in files: False for ``auto``, which may use files."""
         return "nvme" in self.name
 
     @property
@@ -68,7 +68,7 @@ class Float8(Enum):
 
 
 class LossMean(Enum):
-    """What a step's loss and gradients are a mean of."""
+    """Whether a step's loss and gradients are the mean over micro-batches or over all tokens."""
 
     batches = "batches"
     tokens = "tokens"
@@ -142,7 +142,7 @@ OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64":
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` is a synonym or (unless ``exact``) a misspelling of, or None."""
+    """Return the name in ``known`` of which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -151,7 +151,7 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the choice of ``zero/<group>`` called ``name``, as an enum member. Raises ConfigError if there is none."""
+    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raises ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name

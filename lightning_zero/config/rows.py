@@ -39,17 +39,17 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """Return the value of ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` with files, else ``None``."""
+    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` with files; None if unset or no files."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
 def is_decided(config: ZeroConfig) -> bool:
-    """Return whether the stage is given, not ``auto``."""
+    """Return whether the stage is given, and not ``auto``."""
     return config.stage.name is not Stage.auto
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError for settings that only the Trainer supports."""
+    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and what is counted in its steps."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -66,7 +66,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config``, with stage 1 in place of ``auto``. Every stage lays out the same buckets, so any will do."""
+    """Return ``config``, with stage 1 in place of ``auto``: buckets are laid out the same way at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -85,7 +85,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the pairs (stage, offload settings) from which ``auto`` chooses. If no folder is given, none uses files."""
+    """List the pairs (stage, offload settings) from which ``auto`` chooses; none uses files without a folder."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []

@@ -197,7 +197,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
 
 
 def check_rows(stage: Stage, offload: Offload) -> None:
-    """Raise ConfigError if the choice of ``zero/offload`` is not possible at the stage."""
+    """Raise ConfigError if the choice of ``zero/offload`` is not possible at ``stage``."""
     if offload is not Offload.none and stage is Stage.zero0:
         raise ConfigError(
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "

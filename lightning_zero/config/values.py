@@ -25,7 +25,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group (``zero.comm``)."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: of the group, as ``zero.comm``."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():
@@ -43,7 +43,7 @@ def kinds_of(settings: type[object]) -> dict[str, Any]:
 
 
 def _taken(key: str, kind: Any, value: Any) -> Any:
-    """Return ``value`` converted to the type ``kind``. Raises ConfigError about the setting ``key`` if it cannot."""
+    """Return ``value`` converted to the type ``kind``. Raises ConfigError, with ``key``, if that is impossible."""
     optional = NoneType in get_args(kind)
     if optional:
         if value is None:
@@ -58,7 +58,7 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
-    """Return ``value`` converted to the type ``kind``, and words for what was expected: empty if ``value`` is valid."""
+    """Return ``value`` converted to ``kind``, and words for what was expected; no words if ``value`` is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
         return value, ""  # the settings check it themselves
@@ -86,7 +86,7 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
 
 
 def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
-    """Raise ConfigError for a negative number, and for 0 unless ``zero_ok``."""
+    """Raise ConfigError, with the setting ``key``, for a negative ``value``, and for 0 unless ``zero_ok``."""
     if value < 0 or (value == 0 and not zero_ok):
         bound = ">= 0" if zero_ok else "> 0"
         raise ConfigError(f"{key}: expected a number {bound}, got {value!r}. Change {key}.")
@@ -98,7 +98,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """Convert ``80GB``, ``74.5GiB`` or a number of bytes. Raises ConfigError for anything else."""
+    """Return the bytes of ``80GB``, ``74.5GiB`` or a number. Raises ConfigError, with ``key``, for other values."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
     unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
     nbytes = Decimal(match[1]) * unit if match and unit else None

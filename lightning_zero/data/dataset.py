@@ -1,4 +1,4 @@
-"""Load tokenized text by the package datasets: ``data=dataset``."""
+"""Load text by the Hugging Face package ``datasets`` and cut it into pieces of tokens: ``data=dataset``."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _bytes(texts: list[str]) -> list[list[int]]:
 
 
 def _tokenizer(folder: str) -> tuple[Encode, int, str]:
-    """Return a function that encodes texts (adding the end-of-text token), the vocabulary size, and a cache key."""
+    """Return a function that encodes texts (and adds an end-of-text token), its number of tokens, and a cache key."""
     files = [f for f in sorted(Path(folder).expanduser().glob("*")) if f.suffix in (".json", ".model", ".txt")]
     try:
         from datasets.fingerprint import Hasher

@@ -103,7 +103,6 @@ class ResumableLoader(DataLoader[Tensor]):
 
 
 def _processed(progress: Any) -> int:
-    """Return the number of processed batches or epochs, an attribute that Lightning's types lack."""
     count: int = progress.current.processed
     return count
 

@@ -35,7 +35,7 @@ def check_path(path: str | None) -> None:
 
 
 def find_sources(path: str | None) -> list[Source]:
-    """List the files of ``path``, sorted; ``None``: Python's standard library. Raise ConfigError if there are none."""
+    """Return the files of ``path``, sorted; None: Python's standard library. Raise ConfigError if there are none."""
     if path is None:
         return _stat(_standard_library())
     check_path(path)

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Divide chunks of text into training and validation, in runs of neighbouring chunks that ``seed`` chooses."""
+    """Return indices of chunks for training and for validation. ``seed`` chooses stretches of neighbouring chunks."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))
@@ -117,7 +117,7 @@ class TextData(LanguageData):
 
     @property
     def batch(self) -> str:
-        """Describe a batch in words."""
+        """Return a description of a batch in words, to add to an error of a model that expects other batches."""
         shape = [self.batch_size, self.block_size + 1]
         return f"one tensor of tokens {shape}, int64 from 0 to 255: each a byte, and the target of the one before it"
 

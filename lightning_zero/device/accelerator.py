@@ -14,7 +14,7 @@ Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """Drives the host; subclasses drive devices. ``has_streams``: the device has streams and its own memory."""
+    """The interface to a device; itself, the host. ``has_streams``: the device has streams and its own memory."""
 
     has_streams: bool = False
 
@@ -58,7 +58,7 @@ class Accelerator:
         """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
-        """Return a point in time for :meth:`seconds`: an event after all queued work; on the host its clock's time."""
+        """Return the present, for :meth:`seconds`: an event after all queued work; on the host, seconds of a clock."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
@@ -68,41 +68,41 @@ class Accelerator:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory that the device can copy asynchronously; pinned if there is a GPU."""
+        """Allocate host memory for asynchronous copies to and from the device; pinned if there is a GPU."""
         return torch.empty(shape, dtype=dtype)
 
     def pin(self, memory: Tensor) -> None:
         """Pin ``memory`` (uint8, on the host). Raises MemoryError, with CUDA's error code, if the system refuses."""
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo :meth:`pin`, before the memory is freed."""
+        """Undo :meth:`pin` of ``memory``. Call this before the memory is freed."""
 
     def free_nbytes(self) -> int:
         """Return the free bytes of the device; 0 on the host."""
         return 0
 
     def peak_nbytes(self) -> int:
-        """Return the most bytes that tensors have taken since :meth:`reset_peak`."""
+        """Return the most bytes that tensors on the device have taken since :meth:`reset_peak`; 0 on the host."""
         return 0
 
     def reset_peak(self) -> None:
         """Restart the count of :meth:`peak_nbytes`."""
 
     def release_cached(self) -> None:
-        """Return cached, unused memory to the device."""
+        """Give memory that torch caches and no tensor uses back to the device."""
 
     # -- threads and random numbers --------------------------------------------------------------------------------
 
     def bind_thread(self) -> None:
-        """Select this device in the current thread. A new thread would use the first GPU and make a context on it."""
+        """Select this device in the current thread. Otherwise a new thread would use the first GPU and its context."""
 
     def rng_state(self) -> Tensor | None:
-        """Return the state of the device's random numbers; None on the host."""
+        """Return the state of the device's random number generator; None on the host."""
         return None
 
     def seeded_rng_state(self, seed: int) -> Tensor | None:
-        """Return the device's random state after seeding with ``seed`` (64 bits); None on the host. Seeds nothing."""
+        """Return the state that the device's generator has after seeding with ``seed`` (64 bits); None on the host."""
         return None
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Restore a state of :meth:`rng_state`."""
+        """Restore a ``state`` of :meth:`rng_state`."""

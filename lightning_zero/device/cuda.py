@@ -66,7 +66,7 @@ class Cuda(Accelerator):
         self._runtime("cudaHostUnregister", memory.data_ptr())  # the memory is freed in any case
 
     def _runtime(self, function: str, *arguments: int) -> int:
-        """Call a function of CUDA's runtime. Return its error code, and clear CUDA's last error."""
+        """Call a function of CUDA's runtime. Return its error code (0: none), and clear CUDA's last error."""
         with torch.cuda.device(self.device):
             code = int(getattr(torch.cuda.cudart(), function)(*arguments))
             if code != 0:
@@ -113,7 +113,7 @@ def is_in_use() -> bool:
 
 
 def gpu_nbytes() -> int:
-    """Return the total memory of the first GPU."""
+    """Return the bytes of memory of the first GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
@@ -123,7 +123,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return ``device``, with the current GPU's number if it has none. Threads are bound to a number."""
+    """Return ``device``, with the current GPU's number if it is a GPU without one. Threads are bound to a number."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -13,7 +13,7 @@ _SETS = threading.Lock()
 
 
 def set_own_threads(count: int) -> None:
-    """Make kernels that this thread calls use ``count`` threads. This does not change the number for later threads."""
+    """Make kernels that this thread calls use ``count`` threads, without effect on the number for later threads."""
     if torch.get_num_threads() != count:  # this call asks for the number first
         with setting_threads():
             torch.set_num_threads(count)
@@ -21,7 +21,7 @@ def set_own_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def setting_threads() -> Iterator[None]:
-    """Undo for later threads the effect of ``torch.set_num_threads`` calls during the body, on any thread."""
+    """Undo for later threads the effect of ``torch.set_num_threads`` calls in the body, on any thread."""
     asked, over = threading.Event(), threading.Event()
 
     def keep() -> None:

@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Open(AbstractContextManager[object]):
-    """A span that has begun and is recorded when ``end`` is called, on any thread."""
+    """A span of a lane that has begun, and is recorded when ``end`` is called, on any thread."""
 
     def __init__(self, recorder: Recorder, lane: str, what: str, *, on_host: bool) -> None:
         self._recorder, self._lane, self._what, self._on_host = recorder, lane, what, on_host
@@ -70,7 +70,7 @@ class Recorder:
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
-        """Return the present moment: a time of the host's clock, or an event after all work that is queued now."""
+        """Return the present moment: a time of the host's clock in seconds, or an event after all queued work."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
     def move(self, kind: str, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
-        """Return the seconds that compute has waited, by kind. Waits of streams count when they are over."""
+        """Return the seconds that compute has waited, by kind of :data:`STANDS`. Waits of streams count when over."""
         with self._lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
@@ -112,12 +112,12 @@ class Recorder:
             return dict(self.stood)
 
     def moved_so_far(self) -> Counter[str]:
-        """Return a copy of the bytes moved, by kind. A copy, because other threads continue to count."""
+        """Return the bytes moved so far, by kind of :data:`MOVES`: a copy, because other threads go on counting."""
         with self._lock:
             return Counter(self.moved)
 
     def keep_spans(self) -> None:
-        """Keep spans from now on. Waits for the device once, to align its clock with the host's."""
+        """Keep spans from now on. Wait for the device once, to align the device's clock with the host's."""
         self._accelerator.synchronize()
         self._origin = self.moment(), time.perf_counter()
         self.spans = []
@@ -185,7 +185,7 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span of ``lane``. Return None if no spans are kept. ``on_host``: use the host's clock on a device too."""
+    """Begin a span of ``lane``. Return None if no spans are kept. ``on_host``: take the host's clock even on a GPU."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 
@@ -195,9 +195,8 @@ def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManag
 
 
 def profiled(kind: str, what: str) -> AbstractContextManager[None]:
-    """Open a range ``zero: <kind> <what>`` of ``torch.profiler`` (and of NVTX, under ``emit_nvtx``) if this thread is
-    being profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or
-    bucket."""
+    """Open a range ``zero: <kind> <what>`` of ``torch.profiler`` (of NVTX under ``emit_nvtx``) if this thread is
+    profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or bucket."""
     if not torch.autograd._profiler_enabled():
         return _NOBODY
     return torch.profiler.record_function(f"zero: {kind} {what}")

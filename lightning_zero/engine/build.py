@@ -39,7 +39,8 @@ from lightning_zero.timeline.record import check_timeline
 def describe_checked(
     module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
 ) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return descriptions of its units. Sends no message: one rank alone may raise."""
+    """Check settings and ``module``. Return a description of each of its units, the root first. Raises ConfigError on
+    this rank alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -55,14 +56,15 @@ def describe_checked(
 
 
 class Forwards(NamedTuple):
-    """Objects that the replaced forwards of all units share: for chunks of the batch, and for torch.compile."""
+    """Holds two objects that the replaced forwards of all units share: for chunks of the batch, and for compiling."""
 
     vertical: Vertical
     compiled: CompiledModules
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Replace the forwards of ``units``. Add recomputation, chunks of the batch and torch.compile as configured."""
+    """Replace the forwards of ``units`` by ones that recompute activations, run on chunks of the batch or are compiled,
+    as ``config`` asks. Return the objects that these new forwards share."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
@@ -88,7 +90,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
-    """Register hooks to gather and drop units, cast outputs of fp32 modules, and refuse calls on placeholders."""
+    """Register hooks that gather and drop ``units``, cast outputs of fp32 modules, and refuse calls on placeholders."""
     hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))

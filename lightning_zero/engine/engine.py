@@ -68,12 +68,12 @@ LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _instances() -> set[int]:
-    """Return the instance numbers of this process's file tiers. A new file tier takes a number not among them."""
+    """Return the numbers in file names of this process's file tiers. A new file tier takes another number."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine that shards ``module`` as its root module, or None."""
+    """Return the engine that shards ``module`` as the engine's root module, or None if no engine does."""
     return next((engine for engine in engines() if engine._module() is module), None)
 
 
@@ -166,7 +166,7 @@ class Engine:
         precision: Precision,
         long_work: LongWork,
     ) -> Share:
-        """Check the settings and make the units. Return this rank's share of its host's cores. Collective."""
+        """Check settings; make communicator, tiers and units. Return this rank's share of its machine. Collective."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
@@ -268,8 +268,8 @@ class Engine:
         Args:
             stage: a name in ``zero/stage`` or the stage's number. None: unchanged.
             offload: a name in ``zero/offload``, or all settings of ``zero.offload``. A name keeps the other settings.
-            follow: functions called before each bucket's move with its number and :class:`Move`. They move values
-                that other objects hold for the bucket's elements (averaged weights).
+            follow: functions called before each bucket's move with the bucket's number and a :class:`Move`. They move
+                values that other objects hold for the bucket's elements (averaged weights).
 
         Raises ConfigError on all ranks, before any change, if the settings cannot be used or differ between ranks, or
         if a rank is inside a step or a pass. If the move of values fails, every later use of the engine raises.
@@ -312,7 +312,8 @@ class Engine:
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step the shards, and return its stepper. Collective.
 
-        Raises ConfigError if it cannot step shards, has parameters of other modules, or lacks memory for its state.
+        Raises ConfigError if ``optimizer`` cannot step shards or has parameters of other modules, or if a tier lacks
+        memory for the optimizer state.
         """
         make = partial(self._make_stepper, self, self._around_step, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``method`` to run with grad and inference mode off. In it, operations on parameters call no engine."""
+    """Decorate ``method`` to run with grad and inference mode off. Inside, operations on parameters gather nothing."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +48,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Activate torch's function ``modes`` inside the ``with``. Autograd runs a backward without those of its caller."""
+    """Activate torch's function ``modes`` inside the ``with``: autograd runs a backward without its caller's modes."""
     with contextlib.ExitStack() as around:
         there = function_modes()
         for mode in modes:

@@ -50,8 +50,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """With loss scaling, find out once per step if gradients overflowed, and remove the scale from those that users
-        see. Collective."""
+        """With loss scaling, find out once per step whether gradients of ``optimizer`` overflowed, and divide the
+        gradients that users see by the loss scale. Collective."""
         if self.scaler is not None and id(optimizer) not in self._overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)

@@ -98,8 +98,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the first module's engine, or None. By its Waits, ranks in a step learn that another rank is saving
-        instead, and the reverse."""
+        """Return the engine of the first module that is set up, or None. Through its Waits, a rank in a step learns
+        that another rank is saving instead, and the reverse."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -134,7 +134,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             module.to(self.root_device)
 
     def setup_module(self, module: Module) -> ZeroModule:
-        """Shard ``module`` in place. Raise ConfigError on all ranks if this is impossible. Collective."""
+        """Shard ``module`` in place; return it in a ZeroModule. Raise ConfigError on all ranks if it fails.
+        Collective."""
         engine = shard(
             module,
             config=with_precision(self.config, self.precision.row),
@@ -159,8 +160,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step its module's shards. Raise ConfigError on all ranks unless all its parameters belong
-        to one sharded module. Collective."""
+        """Make ``optimizer`` step its module's shards, and return it. Raise ConfigError on all ranks unless all its
+        parameters belong to one sharded module. Collective."""
         self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
@@ -179,8 +180,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward. If the user gave ``module``, return its engine. Otherwise, if
-        there is one engine, return it; if there are several, return those in an open pass (begun by a forward)."""
+        """Return the engines to prepare for a backward: that of ``module`` if the user gave it, else the only engine.
+        If there are several, return those in a pass that a forward has begun."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -203,9 +204,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip gradients, and return their norm. Collective.
-
-        Raises RuntimeError on all ranks if the norm is not finite and ``error_if_nonfinite``."""
+        """Clip the gradients of ``optimizer``, and return their norm before that, 0-d. Raise RuntimeError on all ranks
+        if the norm is not finite and ``error_if_nonfinite``. Collective."""
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
@@ -242,7 +242,6 @@ class _Accumulation:
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
-    """Raise ConfigError for a setting that only the Trainer's strategy supports."""
     check_decided(config)
     if config.checkpoint.background:
         raise ConfigError(

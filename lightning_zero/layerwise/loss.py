@@ -78,7 +78,7 @@ def chunked_loss(
 
 
 def chunks_of(head: nn.Module) -> int:
-    """Return the number of chunks: ``zero.vertical_chunks`` of the engine that shards ``head``, or 1 without one."""
+    """Return the number of chunks: ``zero.vertical_chunks`` of the engine that shards ``head``; 1 without an engine."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     engine = _engine_of(head)
@@ -87,7 +87,7 @@ def chunks_of(head: nn.Module) -> int:
 
 @contextlib.contextmanager
 def assuming(chunks: int) -> Iterator[None]:
-    """Let :func:`chunks_of` return ``chunks`` inside the ``with``, to measure activations without an engine."""
+    """Let :func:`chunks_of` return ``chunks`` in the body, to measure activations without an engine."""
     token = _ASSUMED.set(chunks)
     try:
         yield

@@ -73,8 +73,8 @@ class Owned:
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def take(self, wanted: Sequence[WholeTensor]) -> None:
-        """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors that were in it keep their
-        objects and state. The state of tensors that are no longer in it is dropped."""
+        """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors of the old set keep their
+        objects and state. The state of tensors that are not in ``wanted`` is dropped."""
         found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key in [key for key in self.tensors if key not in found]:
             self.drop(key)
@@ -112,13 +112,13 @@ class Owned:
         self._stepped |= {(tensor.bucket, tensor.info.slot) for tensor in tensors}
 
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Return whether any of the bucket's tensors has been stepped. It is the same on all ranks."""
+        """Return whether any of the bucket's tensors has been stepped. The answer is the same on all ranks."""
         return any(other is bucket for other, _ in self._stepped)
 
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give the full parameter ``values`` [shape] and ``grad`` for a step, and copy its state to their device."""
+        """Give the full parameter ``values`` [shape] and ``grad`` for a step, and copy its state to that device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -137,8 +137,8 @@ class Owned:
         return found
 
     def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move the bucket's optimizer state to the tier of its masters. The masters' storage must be open. ``only``:
-        move only the state of these tensors; None: of all."""
+        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open.
+        ``only``: move only the state of these tensors; None: of all."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
@@ -166,13 +166,13 @@ class Owned:
                 leaf.data = flat_state.as_strided(leaf.shape, leaf.stride(), flat_state.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
-        """Yield a bucket's state tensors on this rank: the parameter, the path in its state, and the state tensor."""
+        """Yield (tensor, path in its state, state tensor) for each state tensor of the bucket on this rank."""
         for tensor in self.here(bucket):
             for name, leaf in leaves_of(self.state(tensor)):
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the state that this rank saves, by slot in the bucket, with a :class:`Leaf` in place of a tensor."""
+        """Return the bucket's state that this rank saves, by slot. A :class:`Leaf` takes the place of each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -180,8 +180,8 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
-        """Yield those of :meth:`leaves` that this rank saves, each also flat, in memory order. Works also while the
-        masters' storage is closed."""
+        """Yield those of :meth:`leaves` that this rank saves, each with its state tensor flat, in memory order, too.
+        Works also while the masters' storage is closed."""
         flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -220,7 +220,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of a bucket whose storage is gone. Make or remove full parameters, as the new plan needs."""
+        """Drop the state of ``bucket``, whose storage is gone. Make or remove full parameters as its new plan needs."""
         self._flat_states.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -233,7 +233,7 @@ DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]
 
 
 def _nothing(tensor: WholeTensor) -> Tensor:
-    """Make a tensor of the parameter's shape that takes no memory."""
+    """Make a tensor of the parameter's shape that takes the memory of one element."""
     bucket = tensor.bucket
     return torch.zeros((), dtype=bucket.dtypes.master, device=bucket.comm.device).expand(tensor.info.shape)
 
@@ -250,14 +250,14 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what ranks send of an optimizer state's value: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
+    """Return what ranks send of ``value`` in a state: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
 
 
 def _is_alone(leaf: Tensor) -> bool:
-    """Return whether a tensor is on the host, without gaps, and alone in its storage."""
+    """Return whether the tensor ``leaf`` is on the host, without gaps, and alone in its storage."""
     alone = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
     return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
 
@@ -273,7 +273,7 @@ def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
 
 
 def _copied(leaf: Tensor, device: torch.device) -> Tensor:
-    """Copy ``leaf`` without gaps, with its dimensions in the same memory order."""
+    """Copy ``leaf`` to ``device`` without gaps, with its dimensions in the same memory order."""
     made = torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device=device)
     return made.copy_(leaf.detach())
 

@@ -101,12 +101,12 @@ class WholeOptimizer(Stepper):
         self.owned.fill(bucket, states, lambda tensor, name: None)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
-        """Return the dtype in which the optimizer makes the state ``name``; None if the trial step has not shown it."""
+        """Return the dtype in which the optimizer makes the state ``name``; None if the trial step made none."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
 
     def _try(self) -> None:
-        """Run trial steps of the optimizer. Raise a ConfigError if masters are sharded and it cannot step them."""
+        """Run trial steps of the optimizer. Raise ConfigError if masters are sharded and it cannot step them so."""
         place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
             self.optimizer,
@@ -134,7 +134,7 @@ class WholeOptimizer(Stepper):
         self._arranged = []
 
     def _check_probed(self) -> None:
-        """Raise a ConfigError if the step of a tensor depends on other tensors, or if the trial has failed."""
+        """Raise ConfigError if the step of a tensor depends on other tensors, or if the trial has failed."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
@@ -192,7 +192,7 @@ class WholeOptimizer(Stepper):
         )
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Return the bytes of each state tensor that ``tensor`` will have, as the trial step has shown."""
+        """Return the bytes of each state tensor that ``tensor`` will get at its first step, as the trial has shown."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
 
@@ -218,7 +218,7 @@ class WholeOptimizer(Stepper):
     # -- owners and windows -----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """If param groups have changed, give new and newly trainable parameters an owner rank, and make new windows."""
+        """If param groups have changed, choose owners of new and newly trainable parameters, and make new windows."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
@@ -321,7 +321,7 @@ class WholeOptimizer(Stepper):
         self._agree(parts.outcome, error)
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """If the step failed on one rank, raise on all. Else apply on all the settings that it changed. Collective."""
+        """Raise on all ranks if the step failed on one. Else apply the settings that it changed on all. Collective."""
         outcomes = [outcome]
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
@@ -347,7 +347,8 @@ class WholeOptimizer(Stepper):
 class Window:
     """Tensors that are sent and stepped at one time. All ranks call the methods in the order of their definitions.
 
-    ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient.
+    ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient. ``find``:
+    returns this rank's route of the tensors that travel.
     """
 
     def __init__(
@@ -429,7 +430,7 @@ class Window:
             self._owned.show(tensor, shaped, grad)
 
     def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
-        """Return values and gradient of a tensor that this rank holds whole: views if on the device, else copies."""
+        """Return values and gradient (or None) of a tensor that is whole here: views on a device, else copies."""
         bucket, device = tensor.bucket, self._comm.device
         values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
         if id(tensor.info.param) not in self._with_grad:
@@ -464,8 +465,8 @@ class Window:
             self._owned.hide(tensor)
 
     def land(self) -> Exception | None:
-        """Wait for stepped values; write masters and state to storages. If a write fails, return its error instead of
-        raising it, because other ranks wait for this rank; else return None."""
+        """Wait for stepped values; write masters and state to storages. If a write fails, return its error: other ranks
+        wait for this rank, so it must not raise now. Else return None."""
         failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
@@ -493,12 +494,11 @@ class Window:
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a view of ``numel`` elements at byte ``start`` of the message ``data``."""
     return data[start : start + numel * dtype.itemsize].view(dtype)
 
 
 def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Describe the message of ``tensor`` to its owner. ``with_grad``: ids of parameters whose gradient goes too."""
+    """Describe the message of ``tensor`` to its owner. ``with_grad``: ids of parameters whose gradient is sent too."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

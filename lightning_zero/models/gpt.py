@@ -59,7 +59,7 @@ def rotations(positions: Tensor, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Apply rotary embedding to ``x [batch, heads, length, head_width]``."""
+    """Return ``x [batch, heads, length, head_width]``, rotated by the cosines and sines ``rotation``."""
     cos, sin = rotation.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
@@ -143,7 +143,7 @@ class GPT(nn.Module):
 
 
 class LitGPT(LanguageModel):
-    """A :class:`GPT` that is trained as :class:`LanguageModel` describes. ``sizes``: arguments of :class:`GPT`."""
+    """A :class:`GPT` that is trained as :class:`LanguageModel` describes, with the arguments of both."""
 
     def __init__(
         self,

@@ -122,7 +122,7 @@ def read_config(path: str | None, settings: dict[str, Any]) -> Any:
 
 
 def _check_settings(config: Any, settings: dict[str, Any]) -> None:
-    """Refuse unknown settings, which transformers would ignore."""
+    """Raise ConfigError for settings that ``config`` does not have, because transformers would ignore them."""
     for key in settings:
         if not hasattr(config, key):
             close = nearest(key, set(config.to_dict()))

@@ -30,7 +30,7 @@ class LanguageModel(LightningModule):
     Args:
         optimizer: makes the optimizer from the param groups of :func:`decay_groups`, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``. Default: AdamW at 3e-3.
-        warmup_steps: steps of warmup, before a cosine decay.
+        warmup_steps: optimizer steps of warmup, before a cosine decay.
         min_lr_ratio: learning rate at the end of training, as a share of the highest one.
 
     Attributes:
@@ -107,7 +107,7 @@ class LanguageModel(LightningModule):
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Make param groups: matrices with weight decay, vectors (biases, norms) without."""
+    """Return param groups of trainable parameters: matrices with weight decay, vectors (biases, norms) without."""
     trainable = [p for p in params if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2]},
@@ -116,7 +116,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """Return a function from step to a factor of the learning rate. If training has no end, it stays 1 after warmup."""
+    """Return a function from step to a factor of the learning rate. In endless training it stays 1 after warmup."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

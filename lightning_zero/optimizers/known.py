@@ -90,15 +90,15 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
-    """Step ``optimizer`` on its small parameter ``probe``, and count the element-wise states that the step makes."""
+    """Step ``optimizer`` on its small parameter ``probe``. Return how many element-wise states the step makes."""
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Return how many element-wise states ``optimizer`` keeps for a parameter, by stepping a small one with a copy. For
-    an unknown class, return 0."""
+    """Step a small parameter with a copy of ``optimizer``, and return how many element-wise states it has then. For an
+    unknown class, return 0."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]
@@ -115,8 +115,8 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused kernel can step ``params``, and the user has chosen no kernel in ``group``. On a CPU
-    it is the only fast kernel."""
+    """Return whether torch's fused kernel can step ``params`` and the user has chosen no kernel in ``group``. On a CPU
+    the fused kernel is the only fast one."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

@@ -13,10 +13,9 @@ from torch.amp import GradScaler
 
 
 class LossScaler(GradScaler):
-    """Holds the loss scale and adapts it. The engine multiplies losses by it and reports overflows of gradients."""
+    """Holds the loss scale and adapts it. The engine multiplies losses by the scale and reports overflows."""
 
     def __init__(self, init_scale: float = 2.0**16, **settings: Any) -> None:
-        """``settings`` are those of ``torch.amp.GradScaler``."""
         super().__init__("cpu", init_scale, **settings)
 
     @classmethod

@@ -56,7 +56,7 @@ STORE_CHUNK = 1 << 20  # elements
 
 
 class Stretch(NamedTuple):
-    """Random bits to round elements ``[start, stop)`` of a piece of an optimizer state. ``bits``: int32, read-only."""
+    """Random bits that round elements ``[start, stop)`` of a piece of optimizer state. ``bits``: int32, read-only."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Says if a tensor of optimizer state is stored as bf16 or int8 codes. ``signed``: whether values can be < 0."""
+    """How one tensor of optimizer state is stored: as bf16 or int8 codes. ``signed``: values can be below 0."""
 
     dtype: StateDtype
     signed: bool
@@ -88,14 +88,14 @@ class Format:
         return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
 
     def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """Return a view of elements ``[low, high)`` of the tensor ``whole``. For int8, both are multiples of BLOCK."""
+        """Return a view of elements ``[low, high)`` of the stored state ``whole``. For int8: multiples of BLOCK."""
         if not self.is_packed:
             return whole[low:high]
         assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
         return whole[low // BLOCK : high // BLOCK]
 
     def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """Return a view of ``numel`` elements of the stored tensor ``whole``, from element ``start`` on. For int8, the
+        """Return a view of ``numel`` elements of the stored state ``whole``, from element ``start`` on. For int8, the
         view goes on to the end of a block."""
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
@@ -130,7 +130,7 @@ class Format:
         noise: Sequence[Stretch] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Encode fp32 ``values`` [n] into ``part``. ``values`` serves as scratch memory and is overwritten.
+        """Encode fp32 ``values`` [n] into the stored elements ``part``. Overwrites ``values``, as scratch memory.
 
         ``noise``: random bits, added to the values before the low bits are cut off, so that a carry rounds up. Of
         elements in no Stretch the low bits are only cut off. None: round all values to nearest.
@@ -184,7 +184,7 @@ class Format:
         part[:, BLOCK:].copy_(exponent.bitwise_and_(0xFF))
 
     def values(self, part: Tensor) -> Tensor:
-        """Decode ``part`` to [n] bf16, which holds every code exactly."""
+        """Decode the stored elements ``part`` to [n] bf16, which holds every code exactly."""
         if not self.is_packed:
             return part
         found = torch.empty(len(part) * BLOCK, dtype=torch.bfloat16, device=part.device)
@@ -195,7 +195,7 @@ class Format:
         return found
 
     def store(self, values: Tensor, part: Tensor) -> bool:
-        """Encode ``values`` [n], of any dtype, in ``part``, rounded to nearest. Return whether rounding changed any."""
+        """Encode ``values`` [n], of any dtype, into ``part``, rounded to nearest. Return whether any value changed."""
         numel = len(part) * BLOCK if self.is_packed else len(values)
         wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
         wide[: len(values)].copy_(values)
@@ -211,8 +211,8 @@ def _above(signed: bool) -> int:
 
 @lru_cache(maxsize=8)
 def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two 0-d fp32 tensors: what the least code (0), and what the largest code stands for before scaling. The
-    first is 1.0."""
+    """Return two 0-d fp32 tensors: what the least code (0) and what the largest code stand for before scaling. The
+    value of the first is 1.0."""
     bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
     one, largest = bits.view(torch.float32)
     return one, largest
@@ -257,7 +257,7 @@ def random_bits(places: Places, low: int, high: int, step: int, number: int, dev
 
 @lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
-    """Return [_TABLE] int32 with :data:`BITS` random bits each, the same in every process."""
+    """Return a table [_TABLE] int32 of :data:`BITS` random bits per entry, equal in every process."""
     bits = torch.arange(_TABLE, dtype=torch.int64)
     for shift, multiplier in _MIX:
         bits = ((bits ^ (bits >> shift)) * multiplier) & 0xFFFFFFFF
@@ -275,8 +275,8 @@ M = TypeVar("M")
 
 
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
-    """Call ``work`` in one thread per memory. Each call gets its memory, and an iterator over ``items`` that all calls
-    share, so that each item goes to one thread. Wait for all threads, and raise the first error."""
+    """Call ``work(iterator, memory)`` in one thread for each of ``memories``. All calls share the iterator over
+    ``items``, so that each item goes to one thread. Wait for all threads, and raise the first error."""
     left = iter([*items])  # a list's iterator gives each item to one thread, thanks to the interpreter's lock
     ready, errors = threading.Semaphore(0), list[BaseException]()
 
@@ -326,7 +326,7 @@ _MAKES = threading.Lock()
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
-    """Return the :class:`Format` of each optimizer state by the state's name; {} if states stay as torch makes them."""
+    """Return the :class:`Format` of each state of ``optimizer`` by name; {} if states stay as torch makes them."""
     base = base_of(optimizer)
     if state is StateDtype.fp32 or base is None:
         return {}
@@ -371,7 +371,7 @@ class NarrowStep:
     stored. ``step``: the number of the step, from 1.
 
     ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
-    ``rounding``: (index of the run's first element, salt), to round bf16 parameters stochastically; None: to nearest.
+    ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest.
     """
 
     run: Tensor

@@ -57,7 +57,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """Refuse torchao's and bitsandbytes' low-bit classes. These choose bits by a tensor's size, which slices change."""
+    """Raise ConfigError for torchao's and bitsandbytes' low-bit classes: their bits depend on the size of tensors."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
@@ -71,7 +71,7 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
 
 
 def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> None:
-    """Raise a ConfigError if the optimizer's state cannot be stored in bf16 or int8 (the dtype ``state``)."""
+    """Raise ConfigError if the state of ``optimizer`` cannot be stored in bf16 or int8 (the dtype ``state``)."""
     kind = type(optimizer)
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     if whole or base is None or not is_known(optimizer):
@@ -103,7 +103,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def _refuse_own_step(optimizer: Optimizer) -> None:
-    """Raise a ConfigError if users replaced ``step`` on the object, because the engine calls ``step`` of its class."""
+    """Raise ConfigError if the user has set ``step`` on the object, because the engine calls the class's ``step``."""
     given: Any = optimizer.__dict__.get("step")
     while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's wrapper that counts steps
         given = given.__wrapped__

@@ -25,9 +25,9 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
-    """Raise a ConfigError if ``optimizer`` does not step each element by itself, or its step calls its closure.
+    """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
 
-    Accepts an optimizer untried if its step fails or draws random numbers, or if its constructor made state.
+    An optimizer is accepted untried if its step fails or draws random numbers, or if its constructor made state.
     """
     if optimizer.state or device.type == "meta":
         return
@@ -67,8 +67,8 @@ def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
 
 
 def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Step the trial's tensors, or only the slices of rank ``rank`` if it is given. Return each tensor's change in each
-    step, and the numbers in param groups."""
+    """Step the trial's tensors; if ``rank`` is given, only the slices of this rank. Return each tensor's change in each
+    step, and the numbers in the param groups."""
     groups = trial.optimizer.param_groups
     if rank is not None:
         for group in groups:

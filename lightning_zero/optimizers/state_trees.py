@@ -17,7 +17,7 @@ Saved = Mapping[str, Any]  # a state that is only read
 
 
 class StateShape(NamedTuple):
-    """The shape of a state as a function of its parameter's shape."""
+    """The shape of a tensor of optimizer state, as a function of its parameter's shape."""
 
     name: str  # path in the state, such as ``exp_avg`` or ``Q/0``
     sides: tuple[int, ...]  # of each dimension: index of the parameter's dimension of equal length, or minus the length
@@ -36,7 +36,7 @@ def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield path and tensor for each tensor with more than one element in a parameter's state."""
+    """Yield path and tensor for each tensor of more than one element in ``value``, a parameter's state."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield name, value
@@ -47,7 +47,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy a state: its mappings and lists are copied, and ``change(path, value)`` replaces every other value."""
+    """Copy ``value``, a parameter's state: copy mappings and lists, replace other values by ``change(path, value)``."""
 
     def inside(key: Any, item: Any) -> Any:
         return map_tree(item, change, f"{name}/{key}" if name else str(key))
@@ -67,7 +67,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Copy a state. In the copy, ``change(path, tensor)`` replaces the tensors of :func:`leaves_of`."""
+    """Copy ``value``, a parameter's state, but replace tensors of :func:`leaves_of` by ``change(path, tensor)``."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )
@@ -88,20 +88,20 @@ class Leaf:
 
 
 def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
-    """Copy a state. In the copy, ``value_of(leaf)`` replaces each :class:`Leaf`."""
+    """Copy ``entry``, a parameter's state, but replace each :class:`Leaf` by ``value_of(leaf)``."""
     # Copy deep: an optimizer would raise a step count that parameters share once for each parameter.
     return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """List the :class:`Leaf` objects in a state, in their order in the state, which is the same on all ranks."""
+    """List the :class:`Leaf` objects in ``entry``, a parameter's state. Their order is the same on all ranks."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether nested values are equal, tensors to the bit. Values that cannot be compared count as equal."""
+    """Return whether two nested values are equal, tensors to the bit. What cannot be compared counts as equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
         return alike and same_bits(one.flatten(), other.flatten())

@@ -40,7 +40,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def calls_its_closure(optimizer: Optimizer) -> ConfigError:
-    """Return the error for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
+    """Return the ConfigError for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
     return ConfigError(
         f"optimizer: expected a step that needs gradients only, got {type(optimizer).__qualname__}, whose step() calls "
         "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
@@ -50,7 +50,7 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """In the body, raise ConfigError if a step of the class ``name`` sends messages. After it restore random states."""
+    """Raise ConfigError in the body if a step of class ``name`` sends messages. At the end restore random states."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -69,7 +69,7 @@ def trying(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Refuses collectives of torch.distributed. In training ranks step different tensors, so these would not match."""
+    """Raises ConfigError at a collective: in training, ranks step different tensors, so collectives would not match."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A tensor that a trial steps in the place of all parameters in ``alike``."""
+    """A random tensor that a trial steps in the place of all parameters in ``alike``."""
 
     group: int
     place: int  # index in its param group
@@ -214,8 +214,8 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the tensors among calls of ``step``. In a trial of the parameters' own shapes, each tensor has its own
-        call. Otherwise there are three calls, some with empty param groups."""
+        """Divide the trial's tensors among calls of ``step``. If the parameters' own shapes are tried, each tensor has
+        its own call. Otherwise there are three calls, some with empty param groups."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -223,7 +223,7 @@ class Trial:
         return self._small[1::2], [s for s in even if s.group != last], [s for s in even if s.group == last]
 
     def steps_all(self) -> bool:
-        """Return whether a step without gradients changes any tensor or its state."""
+        """Return whether a step without any gradients changes a tensor or its state; False if that step fails."""
         before = copy.deepcopy(self._of_tensors())
         for small in self._small:
             small.tensor.grad = None
@@ -234,7 +234,7 @@ class Trial:
         return not same(before, self._of_tensors())
 
     def refuse_own_closure(self) -> None:
-        """Raise a ConfigError if a step calls its closure twice, or after it has changed a tensor."""
+        """Raise ConfigError if a step calls its closure more than once, or after it has changed a tensor."""
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -277,8 +277,8 @@ def _small(dims: int) -> list[tuple[int, ...]]:
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Choose parameters' shapes with at most ``left`` elements in all. Take each shape once, then each again, smallest
-    first."""
+    """Choose parameters' shapes with at most ``left`` elements in all, and return them by kind. Take each shape once,
+    then each again, smallest first."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 class StepInParts:
     """Makes one optimizer step by several calls, inside a ``with``. During a call, param groups list only the tensors
-    that the call steps. ``hides_empty``: during a call, the optimizer has no param groups without tensors."""
+    that this call steps. ``hides_empty``: param groups without such tensors are removed during a call."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:
         self._optimizer, self._step = optimizer, step
@@ -77,7 +77,7 @@ class StepInParts:
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Set each param group's tensors. Its list ``params`` stays the same object, as optimizers may refer to it."""
+        """Set each group's tensors, in the same list object ``params`` as before: optimizers may refer to it."""
         for group, params, kept, listed in zip(self._groups, self._params, self._kept, lists, strict=True):
             params[:] = [tensor for _, tensor in listed]
             group["params"] = params
@@ -85,7 +85,7 @@ class StepInParts:
                 group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
 
     def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Call ``step`` once. ``lists``: for each param group the tensors to step, with their indices in the group."""
+        """Call ``step`` once. ``lists``: for each param group, (index in the group, tensor) of each tensor to step."""
         optimizer = self._optimizer
         self._list(lists)
         try:
@@ -110,7 +110,7 @@ class StepInParts:
 
 
 def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
-    """Write a step's new settings and attributes into ``optimizer``. ``outcomes``: the step's outcome on each rank."""
+    """Write the settings and attributes that a step changed into ``optimizer``. ``outcomes``: one for each rank."""
     called = [outcome for outcome in outcomes if outcome.called]
     for number, group in enumerate(optimizer.param_groups):
         found = next((o for o in called if o.stepped[number]), called[0] if called else None)
@@ -144,7 +144,7 @@ def _note(value: Any) -> Noted:
 
 
 def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
-    """Reset ``values`` to ``before``, and remove new names that are not in ``but``. Return undone values by name."""
+    """Reset ``values`` to ``before``, and remove new names not in ``but``. Return changed and new values by name."""
     changed: dict[str, Any] = {}
     for name, noted in before.items():
         now = values.get(name)
@@ -193,7 +193,7 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Replace the items of the container ``held`` by those of ``value``, in place. Return whether that is possible."""
+    """Replace the items of the container ``held`` by those of ``value``, in place. Return False if that cannot be."""
     if type(held) is not type(value) or held is value or not isinstance(held, (list, deque, dict, set)):
         return False
     held.clear()

@@ -53,7 +53,7 @@ class ByBatchSize:
     """Activations at two micro-batch sizes, interpolated for other sizes.
 
     Interpolation is exact if bytes grow linearly with the size. They do not if a loss compares samples (contrastive
-    losses): use ``measure``, which measures another size, slowly, or returns None where the model refuses that size.
+    losses). Then call ``measure``: it measures another size, slowly, and returns None if the model refuses that size.
     """
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
@@ -65,7 +65,7 @@ class ByBatchSize:
         return self.sizes[0] != self.sizes[1]
 
     def of(self, size: int) -> Activations:
-        """Interpolate the activations of ``size`` samples. Raises ValueError if the model accepts only another size."""
+        """Interpolate the activations of ``size`` samples. Raises ValueError if only another size was measured."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:
             return small
@@ -95,7 +95,7 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Compute the peak bytes of one rank in each phase, like :func:`memory.peak_bytes`, with activations."""
+    """Compute the peak bytes of one rank in each phase: those of :func:`memory.peak_bytes`, and activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     several = limits.micro_batches > 1
     spare = _spare_nbytes([b for b in buckets if b.reduces_apart(limits.micro_batches)], limits)
@@ -129,7 +129,7 @@ def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> i
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of the buffers that reductions of gradients keep for later reductions; 0 if there is a GPU."""
+    """Return the bytes of the reduction buffers that a rank keeps for later reductions of gradients; 0 on a GPU."""
     reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
     largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
     limit = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
@@ -141,7 +141,7 @@ def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
-    """Yield for each stretch the bytes of the parameters that are gathered during it."""
+    """Yield for each stretch the most bytes of gathered parameters that a rank holds during that stretch."""
     nbytes = memory.by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     at: dict[tuple[int, bool], int] = {}
     for unit, backward, held in memory.gathered_along(nbytes, limits):
@@ -157,7 +157,7 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Counts bytes of gradients in a backward: ``reducing`` before and in a reduction, ``landed`` at rest after it."""
+    """Counts bytes of gradients in a backward: ``reducing`` until their reduction ends, ``landed`` after that."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._limit, self._limits = buckets, limits.reduce_bucket_bytes, limits
@@ -170,7 +170,7 @@ class _Gradients:
         self.reducing = self.landed = 0
 
     def go_on(self, stretch: Stretch) -> None:
-        """Advance to ``stretch``. Set ``reducing`` and ``landed`` to the bytes that are held during it."""
+        """Advance to ``stretch``. Set ``reducing`` and ``landed`` to the bytes that are held during that stretch."""
         self._under_way.extend(self._full)
         self._filling.difference_update(self._full)
         self._filling |= stretch.begun

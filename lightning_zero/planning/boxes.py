@@ -30,13 +30,13 @@ class Box(NamedTuple):
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """Sort the dimensions of a dense tensor by stride, largest first: ``(0, 1, ...)`` if row-major."""
+    """Return the dimensions of a dense tensor sorted by stride, largest first: ``(0, 1, ...)`` if row-major."""
     return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
-    """List the boxes of elements ``[start, stop)`` of a flattened tensor. ``order``: its dimensions, slowest in memory
-    first; None: row-major."""
+    """Cut elements ``[start, stop)`` of a tensor, flattened in memory order, into boxes, and return the boxes.
+    ``order``: the tensor's dimensions, slowest in memory first; None: row-major."""
     if order is None or list(order) == sorted(order):
         return _row_major(tuple(shape), start, stop)
     found = _row_major(tuple(shape[d] for d in order), start, stop)

@@ -124,7 +124,7 @@ class BucketPlan:
 
     @property
     def copies_master(self) -> bool:
-        """Return whether the buffer of all parameters is a copy of the masters' storage, not the same memory."""
+        """Return whether the full buffer of parameters is a copy of the masters' storage, not the same memory."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
@@ -140,7 +140,7 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the storage's role in plans: ``compute_param`` if no memory but the storage holds the parameters."""
+        """Return the storage's role in plans: ``compute_param`` if parameters have no other memory than the storage."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -150,7 +150,7 @@ class BucketPlan:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
     def rests_as(self, other: BucketPlan) -> bool:
-        """Return whether parameters and masters are kept in the same buffers, tier and dtypes as with ``other``."""
+        """Return whether this plan and ``other`` keep parameters and masters in the same buffers, tier and dtypes."""
         pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
         return len(set(pairs)) == 1
 
@@ -186,12 +186,12 @@ class BucketPlan:
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Return how many elements have optimizer state on ``rank``: its masters without padding. Rank 0 has most."""
+        """Return how many elements have optimizer state on ``rank``: masters without padding. Rank 0 has most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
     def state_nbytes(self, numel: int) -> int:
-        """Return the bytes of one resting state tensor of ``numel`` elements."""
+        """Return the bytes of one optimizer state tensor of ``numel`` elements between steps."""
         return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
 
     def exchanges(self, micro_batches: int = 1) -> bool:
@@ -212,7 +212,7 @@ class BucketPlan:
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of the gathered compute parameters."""
+        """Return the bytes of all compute parameters of the bucket when gathered, with padding."""
         return self.layout.numel * self.itemsizes.compute
 
 

@@ -40,7 +40,7 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` with only the memory that plans fill. A part stays free, more if activations are unknown."""
+    """Return ``machine`` with a share of each memory taken away, which stays free; more if activations are unknown."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
 
@@ -60,7 +60,7 @@ def choose_row(
 ) -> Choice:
     """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit.
 
-    Of equally fast ones it takes the one that sends least, then offloads least, then shards least. ``keys``: the
+    Of equally fast pairs, the one that sends least is taken, then offloads least, then shards least. ``keys``: the
     settings that the error names.
     """
     usable = with_reserve(machine, activations_known=model.activations is not None)
@@ -80,10 +80,11 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """Return the largest micro-batch of a rank with which the plan ``row`` fits, up to ``MOST_SAMPLES``; None: unknown.
+    """Return the largest micro-batch of a rank, in samples, with which the plan ``row`` fits, up to ``MOST_SAMPLES``.
 
-    The size is a multiple of ``model.in_parts``. If possible, activations are measured at that size, because bytes may
-    grow faster than samples. ``usable``: the machine without the memory that stays free.
+    Return None if activations are unknown, or known for one size only. The size is a multiple of ``model.in_parts``. If
+    possible, activations are measured at that size, because bytes may grow faster than samples. ``usable``: the machine
+    without the memory that stays free.
     """
     known = model.activations
     if known is None or not known.scales:
@@ -108,8 +109,8 @@ def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConf
 
 
 def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return ``high`` if it fits. Otherwise bisect a few times between ``low``, which fits, and ``high``; return the
-    largest size that was found to fit."""
+    """Return the micro-batch size ``high`` if it fits. Otherwise bisect a few times between ``low``, which fits, and
+    ``high``, and return the largest size that was found to fit."""
     if fits(high):
         return high
     for _ in range(MOST_MEASURED):
@@ -121,7 +122,7 @@ def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``MOST_SAMPLES`` that fits, or 0. ``fits`` must be monotonic."""
+    """Return the largest micro-batch size up to ``MOST_SAMPLES`` that fits, or 0. ``fits`` must be monotonic."""
     return bisect.bisect_left(range(1, MOST_SAMPLES + 1), True, key=lambda samples: not fits(samples))
 
 
@@ -157,7 +158,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, usable: Machine) -> str:
-    """Say how much memory the plan ``row`` needs and how much there is, on the tier that lacks most."""
+    """Return in words how much memory the plan ``row`` needs and there is, on the tier that lacks most; or "fits"."""
     if row.refused:
         return "has budgets without usable memory"
     if not row.shortages:

@@ -115,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes a stage with an offload setting fit: so many GPUs in all, or another offload setting at the stage."""
+    """Two ways to make a plan fit: ``gpus`` in all, or ``offload`` at the same stage. None: no such way was found."""
 
     gpus: int | None
     offload: Offload | None
@@ -129,7 +129,7 @@ def plan_row(
     settings: OffloadConfig,
     rates: Rates | None = None,
 ) -> Row:
-    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets of auto."""
+    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets for auto."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -227,7 +227,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling hosts, and the first of ``rows`` at the same stage that fits."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and which offload setting of ``rows`` fits at its stage."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -240,7 +240,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return which of ``rows`` fits and offloads least, at the lowest stage if there are several; None if none fits."""
+    """Return the row that fits and offloads least, and of several such rows the lowest stage; None if none fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

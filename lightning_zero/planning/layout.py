@@ -52,7 +52,7 @@ class Fragment:
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
         """Intersect this fragment with the range ``keep`` of the shard. Return the intersection's first element, from
-        the parameter's start, and its range, from the fragment's start; ``None`` if it is empty."""
+        the parameter's start, and its range, from the fragment's start; None if the intersection is empty."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -116,9 +116,10 @@ def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) ->
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide items into groups of at most ``limit`` bytes, and return their indices. A larger item has its own group.
+    """Divide items of ``nbytes`` into groups of at most ``limit`` bytes. Return each group as a list of item indices.
 
-    Each item goes to the first group in which it fits, so that small items (biases) share one.
+    Each item goes to the first group in which it fits, so that small items (biases) share one. An item above ``limit``
+    has its own group.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -142,7 +143,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join neighbouring fragments of a shard with equal ``keys`` into runs. Return (key, run) of each but key None."""
+    """Join adjacent fragments of a shard that have equal keys (not None) into runs. Return each as (key, run)."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

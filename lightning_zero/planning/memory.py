@@ -66,8 +66,8 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Optimizer state of one rank if some optimizer steps whole tensors. Of all ranks only the owner of a tensor, which
-    steps it, has its state."""
+    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the owner of a tensor, the rank
+    that steps the tensor, has the tensor's state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes beside the shards during the step, from owners.step_peak
@@ -117,14 +117,14 @@ def planned_bytes(
 
 
 def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequence[int]:
-    """Return the bytes of each state tensor that ``rank`` holds of a bucket."""
+    """Return the bytes of each optimizer state tensor of ``bucket`` on ``rank``. ``number``: the bucket's index."""
     if isinstance(states, StateOfRank):
         return states.tensors[number]
     return [bucket.state_nbytes(bucket.state_numel(rank))] * states
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield role, tier and bytes of each part of a bucket that stays allocated. ``state``: bytes of state tensors."""
+    """Yield (role, tier, bytes) of what a bucket keeps allocated at ``moment``. ``state``: bytes of state tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if bucket.beside:
         yield Role.compute_param, Tier.device, bucket.beside
@@ -173,7 +173,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. For ``nbytes`` see
+    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. ``nbytes``: as in
     :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
@@ -228,15 +228,15 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's share of the units that its node keeps for the backward (all but the root); else
-    0."""
+    """Return the bytes of a rank's share of the units (all but the root) that its node keeps for the backward; 0 if
+    nodes keep none."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
 
 
 def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
-    """Sum ``size`` over the buckets of each unit. Return the sums in the order of units."""
+    """Sum ``size(bucket)`` over the buckets of each unit. Return the sums, indexed by unit."""
     sums: dict[int, int] = {}
     for bucket in buckets:
         sums[bucket.unit] = sums.get(bucket.unit, 0) + size(bucket)
@@ -270,7 +270,7 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:
-    """Compute the bytes of buffers for transfers between tiers in each phase, without the ring of file buffers."""
+    """Compute for each phase the bytes of buffers for transfers between tiers, without the ring of file buffers."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
@@ -306,13 +306,13 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Return the bytes of host memory into which a gather reads the bucket's shard from a file; 0 without a file."""
+    """Return the bytes of host memory into which a gather reads the bucket's shard from a file; 0 if no file has it."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Return whether ``local_ranks`` ranks that hold ``rest`` each use at most half of GPU (0: none) and host."""
+    """Return whether ``local_ranks`` ranks of ``rest`` bytes each fill at most half of GPU (0: none) and host."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -351,7 +351,7 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the bytes that a rank gathers at a time to fill the module's copy; 0 if it ``gathers`` nothing."""
+    """Return the most bytes of masters that a rank gathers at a time to fill the module's copy; 0 if it never does."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

@@ -36,8 +36,8 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensors into windows, and return them as lists of indices. A window has the tensors of adjacent units, up
-    to ``limit`` bytes, or a part of a larger unit."""
+    """Group tensors into windows, and return each as a list of tensor indices. A window has the tensors of adjacent
+    units, up to ``limit`` bytes, or a part of a larger unit. ``nbytes``, ``units``: bytes and unit of each tensor."""
     by_unit: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(place)
@@ -98,7 +98,7 @@ class Transfer(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor: their place in it, in one rank's shard and in the messages with its owner."""
+    """Adjacent elements of a tensor: where they are in it, in a rank's shard, in the messages to and from its owner."""
 
     transfer: int  # index in the window
     offset: int  # first element, from the tensor's start

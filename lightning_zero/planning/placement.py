@@ -70,7 +70,7 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in one optimizer step. ``stays_gathered``: whether between forward and backward."""
+    """Count a bucket's collectives in a step by name. ``stays_gathered``: from each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -97,13 +97,13 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Return these default budgets, with those that the user gave (not None) in their place."""
+        """Return a copy of these budgets in which those that the user gave (not None) replace the defaults."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
-    """Return a rank's budgets by default. Half of the device is left for activations and gathered units."""
+    """Return a rank's default budgets in bytes. Half of the device is left for activations and gathered units."""
     return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 
@@ -112,8 +112,8 @@ def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRo
 
     The next forward needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device
     if their optimizer does, else on the host. The device takes as many units as fit. The host keeps space for the
-    gradients of all other units, and takes as many of these as then fit. Raises ConfigError, with the partial plan, if
-    the budgets are too small.
+    gradients of all other units, and takes the optimizers of as many of those units as then fit. Raises ConfigError,
+    with the partial plan, if the budgets are too small.
     """
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]

@@ -14,7 +14,7 @@ MAX_PLAN = 65536  # entries; longer histories are cut, and ranks then agree on e
 
 
 class Entry(NamedTuple):
-    """One gather of ``unit``, after which it stays gathered for ``uses`` uses."""
+    """One gather of ``unit``. The unit then stays gathered until it has been used ``uses`` times."""
 
     unit: int
     uses: int = 1
@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
     """Return whether a unit of ``nbytes`` can be prefetched within ``prefetch_bytes``. ``waiting``: bytes of each unit
-    that was prefetched and not used yet. If there is none, a unit of any size can, unless ``prefetch_bytes`` is 0."""
+    that was prefetched and not used yet. If no unit waits, any size can be prefetched, unless ``prefetch_bytes`` is 0.
+    """
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
@@ -72,7 +73,7 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions in ``history``: two successive uses of one unit, between which it stays gathered."""
+    """Yield pairs of positions in ``history``: successive uses of a unit that stays gathered between them."""
     previous: dict[int, int] = {}
     gaps: list[tuple[int, int, int]] = []
     for place, unit in enumerate(history):
@@ -95,7 +96,7 @@ class Cursor:
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def up_to(self, unit: int) -> list[int] | None:
-        """Return the units to gather next, up to and including ``unit``, and advance. None: ``unit`` is not ahead."""
+        """Return the units to gather next, up to and with ``unit``, and advance. None: ``unit`` is not in the rest."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0

@@ -200,6 +200,7 @@ def expected(
 
     Args:
         flops: FLOPs of one micro-batch's forward and backward, with recomputation.
+        replicas, exchanged: as in :func:`sent_by`.
         on_cpu: the same cores do all work, so that nothing overlaps.
     """
     micro_batches = limits.micro_batches
@@ -213,7 +214,7 @@ def expected(
 
 
 def _alone(buckets: Sequence[BucketPlan], micro_batches: int) -> float:
-    """Return the bytes of the first gather and the last reduction, which nothing overlaps."""
+    """Return the bytes that a rank sends in a step's first gather and last reduction, which nothing overlaps."""
     shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
     gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     reductions = by_unit(buckets, lambda b: b.layout.numel * b.wire_itemsize(micro_batches) * b.trainable)

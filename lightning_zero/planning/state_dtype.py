@@ -48,7 +48,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Return the bytes of the buffers for an optimizer step of ``numel`` elements. On the host they are never freed."""
+    """Return the bytes of buffers to step ``numel`` elements with narrow state. On the host they stay allocated."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

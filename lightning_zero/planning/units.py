@@ -42,7 +42,7 @@ def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
 
 
 def _with_rest(module: nn.Module, names: list[str], config: UnitConfig) -> list[str]:
-    """Add units, chosen by size, to the units ``names`` if those hold less than half of a large model."""
+    """Return the units ``names``, with more units chosen by size if ``names`` hold less than half of a large model."""
     total = _nbytes(module)
     if 2 * sum(_nbytes(module.get_submodule(name)) for name in names) >= total:
         return names
@@ -98,7 +98,7 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _by_size(module: nn.Module, max_bytes: int, taken: Collection[str] = ()) -> list[str]:
-    """Divide ``module`` into submodules of at most ``max_bytes`` if possible. Return their names without ``taken``."""
+    """Divide ``module`` into submodules of at most ``max_bytes`` if possible. Return their names, except ``taken``."""
     result: list[str] = []
     for name, child in module.named_children():
         size = _nbytes(child)
@@ -124,7 +124,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost of ``units`` that contains all modules ``users`` of a parameter; "" is the root."""
+    """Return the innermost unit that contains all of ``users``, the modules that use a parameter; "" is the root."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

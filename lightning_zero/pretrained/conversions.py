@@ -35,8 +35,8 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Convert the tensors in files (``stored``) to tensors of ``model``. ``own``: the model's tensors, by names without
-    the parts that name adapters."""
+    """Return tensors of ``model`` by name, converted from those in files (``stored``). ``own``: the model's tensors, by
+    names without the parts that name adapters."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing
@@ -66,8 +66,8 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 
 
 class _Group:
-    """Tensors in files that together become tensors in memory. Reading one of the latter converts all, and caches them
-    until another group is read."""
+    """Tensors in files that together become tensors in memory. Reading one of the tensors in memory converts the whole
+    group, which stays cached until another group is read."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 

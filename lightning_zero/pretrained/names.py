@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Match tensors in ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantised."""
+    """Match tensors of ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantised."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -88,7 +88,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return names of tensors of ``module`` that ``sources`` lacks. Adapters need no value, tied tensors one in all."""
+    """Return names of tensors of ``module`` without source. Adapters need none, and tied tensors one in all."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

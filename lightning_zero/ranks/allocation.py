@@ -23,7 +23,7 @@ DEFAULT_PORT = 29500
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise a ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
+    """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
     if isinstance(environment, LightningEnvironment) and nodes > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
@@ -66,7 +66,7 @@ def check_allocation(
 
 
 def flags(by: str, nodes: int, devices: int) -> str:
-    """Return, for messages, how the launcher ``by`` starts ``devices`` processes on each of ``nodes`` nodes."""
+    """Return the command or words by which the launcher ``by`` starts ``devices`` processes on ``nodes`` nodes."""
     return {
         "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={devices}",
         "srun": f"srun --nodes={nodes} --ntasks-per-node={devices}",
@@ -75,7 +75,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a ConfigError that names the missing flag, if Lightning would fail under the present srun call."""
+    """Raise ConfigError, with the missing flag, if Lightning would fail under this process's srun call."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:
@@ -90,8 +90,8 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
 def own_environment() -> ClusterEnvironment | None:
     """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
 
-    Lightning knows MPI through mpi4py alone. Without it every process would think it is the first and start more.
-    Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
+    Lightning knows MPI through mpi4py alone. Without mpi4py, every process would take itself for the first and start
+    more. Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
     place = launched()
     others = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
     if place is None or place.by != "mpirun" or place.world_size in (None, 1) or any(e.detect() for e in others):

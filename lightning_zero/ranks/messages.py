@@ -21,12 +21,12 @@ _JSON = (type(None), bool, int, float, str)
 
 
 def dumps(value: Any) -> bytes:
-    """Encode ``value``; tensors lose their graph. Raises TypeError if ``value`` holds anything but plain values."""
+    """Encode ``value`` as JSON; tensors lose their graph. Raises TypeError unless it consists of plain values."""
     return json.dumps(_packed(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """Decode a message of :func:`dumps`; runs and imports nothing. Raises ValueError if it is not such a message."""
+    """Decode a message of :func:`dumps`; run and import nothing. Raises ValueError for any other message."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:
@@ -68,7 +68,7 @@ def _made(found: dict[str, Any]) -> Any:
 
 
 def _is_ours(kind: Any) -> bool:
-    """Return whether ``kind`` is a class of this package that only holds values."""
+    """Return whether ``kind`` is a class of this package that only holds values, so that decoding may make one."""
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] != _PACKAGE:
         return False
     if dataclasses.is_dataclass(kind):

@@ -37,12 +37,12 @@ class PeerError(RuntimeError):
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Return whether ``error`` is a backend's report that a peer's connection is gone."""
+    """Return whether ``error`` is a backend's report that the connection to another rank is broken."""
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
 def machine() -> str:
-    """Name the machine and its process-id namespace. Process ids are comparable if the names are equal."""
+    """Return a name of this machine and its process-id namespace. Process ids compare only under equal names."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -50,7 +50,7 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine is alive. A zombie is not."""
+    """Return whether the process ``pid`` of this machine lives (a zombie does not). True if there is no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -129,14 +129,15 @@ class Peers:
         self._culprit = self._culprit or self._read("culprit")
 
     def leave(self) -> None:
-        """Post that this rank ends normally: its goodbye. Does nothing after :meth:`tell`."""
+        """Post this rank's goodbye: it ends normally. Do nothing after :meth:`tell`."""
         if not self._told:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.set(self._key(f"left/{self._rank}"), "")
 
     def ended_neighbour(self) -> str | None:
         """Return a sentence about a rank whose process has ended, or None. Looks at this rank's neighbours on this
-        machine and at other ranks' findings. A thread calls it under NCCL, which does not notice broken connections."""
+        machine and at other ranks' findings. A thread calls this under NCCL, which does not notice broken connections.
+        """
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
             if who is None:
@@ -151,14 +152,14 @@ class Peers:
         return self._read("ended")
 
     def tell_end(self, who: str) -> None:
-        """Post that this process ends because of ``who``, a sentence about a rank that is gone, for other ranks."""
+        """Post for other ranks that this process ends because of ``who``, a sentence about a rank that is gone."""
         with contextlib.suppress(Exception):
             self._store.compare_set(self._key("ended"), "", who)
             self._let_others_hear()
 
     def silent_neighbour(self, limit_s: float) -> str | None:
-        """Post a beat and read the next rank's. A thread calls it every few seconds. Return a sentence about the next
-        rank, once, if it has sent no beat for ``limit_s``; else None."""
+        """Post this rank's beat and read the next rank's. A thread calls this every few seconds. Return, once, a
+        sentence about the next rank if it has sent no beat for ``limit_s`` seconds; else None."""
         self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         self._beats += 1
         self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
@@ -182,8 +183,8 @@ class Peers:
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """Post ``culprit``, a sentence about the rank that ended. Return the sentence that was posted first: it counts,
-        because later ranks may have seen the end of a rank that noticed earlier."""
+        """Post ``culprit``, a sentence about the rank that ended. Return the sentence that was posted first, which
+        counts: a later rank may only have seen the end of a rank that noticed earlier."""
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
@@ -213,7 +214,7 @@ class Peers:
             return self._culprit or self.without_store()
 
     def without_store(self) -> str:
-        """Return a sentence about the rank that must have ended if the store is gone."""
+        """Return a sentence about the rank (or torchrun's agent) that must have ended if the store is gone."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "a rank and torchrun's agent on the first node have ended"
         who = f" ({self._holder})" if self._holder is not None else ""
@@ -230,7 +231,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call. The first caller holds it; other ranks read its result."""
+        """Return the ranks that do not answer a roll call. The first caller holds it; others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Count:
-    """Counts how many of ``total`` bytes some work (of a thread, say) has done."""
+    """Counts how many of ``total`` bytes some work, such as a thread's, has done."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -29,13 +29,13 @@ class Count:
 
 
 class LongWork:
-    """Shows the progress of long work in this process, if ``shows``; does the work in any case."""
+    """Does long work in this process, and shows its progress on stderr if ``shows``."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
 
     def items(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Yield ``items`` and show how many of them the caller has worked through."""
+        """Yield ``items``, and show under the name ``what`` how many of them the caller has worked through."""
         with self._lines(what, len(items), str) as at:
             for done, item in enumerate(items):
                 if done:
@@ -55,7 +55,7 @@ class LongWork:
             yield did
 
     def call(self, act: Callable[[], T], what: str) -> T:
-        """Run ``act``, which reports no progress, and show how long it takes."""
+        """Run ``act``, which reports no progress, and return its result. Show how long it takes."""
         if not self.shows:
             return act()
         with ThreadPoolExecutor(1, "lightning_zero-shown") as threads:
@@ -71,7 +71,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that shows how much of the work ``what`` is done. ``total`` is None if unknown."""
+        """Yield a function that takes how much of ``what`` is done and shows it. ``total`` is None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

@@ -200,8 +200,8 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Tell the waiting ranks ``message`` and raise it. First wait until ``others`` ranks have read it, for up to
-        five seconds: the store may end with this process."""
+        """Send ``message`` to the waiting ranks and raise it as a StartError. First wait up to five seconds until
+        ``others`` ranks have read it, because the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3
@@ -240,7 +240,7 @@ _SAME_RANK = "Give each node a NODE_RANK (torchrun: --node-rank) of its own, and
 
 
 def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return part, key, ``reference``'s value and ``own`` value of the first difference; empty if all are equal."""
+    """Return part, key, ``reference``'s value and ``own``'s value of the first difference; empty if all are equal."""
     for part in reference:
         for key in sorted({*reference[part], *own[part]}):
             expected, got = (values[part].get(key, "nothing") for values in (reference, own))
@@ -263,7 +263,7 @@ def _plural(ranks: Sequence[int]) -> str:
 
 
 def places(members: Iterable[Member]) -> str:
-    """Format where ranks run as ``2 nodes (a: 0-1, b: 2-3)``, or only the number of nodes if there are many."""
+    """Format the hosts of ``members`` as ``2 nodes (a: 0-1, b: 2-3)``; only the number of nodes if more than 4."""
     hosts: dict[str, list[int]] = {}
     for member in members:
         hosts.setdefault(member.host, []).append(member.rank)
@@ -277,7 +277,7 @@ def places(members: Iterable[Member]) -> str:
 
 
 def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
-    """Resolve ``address`` to an IP, with retries for names of new nodes. Raises StartError on failure."""
+    """Resolve ``address`` to an IP, with retries for ``wait_s`` seconds (new nodes). Raises StartError on failure."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -303,7 +303,7 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open the store of a run, which rank 0 or torchrun's agent holds. ``timeout``: limit of later operations on it.
+    """Open and return a run's store, which rank 0 or torchrun's agent holds. ``timeout``: limit of later operations.
     ``wait_s``: seconds to wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -358,8 +358,8 @@ def join(
 ) -> None:
     """Join the other ranks and make the default process group; rank 0 logs who came. Collective.
 
-    Waits ``wait_s`` for ranks, then raises a StartError. ``timeout`` is for the store and the process group; for a
-    group on gloo ``stall_timeout_s`` replaces it, unless None."""
+    Waits ``wait_s`` seconds for ranks, then raises a StartError. ``timeout``: of the store and the process group; for a
+    group on gloo, ``stall_timeout_s`` replaces it, unless None."""
     rank, world = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

@@ -46,14 +46,14 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Turn ``text`` into a part of a folder name that can also be typed as an override."""
+    """Turn ``text`` into a part of a folder name that a user can also type as an override."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
 def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()) -> Path | None:
-    """Return the newest complete checkpoint of this job, or ``None`` if the job has not trained in ``run_dir`` before.
-    All ranks find the same one: nobody saves before all have joined, and the note of the job is written after that.
-    ``folders``: where to look besides ``run_dir``."""
+    """Return the newest complete checkpoint of this job; ``None`` if the job has none, or has not trained in
+    ``run_dir``. All ranks find the same one: nobody saves before all have joined, and :func:`note_job` is called after
+    that. ``folders``: where to look besides ``run_dir``."""
     job = job_name()
     if job is None or _noted(Path(run_dir)) != job:
         return None
@@ -62,8 +62,8 @@ def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | o
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
-    """Write into ``run_dir`` that this job trains there. Return whether it was already written that this job does. One
-    rank calls this, after all ranks have joined."""
+    """Write into ``run_dir`` that this job trains there. Return whether that was written already (False without a job
+    name). One rank calls this, after all ranks have joined."""
     job = job_name()
     if job is None:
         return False
@@ -78,7 +78,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint at ``path``. One rank calls it. ``owner``: a callback's state key."""
+    """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
@@ -105,7 +105,7 @@ def _noted(run_dir: Path) -> str | None:
 
 
 def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | None:
-    """Return the last complete checkpoint written after ``since_ns``. A killed process may leave an incomplete one."""
+    """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was."""
     found: dict[Path, int] = {}
     for folder in folders:
         for path in Path(folder).glob("*.ckpt"):
@@ -121,7 +121,7 @@ def _whole(path: Path) -> bool:
 
 
 def write_outcome(word: str) -> bool:
-    """Write ``word`` to the file in which the job's script looks for it. Return False if the script names no file."""
+    """Write ``word`` to the file that the job's script reads. Return False if the script has named no file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path:
         Path(path).write_text(f"{word}\n")

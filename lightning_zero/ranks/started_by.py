@@ -27,7 +27,7 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """Tells a process's launcher and ranks in its job. Fields are ``None`` if the launcher does not tell them."""
+    """The launcher of a process, and the process's ranks in its job. ``None``: the launcher does not tell it."""
 
     by: str  # ``torchrun``, ``srun``, ``mpirun`` or ``plain``
     rank: int | None = None
@@ -38,7 +38,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return launcher and ranks of this process, or ``None`` if no launcher has started it."""
+    """Return launcher and ranks of this process; ``None`` if no launcher has started the process."""
     place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
     if "TORCHELASTIC_RUN_ID" in environ:
         return Launched(by="torchrun", nodes=_number(environ, "GROUP_WORLD_SIZE"), **place)

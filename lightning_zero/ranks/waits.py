@@ -79,7 +79,7 @@ class Waits:
         """Start the watchdog, which posts what this rank is doing and listens to the other ranks. Collective.
 
         Args:
-            number: part of the store's keys; the same on all ranks, and used once.
+            number: a part of the watchdog's store keys; the same on all ranks, and used only once.
             notices_broken_connections: the backend notices broken connections itself.
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
@@ -87,7 +87,7 @@ class Waits:
 
     @property
     def waiting(self) -> str:
-        """Return number and label of the wait that this process is in, or an empty string. Another thread reads it."""
+        """Return number and label of this process's present wait; empty if there is none. Another thread reads it."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 
@@ -99,13 +99,13 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for a message; a host message takes at most ``stall_timeout_s``. Raises StallError, with what all ranks
-        are doing, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
+        """Wait for the message ``work``; a host message takes at most ``stall_timeout_s``. Raises StallError, with what
+        all ranks are doing, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
 
         Args:
             patient: wait longer while any rank is working; see the module.
-            agrees: the message is an agreement. While it waits, this rank sends pending messages that others may need.
-                Messages that are no agreement were counted in :attr:`asked` by the caller, when it sent them.
+            agrees: the message is an agreement. While this rank waits, it sends pending messages that others may need.
+                A message that is no agreement was counted in :attr:`asked` by the caller, when it was sent.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -149,7 +149,7 @@ class Waits:
             _wait_of_process = _wait_of_process._replace(work=None)
 
     def _go_on(self, work: Any) -> None:
-        """Send pending messages while waiting for ``work``, because another rank may need them before it arrives."""
+        """Send pending messages while waiting for ``work``: another rank may need them before it joins that work."""
         if threading.current_thread() is not threading.main_thread():
             return
         deadline = time.monotonic() + self.stall_timeout_s
@@ -222,7 +222,7 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell other ranks of it."""
+        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell others of it."""
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):
@@ -238,11 +238,11 @@ class Waits:
             self._watchdog.peers.forget()
 
     def silent(self) -> list[int]:
-        """Return the other ranks that have ended or hang. Takes a few seconds."""
+        """Return the other ranks that have ended or hang; all others if the store is gone. Takes a few seconds."""
         found = self._watchdog.places_and_silent() if self._watchdog is not None else None
         return found[1] if found is not None else [rank for rank in range(self.world_size) if rank != self.rank]
 
     def missing_here(self, timeout_s: float) -> list[int]:
-        """Return the ranks that do not call this method within ``timeout_s`` after the same number of operations. Uses
-        the store, so it works where a collective would hang."""
+        """Return the ranks that do not call this method, after equally many operations, within ``timeout_s`` seconds.
+        Works where a collective would hang, because it uses the store."""
         return [] if self._watchdog is None else self._watchdog.missing(f"after {self.issued}", timeout_s)

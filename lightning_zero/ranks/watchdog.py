@@ -46,15 +46,15 @@ _CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Return a second connection to ``store``, for threads. Opens it once: looking up host names can take seconds."""
+    """Return a second connection to ``store``, for threads. Opened once, as looking up host names can take seconds."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread. Return its result, or ``default`` if it takes too long: behind a cut network a store
-    neither answers nor fails."""
+    """Call ``ask`` in a thread. Return its result; ``default`` if it takes longer than ``seconds``, because behind a
+    cut network a store neither answers nor fails."""
     found = [default]
 
     def answer() -> None:
@@ -72,7 +72,7 @@ class Watchdog:
     Args:
         watched: this rank's :class:`Waits`. Held weakly; the threads end when it is garbage.
         store: a connection on which no call blocks for long.
-        number: part of the store's keys; equal on all ranks, and used once.
+        number: a part of this watchdog's store keys; equal on all ranks, and used only once.
         notices_broken_connections: the backend notices broken connections itself.
         end: ends this process; tests replace it.
     """
@@ -146,14 +146,14 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether rank 0's process, which holds the store, ends now. Waits a bit: connections close earlier."""
+        """Return whether rank 0's process, which holds the store, ends. Waits up to a second for that end."""
         deadline = time.monotonic() + DYING_S
         while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
             pass
         return ended
 
     def _judge(self) -> None:
-        """End the process when it is stuck. Runs on its own thread, because :meth:`_run` may wait for the store."""
+        """End this process when it is stuck. Runs on its own thread, because :meth:`_run` may wait for the store."""
         while not self._stop.wait(self._every_s):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -206,7 +206,7 @@ class Watchdog:
         self._end(EXIT_CODE)
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
-        """Return what every rank is doing, and the ranks that do not answer; ``None`` without the store."""
+        """Return what every rank is doing, and which ranks do not answer; ``None`` if the store is gone."""
 
         def ask() -> tuple[list[str], list[int]] | None:
             with contextlib.suppress(Exception):  # the store is gone
@@ -216,7 +216,7 @@ class Watchdog:
         return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
 
     def culprit(self) -> str:
-        """Return a sentence about the rank that has ended, after a broken connection."""
+        """Return a sentence about the rank that has ended, after a connection has broken. Takes some seconds."""
         return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
 
     def tell(self, error: BaseException) -> None:
@@ -237,12 +237,12 @@ class Watchdog:
         return found
 
     def all_wait(self) -> bool:
-        """Return whether each rank still waits for what it waited for seconds ago: then no message will ever come."""
+        """Return whether all ranks still wait for what they waited for seconds ago: then no message will come."""
 
         return self._stays(self._waits, default=[""]) is not None
 
     def _stays(self, ask: Callable[[], list[str] | None], default: list[str] | None) -> list[str] | None:
-        """Call ``ask`` twice, seconds apart. Return its result if unchanged, else None; ``default`` if it fails."""
+        """Call ``ask`` twice, seconds apart. Return the result if unchanged, else None; ``default`` if it fails."""
 
         def twice() -> list[str] | None:
             with contextlib.suppress(Exception):  # the store is gone
@@ -255,7 +255,7 @@ class Watchdog:
         return within(2 * self._every_s + STILL_S + ANSWER_S, twice, default)
 
     def _waits(self) -> list[str] | None:
-        """Return what every rank waits for, as posted; ``None`` if one is working."""
+        """Return what every rank waits for, as posted; ``None`` if some rank does not wait."""
         found = []
         for rank in range(self._world_size):
             key = f"{self._key(rank)}/waits"
@@ -263,14 +263,14 @@ class Watchdog:
         return found if all(found) else None
 
     def waits_for_each_other(self) -> list[str] | None:
-        """Return what each rank waits for, if all ranks wait, and each for a message that some rank has not sent; else
-        ``None``. Checks twice, a few seconds apart."""
+        """Return each rank's wait, by label, if all ranks wait, and each for a message that some rank has not sent;
+        else ``None``. Checks twice, a few seconds apart."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
         return self._stays(self._stuck, default=None)
 
     def _stuck(self) -> list[str] | None:
-        """Return what each rank waits for, if each such message is one that some rank has not sent; else ``None``."""
+        """Return each rank's wait, by label, if some rank has not sent the message of each; else ``None``."""
         waits = self._waits()
         if waits is None:
             return None
@@ -290,7 +290,7 @@ class Watchdog:
         return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Post ``place``, a point of the program. Return the other ranks that do not post it within ``timeout_s``."""
+        """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -312,7 +312,7 @@ class Watchdog:
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Post that this rank leaves, and end the threads, unless another rank is gone: later calls may then hang."""
+        """Post that this rank leaves, and end the threads; not if another rank is gone, as later calls may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
@@ -321,7 +321,7 @@ class Watchdog:
 
 
 class _Standstill:
-    """Measures how long ``thread`` has been in the same call while nothing else has changed."""
+    """Measures how long ``thread`` (an id) has stood in the same call while nothing else has changed."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
@@ -348,7 +348,7 @@ _registered_in: int | None = None
 
 
 def _say_goodbye_at_the_end() -> None:
-    """Register :func:`_say_goodbye` to run at exit, also in processes of multiprocessing, which skip atexit."""
+    """Make :func:`_say_goodbye` run at exit, also in processes of multiprocessing, which skip atexit."""
     global _registered_in
     if _registered_in != os.getpid():
         _registered_in = os.getpid()

@@ -20,7 +20,7 @@ Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and 
 
 
 def logged(folders: Iterable[Path]) -> Series:
-    """Read the metrics that Lightning's CSV logger has written to ``folders``, of all starts of the run."""
+    """Return the metrics that Lightning's CSV logger has written to ``folders``, from all starts of the run."""
     found: dict[str, dict[int, float]] = {}
     for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
         with path.open(newline="") as file:
@@ -33,7 +33,7 @@ def logged(folders: Iterable[Path]) -> Series:
 
 
 def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:
-    """Return speed, bytes and waits of a run. ``held``: bytes that the strategy has measured at the run's end."""
+    """Return the run's speeds, bytes and waits. ``held``: bytes measured at its end; empty: take the logged bytes."""
     last = {name: values[-1][1] for name, values in series.items()}
     speeds = {name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last}
     if not held:

@@ -34,7 +34,7 @@ def attention(
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
 
-    Inside a step it replaces torch's function, and raises ConfigError for unsupported shapes.
+    Inside a step this function replaces torch's, and raises ConfigError for unsupported shapes.
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
@@ -82,7 +82,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat key or value heads if ``size`` does not divide their number: each rank needs those of its query heads."""
+    """Repeat key or value heads if ``size`` does not divide their number: ranks need those of their query heads."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor
@@ -90,7 +90,7 @@ def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
 
 
 def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -> Tensor | None:
-    """Return the mask for this rank's heads. Raises ConfigError if it is not a mask of the whole sequence."""
+    """Return the mask for this rank's heads (None for None). Raises ConfigError if it is not of the whole sequence."""
     if mask is None:
         return None
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):

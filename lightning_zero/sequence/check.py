@@ -30,8 +30,8 @@ _LOOK_FOR = (
 
 class Agreeing(TorchDispatchMode):
     """Makes random numbers that the body draws (for dropout, say) equal in a whole sequence and in its parts: fills
-    each random tensor with repetitions of a short random pattern. ``length``: positions of a part. Where it divides the
-    size of a tensor, each part starts with a new repetition."""
+    each random tensor with repetitions of a short random pattern. ``length``: positions of a part. If ``length``
+    divides a tensor's size, each part starts with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -122,18 +122,18 @@ class Found:
 
     @property
     def says_something(self) -> bool:
-        """Return whether the step can be compared with another: losses are finite, and not all gradients are zero."""
+        """Return whether this step can be compared with another: losses are finite, and some gradient is not zero."""
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 
 
 def unit(found: Iterable[Found]) -> float:
-    """Return the largest rounding error of a single operation in the steps whose results are ``found``."""
+    """Return the largest relative rounding error of a single operation in the steps of ``found``."""
     return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """Say how a training step in parts differs from the same step on whole sequences; ``None`` if it does not.
+    """Return in words how a training step in parts differs from the same step on whole sequences; None if not.
 
     Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must
     agree to two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys
@@ -159,10 +159,11 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
 
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
-    """Say how an evaluation in parts differs from one on whole sequences; ``None`` if it does not.
+    """Return in words how an evaluation in parts differs from one on whole sequences; ``None`` if it does not.
 
-    A logged value is compared with the mean over parts, or the sum, minimum or maximum if it is logged so. ``parts``
-    are the results of all ranks of the group. A tensor that this rank returned must equal the whole one or its part."""
+    A logged value is compared with the mean over parts, or the sum, minimum or maximum if it is logged so. A tensor
+    that this rank returned must equal the whole one or its part. ``parts``: results of all ranks of the group.
+    """
     for name, (expected, how) in whole.logged.items():
         got = [one.logged[name][0] for one in parts if name in one.logged] or [math.nan]
         value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
@@ -184,8 +185,8 @@ def near(got: float, expected: float, rounding: float) -> bool:
 
 
 def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
-    """Return what ``part`` should equal: this rank's slice of ``whole``, or all of it if shapes are equal. ``None`` if
-    the shape of ``part`` is that of neither."""
+    """Return what ``part`` should equal: this rank's slice of ``whole``, or ``whole`` if their shapes are equal;
+    ``None`` if ``part`` has neither shape."""
     if whole.shape == part.shape:
         return whole
     if whole.dim() != part.dim():
@@ -223,7 +224,7 @@ def kind_of(batch: Any) -> str:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of any container, also of dataclasses and transformers' BatchEncoding."""
+    """Yield the leaves of a batch of nested containers, also of dataclasses and transformers' BatchEncoding."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Mapping):
             yield from leaves(dict(leaf))

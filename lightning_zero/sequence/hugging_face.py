@@ -37,7 +37,7 @@ def of_whole_sequences() -> Iterator[None]:
 
 
 def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
-    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if ``given`` has a part's padding."""
+    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if it gets a part's padding mask."""
     part = current()
     if part is None or given["q_length"] != part.length:
         return maker(**given)

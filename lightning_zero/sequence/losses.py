@@ -18,7 +18,7 @@ IGNORED = -100  # the label that torch ignores by default
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``function`` so that inside a step its means are over the tokens of all parts. Such calls are collective."""
+    """Wrap ``function`` so that inside a step its means are over the tokens of all parts. Then calls are collective."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -46,7 +46,7 @@ def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _count(given: dict[str, Any]) -> Tensor:
-    """Return the divisor of the mean: the number of tokens that count, or the sum of their weights."""
+    """Return the divisor of a loss's mean: the number of tokens that count, or the sum of their weights."""
     target: Tensor = given["target"]
     if target.is_floating_point():  # probabilities of classes
         return torch.full((), target[:, 0].numel() if target.dim() > 1 else 1, device=target.device)

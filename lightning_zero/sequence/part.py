@@ -27,8 +27,8 @@ class Window(NamedTuple):
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """Return the first position and the length of the piece of a sequence of ``whole`` positions: short enough for
-        one rank, and long enough that a shift or a convolution's window shows in each part."""
+        """Return the first position and the length of the piece of a sequence of ``whole`` positions. The piece is
+        short enough for one rank, and long enough that a shift or a convolution's window shows in each part."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 
@@ -125,7 +125,7 @@ class SequencePart:
         return mean
 
     def mean_over(self, mean: Tensor, tokens: Any) -> Tensor:
-        """Return the mean over the tokens of all parts. ``mean``: of this part's ``tokens``, a number. Collective."""
+        """Return the mean over the tokens of all parts. ``mean``: over ``tokens`` tokens of this part. Collective."""
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
             raise ConfigError(
                 'zero.loss=tokens: expected a number or a tensor of one element under "tokens" in what training_step '
@@ -136,10 +136,10 @@ class SequencePart:
         return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Turn a step's ``loss`` of this part into the loss of the whole sequences. Collective.
+        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective.
 
-        If ``loss`` adds other terms to a mean over all parts' tokens, they are averaged over the parts. If it contains
-        no such mean, all ranks raise ConfigError."""
+        If ``loss`` adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it
+        contains no such mean, all ranks raise ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = next(_counts_in(loss), None) is not None
@@ -156,7 +156,7 @@ class SequencePart:
         return found
 
     def count(self, loss: Tensor) -> Tensor:
-        """Return the number of tokens of which ``loss`` is a mean: 0-d, fp64, of all parts. Weighted tokens count as
+        """Return the number of tokens, over all parts, of which ``loss`` is a mean: 0-d, fp64. Weighted tokens count as
         their weights. Raises ConfigError if ``loss`` contains no mean over tokens, or means over different numbers."""
         counts = list(_counts_in(loss))
         if len(counts) == 1 or (counts and bool((torch.stack(counts) == counts[0]).all())):
@@ -171,7 +171,7 @@ class SequencePart:
 
 
 class WholeBatch(SequencePart):
-    """Stands for all of a batch in the place of a part, where only the tokens of its losses are counted."""
+    """Stands for a whole batch in the place of a part, where only the tokens of the batch's losses are counted."""
 
     def __init__(self) -> None:
         super().__init__(OnPaper(1))
@@ -193,8 +193,8 @@ def _counts_in(loss: Tensor) -> Iterator[Tensor]:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sums over the ranks of a group. The engine later averages gradients over all ranks. All ``size`` ranks compute a
-    single loss, so the backward multiplies the gradient by ``size``. From a feature (``is_feature``) ranks compute
+    """Sums over the ranks of a group. All ``size`` ranks compute a single loss, and the engine later averages gradients
+    over all ranks, so the backward multiplies the gradient by ``size``. From a feature (``is_feature``) ranks compute
     different values, so the backward sums the ranks' gradients."""
 
     @staticmethod
@@ -222,7 +222,7 @@ def current() -> SequencePart | None:
 
 
 def set_current(part: SequencePart | None) -> SequencePart | None:
-    """Set the part of the running step; return the one that was set before."""
+    """Set the part of the running step; return the part that was set before."""
     global _current
     before, _current = _current, part
     return before
@@ -234,8 +234,8 @@ def set_current(part: SequencePart | None) -> SequencePart | None:
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
     """Return the positions of a forward's tokens in their sequence: ``[length] int64``.
 
-    Use it in place of ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the positions
-    of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
+    Use this in place of ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the
+    positions of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 
@@ -244,8 +244,8 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
     """Return the mean of ``values [batch, length, ...]`` over all tokens. Collective.
 
     Under ``zero.sequence_parallel`` the mean is over all parts, each token counted once, and equal on all ranks of a
-    group. A loss that ``training_step`` computes from it needs no further averaging. The result is 0-d; with ``dim``,
-    it is ``values`` without that dimension. It is NaN where no token counts.
+    group. A loss that ``training_step`` computes from this mean needs no further averaging. The result is 0-d; with
+    ``dim``, it has the shape of ``values`` without that dimension. It is NaN where no token counts.
 
     Args:
         where: ``bool``, expandable to ``values``: the tokens that count. Default: all.

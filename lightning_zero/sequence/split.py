@@ -31,7 +31,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """Return this rank's part of ``batch``, or ``batch`` if it stays whole. Raise ConfigError for unknown batches."""
+    """Return this rank's part of ``batch``, or ``batch`` if it stays whole. Raises ConfigError for an unknown kind."""
     if callable(hook := getattr(module, HOOK, None)):
         return hook(batch, part)
     if isinstance(batch, Tensor) and _is_tokens(batch):

@@ -27,8 +27,8 @@ _FUNCTIONS = {**_LOSSES, "scaled_dot_product_attention": attention}
 
 @contextlib.contextmanager
 def computing(part: SequencePart) -> Iterator[None]:
-    """Let modules called in the body compute on ``part``: replace losses, and where sequences are divided attention, of
-    torch and transformers."""
+    """Let modules called in the body compute on ``part``: replace losses of torch and transformers and, if sequences
+    are divided, also attention."""
     divided = not isinstance(part, WholeBatch)
     replaced = _FUNCTIONS if divided else _LOSSES
     before, functions = set_current(part), {name: getattr(F, name) for name in replaced}
@@ -46,16 +46,16 @@ def computing(part: SequencePart) -> Iterator[None]:
 
 
 class SequenceSteps:
-    """Runs a run's steps on parts of sequences. ``sharers``: ranks that share a sequence; ``None``: it stays whole."""
+    """Runs steps on parts of sequences. ``sharers``: ranks that share a sequence; ``None``: sequences stay whole."""
 
     def __init__(self, module: nn.Module, sharers: Sharers | None) -> None:
         self._module, self._sharers = module, sharers
         self._part: SequencePart | None = None  # of the last training step, whose backward may recompute blocks
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on ``own``, which :meth:`cut` returned, and average its loss over all parts' tokens. Collective.
-
-        Raises a ConfigError if attention cannot get the whole sequence, or the loss contains no mean over tokens."""
+        """Run ``step`` on ``own``, which :meth:`cut` returned, and return its output, with the loss averaged over all
+        parts' tokens. Collective. Raises ConfigError if attention cannot get the whole sequence, or the loss has no
+        mean over tokens."""
         self._part = part
         if part is None:
             return step(own, *more)
@@ -68,7 +68,7 @@ class SequenceSteps:
             return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def whole_loss(self, part: SequencePart, loss: Tensor, tokens: Any) -> Tensor:
-        """Return the loss of whole sequences. ``tokens``: what the step returned under this name. Collective."""
+        """Return the loss of whole sequences. ``tokens``: what the step returned as ``tokens``. Collective."""
         return part.loss(loss)
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
@@ -78,7 +78,7 @@ class SequenceSteps:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Let a backward in the body recompute blocks with the part of a sequence that their forward had."""
+        """Let a backward in the body recompute blocks on the part of a sequence that the blocks' forward had."""
         if self._part is None or current() is not None:
             yield
         else:
@@ -93,7 +93,7 @@ class SequenceSteps:
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
-        """Return this rank's :class:`SequencePart` and its slice of ``batch``; or ``None`` and ``batch`` if it stays
+        """Return this rank's :class:`SequencePart` and its slice of ``batch``; ``None`` and ``batch`` if that stays
         whole. ``window``: cut only these positions out. ``sharers``: ranks with the same batch; default: the run's."""
         sharers = sharers or self._sharers
         if sharers is None:
@@ -104,7 +104,7 @@ class SequenceSteps:
 
 
 def check_alike(batch: Any, group: SequenceGroup) -> None:
-    """Check that all ranks of a group have got the same batch, before it goes to the device. Collective.
+    """Check that all ranks of ``group`` have the same batch, before it goes to the device. Collective.
 
     Raises ConfigError on all ranks of the group if the batches differ."""
     found = group.gather_objects(_fingerprint(batch), "the comparison of batches (zero.sequence_parallel)")
@@ -117,7 +117,7 @@ def check_alike(batch: Any, group: SequenceGroup) -> None:
 
 
 def _fingerprint(batch: Any) -> int:
-    """Hash a batch's shapes, and values on the host. Values on a device are skipped: the host would wait for them."""
+    """Hash a batch's shapes and its values on the host. Values on a device are skipped: the host would wait."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

@@ -54,7 +54,7 @@ class Syscalls:
 
 class Joined:
     """One ``future`` for several parts of a request: done when the last part is, with the first error. An error does
-    not end it early: the caller would reuse the buffer while threads of other parts still use it."""
+    not end the future early: the caller would reuse the buffer while threads of other parts still use it."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -80,7 +80,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a request, for one thread: copy ``memory`` to or from byte ``offset`` of the file."""
+    """A part of a request, for one thread. ``write``: copy ``memory`` to byte ``offset`` of the file; else from it."""
 
     write: bool
     offset: int
@@ -115,8 +115,8 @@ class DiskFile:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def ensure(self, nbytes: int) -> None:
-        """Allocate at least ``nbytes`` (rounded up to pages) for the file. Raises DiskError, with needed and free
-        bytes, if there is no space; the file then keeps its size."""
+        """Make the file at least ``nbytes`` long (rounded up to pages), with allocated space. Raises DiskError, with
+        needed and free bytes, if there is no space; the file then keeps its size."""
         wanted = round_up(nbytes, PAGE)
         if wanted <= self.nbytes:
             return
@@ -145,7 +145,7 @@ class DiskFile:
 
     def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
         """Start to read from byte ``offset`` into ``buffer``; offset and length are multiples of a page. Do not touch
-        ``buffer`` until the future is done. The future can raise :class:`DiskError`. ``label``: name, for errors."""
+        ``buffer`` until the future is done. The future can raise :class:`DiskError`, which names ``label``."""
         return self._start(_Piece(False, offset, buffer, label))
 
     def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
@@ -177,8 +177,8 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """Open the file with O_DIRECT, or return None if the file system does not support it. Try one write too: some
-        file systems accept the flag and refuse every write."""
+        """Open the file with O_DIRECT and return its descriptor; None if the file system does not support that. Try one
+        write too: some file systems accept the flag and refuse every write."""
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:

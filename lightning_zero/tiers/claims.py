@@ -35,8 +35,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Claim:
-    """A rank's lock on its file in a folder. :meth:`release` removes the lock file while it is locked; a process that
-    locks the removed file afterwards notices by its inode."""
+    """A rank's lock on its file in a folder. :meth:`release` removes the lock file while it is locked. A process that
+    locks the removed file afterwards notices by the file's inode."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
         self._path = folder / f"{rank_name}.lock"
@@ -118,7 +118,7 @@ def as_config_error(path: object) -> Iterator[None]:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Check that ``path`` is an existing folder. Raises ConfigError if not."""
+    """Raise ConfigError if ``path`` is not an existing folder."""
     if not os.path.exists(path):
         raise path_error(path, "which does not exist", "Create it or change zero.offload.nvme_path.")
     if not os.path.isdir(path):
@@ -139,7 +139,7 @@ def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> 
 
 def remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
     """Remove, with a warning, the offloaded files of dead ranks from ``folder``: those that no rank has locked, and the
-    file ``own`` (a name without suffix), which the caller has locked before it makes the file anew."""
+    file ``own`` (a name without suffix), which the caller has locked and will make anew."""
     count = nbytes = 0
     for file in sorted(folder.glob("rank*.bin")):
         with contextlib.suppress(OSError):  # locked: its rank lives

@@ -47,7 +47,7 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Reserve one slab for all of ``wanted``. Raises ConfigError if the memory or the budget does not suffice."""
+        """Reserve one slab for ``wanted`` and return its extents. ConfigError if memory or budget does not suffice."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:

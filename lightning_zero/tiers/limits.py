@@ -9,7 +9,7 @@ from pathlib import Path
 
 def available_host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process may still take: the minimum of MemAvailable and of limit minus
-    usage of its cgroup (v1 or v2) and of each parent. Page cache counts as available. Tests pass a ``root``."""
+    usage of its cgroup (v1 or v2) and of each parent cgroup. Page cache counts as available. Tests pass a ``root``."""
     bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -49,7 +49,7 @@ def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | 
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a small file; none if it cannot be read."""
+    """Return the lines of a small file; [] if the file cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

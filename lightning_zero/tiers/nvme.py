@@ -137,7 +137,7 @@ class NvmeTier:
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Wait for the write that this method started last, then start :meth:`stage_out`. If the write fails, the next
+        """Wait for the write that this method started last, then start :meth:`stage_out`. If that write fails, the next
         read of the extent raises its error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.done():
@@ -147,7 +147,7 @@ class NvmeTier:
             return self._last_behind
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Wait for the extents' operations in flight, then free their space in the file."""
+        """Wait for operations in flight on ``extents``, then free their space in the file."""
         for extent in extents:
             # Another extent may get the region at once, and a write in flight would overwrite its values.
             wait([future] if (future := self._last[extent]) is not None else [])
@@ -260,7 +260,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Return whether the disk can use the tensor's memory without the ring: it is aligned, and of whole pages."""
+    """Return whether the disk can use the tensor's memory without the ring: aligned, and of whole pages."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 
@@ -272,8 +272,8 @@ class Regions:
         self.holes: list[tuple[int, int]] = []  # freed bytes [low, high) before ``end``, in order, never adjacent
 
     def take(self, nbytes: int, ensure: Callable[[int], None]) -> int:
-        """Return the offset of a new region: the first hole that is large enough, or the end. ``ensure`` is called with
-        the bytes that the file must hold; if it raises, nothing changes."""
+        """Return the offset of a new region of ``nbytes``: the first hole that is large enough, or the end. ``ensure``
+        is called with the bytes that the file must then hold; if it raises, nothing changes."""
         for i, (low, high) in enumerate(self.holes):
             if high - low >= nbytes:
                 self.holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
@@ -283,7 +283,7 @@ class Regions:
         return self.end - nbytes
 
     def give_back(self, low: int, high: int) -> None:
-        """Free bytes ``[low, high)``."""
+        """Free bytes ``[low, high)`` of the file for reuse."""
         holes: list[tuple[int, int]] = []
         for hole in sorted([*self.holes, (low, high)]):
             if holes and holes[-1][1] == hole[0]:

@@ -29,8 +29,8 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
-    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a
-    GPU, the pages are pinned until :meth:`close`. ``bytes``: the memory as uint8 [nbytes].
+    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a GPU,
+    the pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes].
 
     Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 
@@ -61,7 +61,7 @@ class HostPages:
             return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Unpin the memory and drop the reference to it. The memory is unmapped with its last view."""
+        """Unpin the memory and drop this object's reference to it. The memory is unmapped with its last view."""
         # Unpin before the unmapping below: afterwards the addresses may belong to other memory.
         if self._pinned_for is not None:
             self._pinned_for.synchronize()  # queued copies may still read it
@@ -119,8 +119,8 @@ class StagingRing:
         self._lent: dict[int, str] = {}
 
     def acquire(self, label: str = "") -> StagingBuffer:
-        """Wait for a free buffer and return it. Raises RuntimeError, with the labels of the buffers' users, after
-        ``timeout_s``."""
+        """Wait for a free buffer and return it. ``label``: its user. After ``timeout_s`` seconds raises RuntimeError,
+        with the labels of all users."""
         try:
             index = self._free.get(timeout=self._timeout_s)
         except Empty:

@@ -45,12 +45,12 @@ class PinnedPair(_Pinned):
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the buffer for piece number ``turn`` of the copied values: a tensor [numel], up to ``PAIR_NBYTES``."""
+        """Return a tensor [numel], up to ``PAIR_NBYTES``, for piece number ``turn``: the two buffers take turns."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
 class Sender(PinnedPair):
-    """Copies unpinned host memory to the device, after a cast on the host. Only the calling thread waits for copies."""
+    """Copies unpinned host memory to the device, with a cast on the host. Only the calling thread waits for that."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
@@ -72,7 +72,7 @@ class Sender(PinnedPair):
 
 
 class ReadAhead(_Pinned):
-    """``READ_AHEAD`` pinned buffers, into which files are read ahead of their copy to the device."""
+    """``READ_AHEAD`` pinned buffers of ``nbytes``, into which files are read ahead of their copy to the device."""
 
     def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
         self._nbytes = round_up(nbytes, PAGE)
@@ -82,7 +82,7 @@ class ReadAhead(_Pinned):
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
         """Return memory [numel] to read a file into, and a function. Call the function with the copy's event, once the
-        copy to the device is queued. If no buffer is free or the read is small, the memory is a new, temporary one."""
+        copy to the device is queued. If no buffer is free, or the read is small, the memory is new and temporary."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if not self._free or nbytes * 4 < self._nbytes:

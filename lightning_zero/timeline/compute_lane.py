@@ -13,7 +13,7 @@ from lightning_zero.device.recording import COMPUTE, Recorder
 
 
 class ComputeLane:
-    """Records the timeline's row of compute bars for one engine."""
+    """Records the bars of compute in one engine's timeline: which unit is computed when."""
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
@@ -22,7 +22,7 @@ class ComputeLane:
         self._last: Any = None  # the moment of the last event
 
     def _keeper(self) -> Recorder | None:
-        """Return the recorder that keeps spans now, or None. If it differs from the last call's, forget open spans."""
+        """Return the recorder that keeps spans now, or None. If it is another one than before, forget open bars."""
         if (recorder := recording.keeper()) is not self._recorder:
             self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
         return recorder

@@ -33,7 +33,7 @@ class RankLanes:
         return self.ends[-1] - self.ends[0] if len(self.ends) > 1 else 0.0
 
     def stood(self) -> Counter[str]:
-        """Return the seconds that compute waited inside the recorded steps, by what it waited for (``waits_for``)."""
+        """Return the seconds that compute waited inside the recorded steps, by kind of wait (``waits_for``)."""
         found: Counter[str] = Counter()
         first, last = (self.ends[0], self.ends[-1]) if self.ends else (float("-inf"), float("inf"))
         for span in (s for row in self.rows.get(COMPUTE, []) for s in row if s.waits_for):
@@ -59,7 +59,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
     """Choose the ranks to show: all if they have at most ``most`` bars in all, else as many as fit.
 
-    Rank 0 is chosen first. Then come, in turns, ranks whose compute waits least (others wait for them) and most.
+    Rank 0 is chosen first. Then come, in turns, the ranks whose compute waits least (others wait for them) and most.
     """
 
     def bars(lanes: RankLanes) -> int:

@@ -28,7 +28,7 @@ STEPS = 2  # steps to record
 
 
 def check_timeline(folder: str | None) -> None:
-    """Create ``folder``, the value of ``zero.timeline``, unless it is None. Raise ConfigError if that fails."""
+    """Create ``folder``, the value of ``zero.timeline``, unless it is None. Raises ConfigError if that fails."""
     if folder is None:
         return
     try:
@@ -40,8 +40,8 @@ def check_timeline(folder: str | None) -> None:
 
 
 class Timeline:
-    """Records some steps of one engine, if ``zero.timeline`` names a ``folder``. ``wait_for_all`` waits for offloaded
-    optimizer steps, and is collective."""
+    """Records some steps of one engine, if ``zero.timeline`` names a ``folder``. ``wait_for_all``: a collective
+    function that waits for offloaded optimizer steps."""
 
     def __init__(self, folder: str | None, comm: Communicator, wait_for_all: Callable[[], None]) -> None:
         self._folder, self._comm, self._wait_for_all = folder, comm, wait_for_all
@@ -62,8 +62,8 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """End a recording when the run ends. ``together``: whether all ranks call this and none has failed. If so,
-        write the recorded steps, which is collective. Otherwise drop them."""
+        """End a recording when the run ends. If ``together`` (all ranks call this and none has failed), write the
+        recorded steps, which is collective. Otherwise drop them."""
         if self._folder is None:
             return
         if self._recorder is not None:
@@ -168,7 +168,7 @@ def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) 
 
 
 def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:
-    """Return ``ranks`` as a Chrome trace, which https://ui.perfetto.dev opens. ``origin`` becomes its time 0."""
+    """Return ``ranks`` as a Chrome trace, which https://ui.perfetto.dev opens. ``origin``: seconds at its time 0."""
     events = [event for lanes in ranks for event in _events(lanes, origin)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 

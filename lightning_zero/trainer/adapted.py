@@ -30,7 +30,7 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Change each object's class to a subclass with our methods, if a class in ``ours`` extends one of its classes."""
+    """Give each object a subclass of its class and of those classes in ``ours`` that extend one of its base classes."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

@@ -1,4 +1,4 @@
-"""Write fingerprints of the weights and optimizer state into ``fingerprints.csv``, for ``zero.fingerprint``."""
+"""Write fingerprints (checksums) of weights and optimizer state into ``fingerprints.csv``, for ``zero.fingerprint``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLUMNS = ("step", "unit", "masters", "optimizer_state")
 
 
 class Fingerprints:
-    """Writes a line for each unit every ``every`` steps into ``fingerprints.csv`` in the Trainer's default_root_dir.
+    """Writes checksums of each unit every ``every`` steps into ``fingerprints.csv`` in the Trainer's default_root_dir.
 
-    Numbers are written when the next ones are due, or at the end, so that the host need not wait for a device.
+    Checksums stay on the device until the next ones are due or training ends, so the host does not wait for them.
     """
 
     def __init__(self, trainer: pl.Trainer, engine: Engine, every: int) -> None:
@@ -35,10 +35,10 @@ class Fingerprints:
         self._waits = step, fingerprints(self._engine), differ
 
     def step(self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Call ``step(closure)``. If fingerprints are due, compare replicas before it, and compute them after it.
-        Collective.
+        """Run the optimizer step ``step(closure)`` and return its result. If fingerprints are due, compare the ranks'
+        copies of whole parameters before the step, and compute fingerprints after it. Collective.
 
-        Raises RuntimeError on all ranks if parameters that every rank holds whole differed between ranks last time.
+        Raises RuntimeError on all ranks if these copies differed when fingerprints were last due.
         """
         number, differ = self._trainer.global_step + 1, []
         if number % self._every:
@@ -54,7 +54,7 @@ class Fingerprints:
         return result
 
     def write(self) -> None:
-        """Write the fingerprints that were computed last."""
+        """Append the last fingerprints to the file. Raise RuntimeError if ranks' copies of parameters differed."""
         if self._waits is None:
             return
         (step, found, differ), self._waits = self._waits, None

@@ -31,7 +31,7 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps, to end the run on a signal. A save that this asks for comes first."""
+    """Raised on all ranks between two steps to end the run on a signal, after the save if the signal asks for one."""
 
 
 class Interruptions:
@@ -44,11 +44,12 @@ class Interruptions:
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to (on SLURM always), leave    leave at once
 
-    A validation is finished first. An existing handler of the requeue signal is replaced, as submitit's would not save.
+    A running validation ends first. An existing handler of the requeue signal is replaced: submitit's would not save.
 
     Args:
         saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
-        save_every_s: seconds between periodic saves; more if saves would exceed :data:`SAVING_SHARE` of the time.
+        save_every_s: seconds between periodic saves (None: none), or more, so that saves take at most
+            :data:`SAVING_SHARE` of the time.
     """
 
     def __init__(
@@ -108,21 +109,23 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """Return the exit code of a process that a signal ends: 0 on SLURM; elsewhere one that means "unfinished"."""
+        """Return the exit code of a process that a signal ends: 0 on SLURM; elsewhere 143, which means "unfinished"."""
         # On SLURM 0, because srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals if the next batch is the first of an accumulation window. Collective."""
+        """Answer signals if the next batch is the first one whose gradients are accumulated for a step. Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
             self.at_boundary()
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """After a step, save if a periodic save is due. Raise Left on all ranks if any got a signal. Collective.
+        """After a step, save if a periodic save is due, and answer a signal that any rank got: raise Left on all ranks,
+        after a save if the signal asks for one. Also raise the error of a failed background save. Collective.
 
-        ``last``: training has ended, so no periodic save is needed."""
+        ``last``: training has ended, so no periodic save is needed.
+        """
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
         noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
@@ -135,7 +138,8 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, raise Left, or both, for the signal or due save ``asked``. In ``at`` loops can be saved. Collective."""
+        """Answer ``asked``, a signal or due save: save, raise Left or both. In ``at`` loops can be saved.
+        Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -152,7 +156,7 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Put the loops, during the body, into the state in which Lightning saves. An exception leaves them in it.
+        """Give the Trainer's loops, in the body, the state in which Lightning saves. They keep it after an exception.
 
         Lightning saves before it counts a step for loggers, and adds that step on load; so the body sees one step less.
         A batch that is counted as fetched but not begun tells Lightning that earlier validations are done.
@@ -204,7 +208,8 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM, or the job's script, to run the job again. Return whether the job will run again."""
+        """Ask SLURM or the job's script to run the job again. Return whether it will; ranks other than 0 return
+        True."""
         if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -221,7 +226,7 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Take a batch that was fetched but never trained out of the count on which ``val_check_interval`` depends."""
+    """Subtract a fetched but never trained batch from the count of batches that ``val_check_interval`` depends on."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
         total.ready -= 1
@@ -236,12 +241,13 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 
 
 def failed_on_all_ranks(error: Exception) -> bool:
-    """Return whether ``error`` is from a save that failed on all ranks."""
+    """Return whether ``error`` comes from a save that raised on all ranks, so that all of them can go on."""
     return ON_ALL_RANKS in error.__dict__
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """After an exception, raise RuntimeError unless all ranks call this within :data:`MEET_S`, as a save would hang."""
+    """While an exception is handled, raise RuntimeError unless all ranks call this within :data:`MEET_S`. A save by
+    some ranks would hang."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -1,4 +1,5 @@
-"""Before training, refuse batches that ``zero.vertical_chunks`` does not divide. An epoch's last would fail late."""
+"""Refuse, before training, batches that ``zero.vertical_chunks`` does not divide: an epoch's last one would fail
+late."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lightning_zero.lightning_api import CombinedLoader, pl
 
 
 def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:
-    """Raise ConfigError if ``vertical_chunks`` does not divide a DataLoader's batches. Skip other kinds of loader."""
+    """Raise ConfigError if ``vertical_chunks`` does not divide a DataLoader's batch sizes. Skip other kinds of
+    loader."""
     loaders: Any = trainer.fit_loop._combined_loader
     if vertical_chunks == 1 or not isinstance(loaders, CombinedLoader):
         return

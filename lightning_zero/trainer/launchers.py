@@ -61,7 +61,7 @@ def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
 
 
 class Forking:
-    """Mixin for Lightning's fork launchers (Trainer, Fabric): checks before the fork, cleanup of forked processes."""
+    """Mixin for Lightning's fork launchers (Trainer, Fabric): checks that forks can work, and ends forked processes."""
 
     _strategy: Any
 
@@ -106,7 +106,7 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Return rank 0's results as Lightning does. Save weights, gathered from all ranks, to a file. Collective."""
+        """Return rank 0's results; None on other ranks. After a fit, write all ranks' weights to a file. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         state = engine.state_dict() if engine is not None and fitting else None

@@ -30,8 +30,9 @@ class LongSequences(SequenceSteps):
     def __init__(
         self, module: Any = None, engine: Engine | None = None, size: int = 1, tokens: StepTokens | None = None
     ) -> None:
-        """Open the group of ``size`` ranks that share a sequence. Raise ConfigError if ``size`` does not divide the
-        number of ranks, or the module is compiled. ``tokens``: counts the tokens of training steps. Collective."""
+        """Open the group of ``size`` ranks that share a sequence, if ``size`` > 1. Raise ConfigError if it does not
+        divide the number of ranks, or the module is compiled. ``tokens``: counts the tokens of training steps.
+        Collective."""
         self.group: SequenceGroup | None = None
         self.tokens = tokens
         self._check: SequenceCheck | None = None

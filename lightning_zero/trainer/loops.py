@@ -1,4 +1,4 @@
-"""Adapt a run's objects to our strategy. The Trainer's loops report each fetch to interruptions and random numbers."""
+"""Adapt a run's objects to our strategy. The Trainer's loops report each fetch to Interruptions and RandomNumbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.trainer.saves.range_saves import SavesByRanges
 
 
 def _numbers(loop: Any) -> RandomNumbers | None:
-    """Return the strategy's RandomNumbers while they follow a fit, else None."""
+    """Return the RandomNumbers of the strategy of the loop's Trainer while a fit runs, else None."""
     numbers: RandomNumbers | None = getattr(loop.trainer.strategy, "_random_numbers", None)
     return numbers if numbers is not None and numbers.watches else None
 

@@ -64,8 +64,8 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Convert Lightning's ``plugin``. Raise ConfigError if its precision is not supported, or is not ``asked``.
-        ``asked`` wins over ``32-true``: Lightning does not tell if that was given or is the default."""
+        """Return Lightning's ``plugin`` as ours. Raise ConfigError if its precision is not supported, or is not
+        ``asked``. But ``asked`` wins over ``32-true``: Lightning does not tell if that was given or is the default."""
         if asked is not None and type(plugin).__name__ == "Precision":
             return cls(asked.value)
         ours = plugin if isinstance(plugin, cls) else cls._like(plugin)

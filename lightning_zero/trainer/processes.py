@@ -57,7 +57,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, whose Waits serve Lightning's collectives, or None if there is none yet."""
+            """Return an engine of this run, whose Waits serve Lightning's collectives; None if there is none yet."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the :class:`Waits` for Lightning's collectives. Before there is an engine, these are the start's."""
+        """Return the Waits for Lightning's collectives: the engine's; without an engine those of the start, or None."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -217,7 +217,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Tell ranks that wait for this rank, during the body, that it is in ``what``, a collective of Lightning's."""
+        """During the body, tell ranks that wait for this one that it is in ``what``, a collective of Lightning's."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -227,7 +227,8 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Call ``act``, which must send no messages, on each rank. If it fails on any rank, all raise. Collective."""
+        """Return ``act()``, called on each rank. It must send no messages. If it fails on any, all raise.
+        Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
@@ -239,7 +240,7 @@ class Ended:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group with all ranks at exit, as gloo else aborts at random. After an error, do nothing."""
+    """Destroy the process group on all ranks at exit: gloo else aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

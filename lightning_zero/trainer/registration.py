@@ -46,7 +46,7 @@ def _fill(module: ModuleType) -> None:
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Import the strategy's class, and make the strategy of preset ``name``. A registry of Lightning calls this."""
+    """Return a new strategy of preset ``name``. ``module``: the module of Lightning whose registry calls this."""
     from lightning_zero.lightning_api import check_package
 
     check_package(module.removesuffix(".strategies"))

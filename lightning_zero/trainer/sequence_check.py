@@ -48,8 +48,8 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Run the step ``name`` on whole sequences and on parts, once for each structure of batches. Raise ConfigError
-        on all ranks if the results differ. Collective.
+        """Try the step ``name`` on short sequences of its batch, once whole and once in parts. Do so once for each
+        structure of batches. Raise ConfigError on all ranks if the results differ. Collective.
 
         ``together``: whether all ranks call this now. If not, a check runs only where all ranks share one sequence.
         """

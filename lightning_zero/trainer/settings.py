@@ -1,4 +1,4 @@
-"""The settings of a strategy, shared by the Trainer and Fabric."""
+"""Make the settings of a strategy from its arguments, for the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunPlan:
 
     Attributes:
         settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
-        resumes_job: whether the checkpoint is of an earlier start of this job. It is then verified unless
+        resumes_job: whether an earlier start of this job wrote the checkpoint to load. It is then verified unless
             ``zero.checkpoint.verify`` is false.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
@@ -63,7 +63,7 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine: with precision ``row``, and without what the strategy does itself:
-    divide sequences among ranks, count tokens and write fingerprints."""
+    """Return ``config`` for an engine, with precision ``row``, and without what the strategy itself does: dividing
+    sequences among ranks, counting tokens, writing fingerprints."""
     precision = replace(config.precision, name=row)
     return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches, fingerprint=None)

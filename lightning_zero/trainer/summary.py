@@ -23,7 +23,7 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 
 
 def setup_of(engine: Engine) -> dict[str, str | int]:
-    """Return what a run's results say of its ranks and its model."""
+    """Return a run's stage, offload, precision and numbers of ranks and parameters, for its file of results."""
     rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
     numbers = {"ranks": engine.comm.world_size, "parameters": sum(i.numel for u in engine.units for i in u.infos)}
     return {**rows, "precision": engine.passes.precision.name, **numbers}
@@ -84,7 +84,8 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """Return table rows of this rank's planned and measured bytes at a run's end, by role and tier, and at the peak."""
+    """Return rows (role, tier, bytes planned, bytes measured) of this rank at a run's end, then one of a step's
+    peak."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

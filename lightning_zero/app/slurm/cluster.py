@@ -156,7 +156,7 @@ class ClusterConfig:
 
 
 def seconds_of(time: str) -> int:
-    """Convert ``24:00:00`` or ``2-12:30`` to seconds. Raises ConfigError for any other form.
+    """Return ``24:00:00`` or ``2-12:30`` in seconds. Raise ConfigError for any other form.
 
     Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would take that for minutes.
     """

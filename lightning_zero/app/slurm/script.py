@@ -76,7 +76,7 @@ def log_path(run_dir: str | None, job: str = "%j") -> str:
 
 
 def _quoted(value: object) -> str:
-    """Quote a value for an ``#SBATCH`` line, which sbatch parses and not the shell."""
+    """Return ``value``, quoted for an ``#SBATCH`` line if needed. sbatch parses such lines, and not the shell."""
     text = str(value)
     return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
 

@@ -71,8 +71,8 @@ def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tupl
     """Yield name and values of each tensor that ``export`` would write, for an inference engine. Collective.
 
     All ranks must take all tensors, between steps. A tensor is on the device, and valid until the next one is taken.
-    One bucket is gathered at a time, in fp32 if its masters are. ``dtype``: of floating-point tensors; ``None``: as
-    before sharding. Raises RuntimeError if ``module`` is not sharded.
+    One bucket is gathered at a time, in fp32 if its masters are fp32. ``dtype``: of floating-point tensors; ``None``:
+    as before sharding. Raises RuntimeError if ``module`` is not sharded.
     """
     engine = engine_of(module)
     if engine is None:
@@ -81,7 +81,7 @@ def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tupl
 
 
 class _Tensors:
-    """The tensors of an engine's model in the form that files of Hugging Face have."""
+    """The tensors of an engine's model, with the names, forms and dtypes that Hugging Face files have."""
 
     def __init__(self, engine: Engine, dtype: torch.dtype | None) -> None:
         self._engine, self._dtype = engine, dtype
@@ -90,7 +90,7 @@ class _Tensors:
 
     @outside_autograd
     def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
-        """Return the engine's state dict, the same on meta in the dtypes of the files, and their names. Collective."""
+        """Return the engine's state dict, the same on meta in the files' dtypes, and the export plan. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
@@ -107,7 +107,7 @@ class _Tensors:
 
     @outside_autograd
     def _gather(self, key: str) -> Tensor:
-        """Return a whole parameter. Its bucket stays gathered until another bucket is needed. Collective."""
+        """Return the whole parameter ``key``. Its bucket stays gathered until another one is needed. Collective."""
         place = self._engine.units.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
@@ -213,7 +213,7 @@ class _Export(_Tensors):
 
 
 def _is_turned(value: Any) -> bool:
-    """Return whether a sharded tensor is not row-major in memory. Files need row-major tensors, so it is gathered."""
+    """Return whether a sharded tensor is not row-major in memory. Files need row-major ones, so it must be gathered."""
     return isinstance(value, TensorParts) and list(value.order) != sorted(value.order)
 
 
@@ -222,8 +222,8 @@ def _named(name: str, key: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
-    """Write the configuration of ``model`` (of transformers or PEFT; None: write none). Copy tokenizer files from
-    ``source``, the folder from which the model was loaded."""
+    """Write the configuration of ``model`` (of transformers or PEFT; None: write none) to ``folder``. Copy tokenizer
+    files from ``source``, the folder from which the model was loaded. ``adapters``: it is a PEFT model."""
     if adapters:
         config = copy.copy(model.peft_config[model.active_adapter])
         config.inference_mode = True

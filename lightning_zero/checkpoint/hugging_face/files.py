@@ -34,7 +34,7 @@ _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Convert ``bf16``, ``bfloat16`` or a dtype to a floating-point dtype, None to None. Else raise ConfigError."""
+    """Return the floating-point dtype that ``value`` is or names, None for None. Raises ConfigError otherwise."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Files:
-    """Where each of ``tensors`` (on meta, by name) is in files up to ``shard_nbytes``. A larger one has its own."""
+    """Where ``tensors`` (on meta, by name) are in files of ``shard_nbytes``. A larger tensor has its own file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
         self._nbytes, left = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
@@ -85,7 +85,7 @@ class Files:
             self.places[name] = Place(file, len(head) + header[name]["data_offsets"][0], tensor.dtype)
 
     def make(self, folder: Path) -> None:
-        """Make the files in full length, with headers and no values yet; and an index if there are several."""
+        """Make all files in full length, with headers and no values; also an index if there are several files."""
         for name, (head, size) in self._heads.items():
             with (folder / name).open("wb") as file:
                 file.write(head)
@@ -118,7 +118,7 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], in any dtype, as the tensor's elements from ``start`` on, in row-major order."""
+        """Write ``values`` [n], cast to the file's dtype, as the tensor's row-major elements from ``start`` on."""
         place = self._files.places[name]
         if place.file not in self._open:
             self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that are converted to others for the files. ``convert`` takes and returns values by name."""
+    """Tensors of a module that files hold in another form. ``convert``: from values by key to values by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -29,8 +29,8 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: name in files -> key of a tensor that is not converted. ``model``: transformers' or
-    PEFT's, or None."""
+    """What to export. ``renamed``: name in files -> key of a tensor that is not converted. ``model``: the module's
+    model of transformers or PEFT; None: it has none."""
 
     model: Any
     renamed: dict[str, str]
@@ -38,7 +38,7 @@ class Outgoing(NamedTuple):
     adapters: bool
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that the files will have, by name, on meta like those of ``state``."""
+        """Return a meta tensor for each name in the files. ``state``: the module's tensors on meta, by key."""
         renamed = {name: state[key] for name, key in self.renamed.items()}
         return renamed | {name: value for group in self.groups for name, value in group.results.items()}
 
@@ -68,7 +68,7 @@ def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor]) -> Outgoing:
 
 
 def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> dict[str, str]:
-    """Keep one name of each tied tensor in ``own``: the one that the others are tied to, else the first."""
+    """Return ``own`` with one name for each tied tensor: the one that the others are tied to, else the first."""
     tied = getattr(model, "_tied_weights_keys", None)
     tied = set(tied) if tied else set()
     names: dict[int, list[str]] = {}
@@ -101,7 +101,7 @@ def _converter(members: Sequence[str], own: Mapping[str, str], revert: Any) -> A
 
 
 def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function that converts tensors to their form in files. With older transformers it changes nothing."""
+    """Return the function that converts tensors to the form of files. With older transformers it changes nothing."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:
@@ -115,7 +115,7 @@ def _on_meta(value: Tensor) -> Tensor:
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
     """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
-    user's code. None: there is no such model, or it has adapters. ``source``: the model's folder."""
+    user's code. None: there is no such model, or it has adapters. ``source``: the folder that it came from."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -125,7 +125,7 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """Build on meta the model that ``record`` describes. Return None if transformers is missing or lacks its class."""
+    """Build on meta the model that ``record`` describes; return None if transformers lacks it or is missing."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

@@ -55,7 +55,7 @@ ALLOWED = {
 
 
 def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
-    """Make DCP's index of ``folder`` from the entries of all ranks."""
+    """Make DCP's index of the checkpoint ``folder``. ``entries``: what all ranks have written."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Any] = {}
@@ -102,7 +102,8 @@ class _Unpickler(pickle._Unpickler):
 
 def read_index(folder: Path) -> Metadata:
     """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
-    index is missing or damaged, another file missing or too short, or the checkpoint not of Lightning."""
+    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's.
+    """
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -130,8 +131,8 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_other_folder(target: Path) -> None:
-    """Raise IsADirectoryError if ``target`` is a folder with files that are no checkpoint's: a save would remove
-    them."""
+    """Raise IsADirectoryError if ``target`` is a folder with files of another kind than a checkpoint's, because a save
+    would remove them."""
     if not target.is_dir() or target.is_symlink():
         return
     others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]
@@ -145,7 +146,7 @@ def refusal(path: Path, cause: str) -> str:
 
 
 def _check_files(folder: Path, index: Metadata) -> None:
-    """Compare the index with the sizes of the files, and its boxes with the shapes of its tensors."""
+    """Raise ConfigError if files are shorter than the index says, or if its boxes do not fill the tensors."""
     ends: dict[str, int] = {}
     for info in index.storage_data.values():
         if getattr(info, "transform_descriptors", None):

@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
     @property
     def storage(self) -> MasterStorage | None:
-        """Return the storage, if any, that must be open while :meth:`tensor` is called and its result is used."""
+        """Return the storage that must be open while :meth:`tensor` is called and its result used; None: no storage."""
         return self.source.storage if isinstance(self.source, Part) else None
 
     @property
@@ -48,7 +48,7 @@ class Item(NamedTuple):
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
-        """Return the box's values, [box.sizes]: the present ones or, with ``snapshot``, those when it was made."""
+        """Return the values [box.sizes] of the box: those of now or, with ``snapshot``, of when it was made."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.storage is not None and self.slice is not None:
@@ -73,13 +73,13 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel] as a tensor of ``sizes``. ``order``: its dimensions, slowest in memory first."""
+    """View ``flat`` [numel] as a tensor of ``sizes``. ``order``: that tensor's dimensions, slowest in memory first."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
 def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
-    """Return what ``rank`` writes of the nested ``state``; items of one storage are neighbours. Every rank writes its
-    own tensor parts and its :class:`Unsharded` values; rank 0 writes all other values."""
+    """Return the items that ``rank`` writes of the nested ``state``, grouped by storage. Every rank writes its own
+    parts of tensors and its :class:`Unsharded` values; rank 0 also writes all other values."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
     names: dict[Any, list[str]] = {}  # by tensor that they share
@@ -93,7 +93,7 @@ def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
 
 
 def by_home(items: Sequence[T]) -> list[T]:
-    """Sort ``items`` so that those of one ``storage`` are neighbours."""
+    """Return ``items`` sorted so that those with the same ``storage`` are neighbours."""
     places: dict[int, int] = {}
     for item in items:
         places.setdefault(id(item.storage), len(places))

@@ -54,7 +54,7 @@ class Slice(io.RawIOBase):
 
 
 class _Blob(NamedTuple):
-    """Where a file holds a tensor that torch.save has written into it."""
+    """Where a file of the checkpoint holds the values of one tensor that torch.save has written into the file."""
 
     path: Path
     start: int  # of its values, in bytes
@@ -62,7 +62,7 @@ class _Blob(NamedTuple):
 
 
 class ShardedFolder:
-    """An open checkpoint folder. Raises ConfigError, with the file, if it is not complete; OSError from the system."""
+    """An open checkpoint folder. Raises ConfigError, with the file, if the folder is incomplete; also OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -75,7 +75,7 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Return the names that lead to the value of ``key``; in old folders without names, ``key`` split at a dot."""
+        """Return the names that lead to the value of ``key``; if none were saved, ``key`` split at its first dot."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 
@@ -83,7 +83,7 @@ class ShardedFolder:
         return isinstance(self.index.state_dict_metadata[key], TensorStorageMetadata)
 
     def tensor(self, key: str) -> StoredTensor:
-        """Return the tensor of ``key``. Tied parameters, whose keys share bytes, give one object."""
+        """Return the tensor of ``key``. Keys of tied parameters share bytes in the files, and return one object."""
         entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
         infos = (self.index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks)
         places = tuple((info.relative_path, info.offset) for info in infos) or key
@@ -94,7 +94,7 @@ class ShardedFolder:
         return self._tensors[places]
 
     def value(self, key: str, *, weights_only: bool = True) -> Any:
-        """Load a value that is no tensor. Raises pickle.UnpicklingError if it would run code."""
+        """Load the value of ``key``, which is no tensor. Raises pickle.UnpicklingError if it would run code."""
         info = self.index.storage_data[MetadataIndex(key)]
         with (self.path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
@@ -118,7 +118,7 @@ class ShardedFolder:
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
         """Fill ``target`` with the box at ``offsets`` of the tensor that was written at ``place``. Reads all bytes from
-        the box's first to its last element; directly into ``target`` if both have the same memory layout."""
+        the box's first to its last element, and directly into ``target`` if both have the same memory layout."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))

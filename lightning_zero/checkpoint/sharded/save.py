@@ -34,7 +34,7 @@ from lightning_zero.tiers.pages import byte_view
 
 
 class Behind(NamedTuple):
-    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: free buffers for copies."""
+    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: buffers for copies."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -138,7 +138,7 @@ def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequenc
 
 
 class _RankFile:
-    """Writes ``items``, if any, to a rank's file. With ``behind``, a later :meth:`write` writes what they hold now."""
+    """Writes ``items``, if any, to a rank's file. With ``behind``, copies the values now, to write them later."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None
@@ -202,7 +202,7 @@ def slices_of(items: Sequence[Item]) -> dict[MasterStorage, list[FlatSlice]]:
 
 
 def detached(items: Sequence[Item]) -> list[Item]:
-    """Return ``items`` for a thread that writes them later, with copies of all values that are in no storage."""
+    """Return ``items`` with copies of all values that are in no storage, so that a thread can write them later."""
     found = []
     for item in items:
         value = item.source
@@ -214,7 +214,7 @@ def detached(items: Sequence[Item]) -> list[Item]:
 
 def alone(tensor: Tensor) -> Tensor:
     """Return a host tensor with the values of ``tensor`` and a storage of its own, because torch.save writes whole
-    storages. A view on the host is not copied if it has no gaps."""
+    storages. A view on the host that has no gaps is not copied."""
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
         return host

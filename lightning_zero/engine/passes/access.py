@@ -45,12 +45,12 @@ class _Entry(NamedTuple):
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """Return :func:`checksum_on_device` as a number."""
+    """Return the checksum of ``values`` as an int below 2**64: see :func:`checksum_on_device`."""
     return int(checksum_on_device(values, first)) & 0xFFFFFFFFFFFFFFFF
 
 
 def checksum_on_device(values: Tensor, first: int = 0) -> Tensor:
-    """Compute a checksum of values and their positions: 0-d, int64. The checksums of a tensor's parts add up to the
+    """Return a checksum [0-d, int64] of ``values`` and their positions. The checksums of a tensor's parts add up to the
     checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
@@ -158,7 +158,7 @@ class Writes:
 
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
         """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter
-        after the write. ``own``: this rank's part of the bucket before the write."""
+        after the write. ``own`` [owned numel]: this rank's compute parameters before the write."""
         if self._comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot
@@ -208,7 +208,7 @@ class Writes:
             )
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute checksums of this rank's values of parameters ``keys``. Skips those that are copies of masters."""
+        """Return checksums of this rank's values of those parameters ``keys`` that are the masters, not copies."""
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
@@ -225,7 +225,7 @@ class Writes:
             self.confirm()
 
     def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Compute each whole parameter's checksum before any write: the sum of the ranks' checksums. Collective."""
+        """Return the checksum of each whole parameter of ``keys`` before any write, summed over ranks. Collective."""
         own = {}
         for key in keys:
             entry = self._unconfirmed.get(key)
@@ -334,8 +334,8 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Gather the units of ``params`` for ``operation``. Returns the units that the caller must reshard after it.
-        Raises RuntimeError between passes if parameters are sharded."""
+        """Gather the units of ``params`` for the user's ``operation``. Return the units that were gathered for this,
+        which the caller must reshard after the operation. Raises RuntimeError between passes if a unit reshards."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:

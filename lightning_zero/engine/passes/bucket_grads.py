@@ -57,8 +57,8 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``reduces``: whether the backward reduces this bucket. ``fresh``: whether it does, and
-        no gradients of earlier backwards wait for the same reduction; equal on all ranks."""
+        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: this backward reduces, and
+        no gradients of earlier backwards (``no_sync``) wait for that reduction; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
         self._choose_dtypes()
@@ -104,7 +104,7 @@ class BucketGrads:
         return late
 
     def _place(self, local: Tensor, slot: int) -> Tensor:
-        """Return a parameter's part of the local buffer, as a view of the parameter's shape."""
+        """Return a view of the elements of the parameter at ``slot`` in ``local``, in the parameter's shape."""
         info = self.bucket.params[slot]
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
@@ -155,7 +155,7 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Return the local buffer to reduce, zero where no gradient came. A second call returns the late gradients."""
+        """Return a buffer to reduce, zero where no gradient came. A second call returns one with the late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
@@ -184,7 +184,7 @@ class BucketGrads:
         self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop the gradients of these slots, after the user has set ``param.grad`` to None."""
+        """Drop local and reduced gradients of ``slots``, after the user has set ``param.grad`` to None."""
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
@@ -204,7 +204,7 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def zero(self, slot: int) -> None:
-        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. Unlike ``None``, zeros count as a gradient."""
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step uses these zeros; after None it skips."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)

@@ -33,7 +33,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Holds the settings of a ``torch.compile`` call, with which units inside the compiled module are compiled too."""
+    """Holds the settings of one ``torch.compile`` call. The units inside the compiled module are compiled with them."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler
@@ -50,7 +50,7 @@ def compile_with(**settings: Any) -> Compile:
 
 
 def how_compiled(function: object) -> Compile | None:
-    """Return the settings with which a function or module was compiled; None if it is not compiled."""
+    """Return the settings with which ``function``, a function or module, was compiled. None: it is not compiled."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
         # torch offers no other way to find the settings of a compiled function.
@@ -184,7 +184,7 @@ class CompiledModules:
         )
 
     def undo(self) -> None:
-        """Restore the modules' own calls. Let torch alone compile again what users have compiled after sharding."""
+        """Restore the modules' own calls, and let torch compile the modules that users compiled after sharding."""
         for module, call in self._calls:
             vars(module).pop(_CALL, None)
             vars(module).pop("compile", None)
@@ -225,7 +225,7 @@ def _calls_compiled(module: nn.Module) -> Iterator[str]:
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:
-    """Yield attribute name and settings of all that users compiled in ``module``: its call, or methods it was given."""
+    """Yield (attribute name, settings) of each compiled call or method that users have set on ``module``."""
     for name, value in vars(module).items():
         of = getattr(getattr(value, "_torchdynamo_orig_callable", None), "__self__", None)
         wraps = vars(module).get("_modules", {}).get("_orig_mod")

@@ -224,7 +224,7 @@ class GatherOrder:
                     unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Return whether ``unit`` can be gathered before its use: False while it waits for an offloaded step."""
+        """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
         # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 

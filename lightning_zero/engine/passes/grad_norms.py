@@ -61,8 +61,8 @@ def refuse_whole(places: Iterable[Place]) -> None:
 
 
 def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> list[Tensor]:
-    """Return views of the parts of flat ``grad`` that belong to ``slots``, one view for adjacent parts. ``fragments``:
-    the parts of all slots, in order."""
+    """Return views of the elements of flat ``grad`` that belong to ``slots``, one view for each run of adjacent slots.
+    ``fragments``: where each slot's elements lie in ``grad``, in order."""
     keys = [True if fragment.index in slots else None for fragment in fragments]
     return [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
 
@@ -74,7 +74,7 @@ def parts_of_shards(
 
     Returns:
         Two dicts by part number; each part is in one of them. The first has results of ``look_up`` for shards of which
-        all slots are wanted, unless the result is None. It needs no wait for a shard's copy to the host. The second has
+        all slots are wanted, unless the result is None. No copy of a shard to the host is awaited. The second has
         views of all other parts.
     """
     known: dict[int, Tensor] = {}
@@ -98,8 +98,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. ``finish_pending``: called before a read of gradients; it finishes
-    optimizer steps and drops failed backwards."""
+    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to finish
+    optimizer steps and drop failed backwards."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -164,7 +164,8 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return the joint norm of several gradients, loss scale included; None if loss scales differ. Collective."""
+        """Return the norm of all gradients of ``infos`` together, loss scale included. Return None, without a message,
+        if these gradients show different loss scales. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -179,7 +180,7 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return gradients' norms without loss scale, by parameter id. Skips partly reduced gradients. Collective."""
+        """Return norms of all gradients, without loss scale, by parameter id. Skips partly reduced ones. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []

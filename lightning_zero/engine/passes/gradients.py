@@ -28,7 +28,7 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 
 class IssuedReductions:
-    """Counts the reductions issued in a pass: ``here`` by this rank; ``everywhere``: at least so many by each rank.
+    """Counts the reductions issued in a pass: this rank has issued ``here``, and each rank at least ``everywhere``.
 
     ``one_path``: whether all ranks follow an order of gathers, recorded while all ranks used the same units.
     """
@@ -124,7 +124,7 @@ class Reducer:
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the loss scale in ``param.grad``, as under DDP; 1 after :meth:`unscale`. Stores are without it."""
+        """Return the loss scale that ``param.grad`` shows, as under DDP; 1 after :meth:`unscale`. Stores lack it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
@@ -134,7 +134,7 @@ class Reducer:
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Store a gradient that has arrived, and issue the reductions that are ready."""
+        """Store ``grad``, which autograd has computed for the parameter at ``slot``, and issue reductions now ready."""
         grads = self.grads[bucket]
         late = grads.take(slot, grad)
         if not grads.reduces:
@@ -206,8 +206,8 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """Agree which slots have gradients. Return the buckets to reduce again, and whether any rank has set ``flag``.
-        Collective."""
+        """Agree which slots of buckets ``reduced`` have gradients. Return the buckets to reduce again (for late
+        gradients), and whether any rank has set ``flag``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
@@ -241,8 +241,8 @@ class Reducer:
     def _may_wait_for(self, pending: Reduction) -> bool:
         """Return whether this rank can safely wait in a backward for ``pending``, its oldest reduction in flight.
 
-        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction or need no gather
-        before it; otherwise ranks could wait for each other for ever.
+        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather
+        before they issue it. Otherwise ranks could wait for each other for ever.
         """
         oldest = self._issued.here - len(self._in_flight)
         if oldest < self._issued.everywhere or not self._gathers_in_backward:

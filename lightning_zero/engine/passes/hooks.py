@@ -150,7 +150,7 @@ class Hooks:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion
 
     def keep_output_dtype(self, module: nn.Module) -> None:
-        """Make a module that computes in fp32 return the dtype of its inputs."""
+        """Make ``module``, which computes in fp32 (``fp32_modules``), return results in the dtype of its inputs."""
         before, after = dtype_hooks(module)
         if before is not None:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -325,8 +325,8 @@ class Hooks:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether a backward can follow a call although no result that requires a gradient was found. It can if
-        inputs or weights require gradients: the results may be in an object that was not searched."""
+        """Return whether a backward can follow a call of ``unit`` although no result with a ``grad_fn`` was found.
+        True if inputs or weights require gradients: the results may be in an object that was not searched."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))

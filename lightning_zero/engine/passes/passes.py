@@ -244,7 +244,7 @@ class Passes:
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass that is still open, if any. If an exception has ended its backward, abort it. Collective."""
+        """End the pass that is still open, if any. Abort it if an exception has ended its backward. Collective."""
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -350,7 +350,7 @@ class Passes:
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """Reshard ``unit`` after users' code has read its parameters; with ``keep``, only when the pass ends."""
+        """Reshard ``unit``, which was gathered for users' code to read; with ``keep`` only when the pass ends."""
         if keep:
             unit.is_held = True
         elif not self.in_backward:
@@ -413,7 +413,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward at its first hook, unless :meth:`backward_scope` has started it. All its hooks call this."""
+        """Start a backward, unless one is under way. All hooks of backwards call this, so the first one starts it."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -447,7 +447,8 @@ class Passes:
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Gather ``unit`` before a kernel of a backward reads its weights. Returns whether the weights are gathered."""
+        """Gather ``unit`` before a kernel of a backward reads its weights. Outside of a backward gather nothing: one
+        rank alone may look at a graph. Return whether the weights are gathered."""
         # Outside of a backward someone only draws the graph, maybe on one rank: a gather would never end.
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
@@ -460,8 +461,8 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Note that gradients of all inputs of the module call ``call`` have arrived. Reshard ``unit`` if it awaits no
-        other gradients."""
+        """Note that all inputs of call number ``call`` of ``unit`` have their gradients. Reshard the unit if it awaits
+        no other gradients."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
@@ -515,7 +516,7 @@ class Passes:
             self.order.release(unit)
 
     def _graph_task_gone(self) -> None:
-        """After an exception in ``loss.backward()`` set ``param.grad`` again: else ``zero_grad`` would go unnoticed."""
+        """Set ``param.grad`` again after an exception in ``loss.backward()``, to notice a later ``zero_grad``."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 

@@ -77,7 +77,7 @@ class UnitForward:
 
 
 class BuffersAgain:
-    """Keeps recomputed forwards from changing a module's buffers twice: they change copies.
+    """Keeps recomputed forwards from changing a module's buffers twice: lets them change copies of the buffers.
 
     Buffers of torch's norm modules in training always count as changed: changes do not increment their ``_version``.
     """
@@ -101,8 +101,8 @@ class BuffersAgain:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Run the body, a recomputation, on copies of the buffers that :meth:`first` noted. The recomputed graph can
-        read the changed copies later."""
+        """Run the body, a recomputation, on copies of the buffers that :meth:`first` noted. Then put the buffers back.
+        The recomputed graph can read the changed copies later."""
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()
@@ -118,7 +118,7 @@ class BuffersAgain:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Raise a ConfigError if ``config`` asks to recompute or compile blocks, and ``blocks`` is empty."""
+    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks``, those but the root, is empty."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"

@@ -66,7 +66,7 @@ class SavedWeights:
         }
 
     def packed(self) -> contextlib.AbstractContextManager[None]:
-        """Pack the tensors that autograd saves inside the ``with``."""
+        """Return a context in which autograd's saved tensors are packed, weights together with their unit."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
@@ -90,7 +90,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def _owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose buffer ``tensor`` is a view of, if any."""
+        """Return the unit that has ``tensor`` in a buffer that is dropped after use; None if no unit has."""
         try:
             return self._unit_of.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage

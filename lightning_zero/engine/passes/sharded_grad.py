@@ -66,7 +66,7 @@ _Number = Tensor | float | None
 
 
 class ShardedGrad(Tensor):
-    """The ``param.grad`` of a sharded parameter. It stands for gradient shards, or shows gathered values read-only."""
+    """Is ``param.grad`` of a sharded parameter: stands for shards of a gradient, or shows gathered values read-only."""
 
     info: ParamInfo
     gathered: Tensor | None  # the values that a view shows; None if not a view
@@ -185,7 +185,7 @@ def _norm(
 
 
 def _read(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Run an operation on gathered values of gradients. Raises RuntimeError if it writes to a gradient. Collective."""
+    """Run ``func`` on gathered values of gradients. Raise RuntimeError if ``func`` writes to a gradient. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -275,7 +275,7 @@ class ShardedGrads:
         forget_failed: Callable[[], None],
         most_overflows: int | None,
     ) -> None:
-        """``most_overflows``: ``zero.optimizer.skip_nonfinite``."""
+        """``most_overflows``: skipped steps in a row that raise (``zero.optimizer.skip_nonfinite``), or None."""
         self._reducer, self._grads = reducer, reducer.grads
         self._after_step, self._forget_failed = after_step, forget_failed
         self._most_overflows = most_overflows
@@ -294,7 +294,7 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """During the body ``param.grad`` of ``infos`` is None, and the engine ignores it. Afterwards it is restored."""
+        """Set ``param.grad`` of ``infos`` to None during the body, unnoticed by the engine. Then restore each."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -307,12 +307,12 @@ class ShardedGrads:
                 param.grad = grad
 
     def place_used(self) -> None:
-        """Set ``param.grad`` after a backward, for all parameters with gradients."""
+        """Set ``param.grad`` to a :class:`ShardedGrad` after a backward, for all parameters with gradients."""
         for bucket, grads in () if self._aside else self._grads.items():
             self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of the parameters ``infos``. Drop cached norms, because gradients may have changed."""
+        """Set ``param.grad`` of ``infos`` to a :class:`ShardedGrad`. Drop cached norms: gradients may have changed."""
         self.norms.tables.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for info in infos:
@@ -323,7 +323,7 @@ class ShardedGrads:
                 set_grad(info.param, grad)
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` to None when a backward starts, so that autograd finds nothing to add to."""
+        """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
         for info in infos:
             with torch._C.DisableTorchFunctionSubclass():
                 if isinstance(get_grad(info.param), ShardedGrad):
@@ -483,8 +483,8 @@ class ShardedGrads:
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of this rank's parts of the reduced gradients at ``places``. Skips a bucket if ``but(bucket,
-        slots)`` is true."""
+        """Return views of the elements that this rank owns of the reduced gradients at ``places``. Skip a bucket if
+        ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
         refuse_whole(places)
         self.finish_pending()
@@ -496,7 +496,7 @@ class ShardedGrads:
         return views
 
     def must_skip(self, places: Sequence[Place]) -> bool:
-        """Return whether ``zero.optimizer.skip_nonfinite`` forbids a step of ``places``. Collective."""
+        """Return whether to skip a step of ``places`` by ``zero.optimizer.skip_nonfinite``. Collective."""
         if self._most_overflows is None or not places:
             return False
         key = id(places[0].info.param)

@@ -24,7 +24,7 @@ _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, held weakly. Its state dict methods then raise."""
+    """Replaces an optimizer's `step` by the bound method `step`, held weakly. Makes its state dict methods raise."""
 
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
@@ -37,7 +37,7 @@ class Stepping:
     def inner(self, between: Callable[[], None]) -> None:
         """Run the optimizer's original `step` on the tensors that its param groups list.
 
-        Call `between` just before it, after the user's step pre-hooks, which may set a learning rate.
+        Call `between` just before that, after the user's step pre-hooks, which may set a learning rate.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks
         hooks[_BETWEEN] = lambda *_: between()
@@ -67,7 +67,7 @@ def _weak(step: Any) -> Step:
 
 
 def _step_of(given: object, engine: Step) -> Callable[..., object]:
-    """Return a `step` that calls `engine`. It gets the mark that a learning-rate scheduler has set on `given`."""
+    """Return a `step` that calls `engine`, with the mark that a learning-rate scheduler has set on the `given` one."""
 
     def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
         return engine(closure)
@@ -93,7 +93,7 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
 
 
 class AroundStep:
-    """Prepares and finishes the steps of all optimizers of one engine. A step calls `begins`, then `ends`."""
+    """Prepares and finishes the steps of one engine's optimizers: a step calls `begins` first, and `ends` last."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._units = units

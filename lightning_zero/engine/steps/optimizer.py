@@ -63,7 +63,7 @@ class Stepper(ABC):
         self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
-        """Return (bucket, record) of each parameter, by param group. Raises ConfigError if one is not sharded."""
+        """Return bucket and `ParamInfo` of each parameter, by param group. Raises ConfigError if one is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
@@ -133,7 +133,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Return the optimizer state that this rank saves, by slot. A :class:`Leaf` stands for each tensor of `parts`.
+        """Return the optimizer state that this rank saves, by slot. A `Leaf` stands for each tensor of :meth:`parts`.
 
         Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
         parameters is saved by every rank that has it. With `once` only the first rank saves it.
@@ -141,11 +141,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, start in the parameter, values) of what this rank saves. Opens no storage."""
+        """Yield (slot, state name, start in the parameter, slice) of state that this rank saves. Opens no storage."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
-        """Gather the state tensors in `slots`, equal on all ranks. Yield (slot, leaf, whole tensor). Collective."""
+        """Gather the state tensors of the leaves in `slots`. Yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""
@@ -163,7 +163,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for a bucket. Before a first step there are none."""
+        """Yield the bytes of each state tensor that this rank has for `bucket`: none before the first step."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
@@ -174,11 +174,11 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return this rank's bytes of state of parameters that are stepped whole. `plan`: None is the present plan."""
+        """Return this rank's bytes of state of parameters that are stepped whole, under `plan` (None: the present)."""
         return 0
 
     def step_peak(self) -> int:
-        """Return the peak bytes that a step on the device takes beside this rank's shards."""
+        """Return the most bytes that a step takes on the device for a time, beside this rank's shards."""
         return 0
 
 

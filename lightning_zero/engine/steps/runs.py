@@ -35,7 +35,7 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a bucket's runs were cut by: the param group of each slot, the stepped slots (None: all), the masters."""
+    """Records what a bucket was cut into runs by: param group of each slot, stepped slots (None: all), and masters."""
 
     groups: dict[int, int]
     active: set[int] | None
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False)
 class Runs:
-    """The runs of one optimizer in all buckets, with the step count of each parameter. Cuts runs and moves state."""
+    """Holds one optimizer's runs in all buckets, and each parameter's step count. Cuts runs and moves their state."""
 
     optimizer: Optimizer  # holds the state, keyed by the runs' tensors
     per_fragment: bool  # every fragment is a run of its own
@@ -58,7 +58,7 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Return (param group, run) for each run of the bucket; none if this rank owns nothing of the bucket."""
+        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket."""
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
@@ -88,7 +88,7 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket into runs for a step of the slots `active`. Count the step. `groups`: param group by slot."""
+        """Cut a bucket into runs for a step of slots `active`, and count that step. `groups`: param group by slot."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -169,7 +169,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut runs from a bucket's new owned range. Cut their state out of whole tensors in `states`. Steps stay."""
+        """Cut runs from a bucket's new owned range, and their state from whole tensors `states`. Keep step counts."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -179,7 +179,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield each of this rank's parts of parameters with its state. Element-wise tensors are :class:`FlatSlice`."""
+        """Yield each parameter's fragment on this rank, with its state. Element-wise tensors are :class:`FlatSlice`."""
         for run in self.of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
@@ -275,7 +275,7 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Copy a value that is not per element (a step count), to `target`'s device if it is on `source`'s."""
+    """Return a copy of a state value that is not per element (a step count), on `target`'s device if on `source`'s."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device
@@ -283,7 +283,6 @@ def _beside(value: object, source: Tensor, target: Tensor) -> object:
 
 
 def _zeros(like: Tensor, dtype: torch.dtype, held: object) -> Tensor:
-    """Return a zero tensor of `like`'s size in `dtype`. Reuse `held` if shape, dtype and device match."""
     if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (like.shape, dtype, like.device):
         return held.zero_()
     return torch.zeros(like.numel(), dtype=dtype, device=like.device)

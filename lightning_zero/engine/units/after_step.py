@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Return how many threads a rank's steps use: its `share` of cores. Of more than two, one is left for transfers."""
+    """Return the number of threads for a rank's steps: its `share` of cores, less one for transfers if it is over 2."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -118,7 +118,7 @@ class StepWorker:
             raise
 
     def _next_or_stop(self, storage: MasterStorage) -> _Queued | None:
-        """Return the next job. If none is queued, wait until `storage` is written, and look again. None: stop."""
+        """Return the next job. If none is queued, wait until `storage` is written, and look again. None: still none."""
         if (following := self._take()) is None:
             storage.wait_for_rest()
             with self._lock:
@@ -234,7 +234,8 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue param syncs whose steps have ended. Return whether any are left. Called in waits for other ranks."""
+        """Issue param syncs whose steps have ended, during a wait for other ranks. Return whether any syncs are left;
+        False too if a step has failed, or this rank is issuing syncs already."""
         if self._failed is not None or self._issuing:
             return False
         try:

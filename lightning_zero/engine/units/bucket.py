@@ -37,7 +37,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
-    """Tracks a bucket's offloaded step. From its submission until `wait` returns, only the step may use the masters.
+    """Tracks a bucket's offloaded step. From `ask` until `wait` returns, only the step may use the bucket's masters.
 
     On a GPU the step overwrites device memory only after `event`, which is recorded when the step is submitted.
     """
@@ -47,7 +47,7 @@ class AwaitedStep:
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def ask(self, event: Event) -> Future[None]:
-        """Note that a step is submitted. Whoever runs the step completes the returned future."""
+        """Note that a step is submitted. Return a future, which whoever runs the step completes. `event`: see class."""
         self.event = event
         self.future = Future()
         return self.future
@@ -79,8 +79,8 @@ _AT_ONCE = contextlib.nullcontext()
 class Dtypes:
     """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state.
 
-    Gradients are summed in `reduce`. They are sent in `wire`, which is `reduce`, or `compute` where that loses no bit.
-    With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
+    Gradients are summed in `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that
+    loses no bit. With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
     """
 
     compute: torch.dtype
@@ -99,7 +99,7 @@ class GradFragment(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """Parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
+    """Holds parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
 
     Attributes:
         full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
@@ -170,13 +170,14 @@ class Bucket:
         return list(self.layout.cut(*self.owned_range))
 
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
-        """Return a view of one parameter's part of `full` [layout.numel], in the parameter's shape."""
+        """Return a view of the parameter's elements in `full` [layout.numel], in the parameter's shape."""
         start = self.layout.slots[info.slot].start
         return full.as_strided(info.shape, info.strides, full.storage_offset() + start)
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """This rank's shard, as a slice of the owned range. A sum over all ranks' shards counts each element once."""
+        """Return this rank's shard as a slice of the owned range, which is the bucket where masters are replicated. A
+        sum over the shards of all ranks counts each element once."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -185,11 +186,12 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Reduced gradient [owned numel] in grad_dtype, or None. Reading it waits for its copy to host memory."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for its copy to host memory."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """Return this rank's part of the reduced gradient of the parameter at `slot`, or None if it has no part."""
+        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`. None: it owns
+        none, or the bucket has no gradient."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -198,7 +200,7 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """master_param [owned numel]. Readable while the storage is open; on the device and the host it always is."""
+        """Return master_param [owned numel]. Masters in files are readable only while the storage is open."""
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
@@ -209,7 +211,8 @@ class Bucket:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make storage and stores from the masters `values` [owned numel]. The storage can take over their memory."""
+        """Make the master storage, which can take over the memory of `values`, and both stores, from the masters
+        `values` [owned numel]."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -396,7 +399,7 @@ class Bucket:
             return self.comm.all_gather(self.full.data, self.label)
 
     def prepare_gather(self, *, of_node: bool = False) -> tuple[Tensor, str]:
-        """Allocate the full buffer and fill this rank's slice, on the gather stream. Return the buffer and a label."""
+        """Allocate the full buffer and fill this rank's slice, on the gather stream. Return the buffer and label."""
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
@@ -443,7 +446,7 @@ class Bucket:
             set_values(self.params, self._placeholders, "absent")
 
     def show_plain(self, values: Iterable[Tensor]) -> None:
-        """Make the parameters plain, with one tensor of `values` each as its data, until :meth:`hide_plain`."""
+        """Give the parameters their plain classes and, as `.data`, one tensor of `values` each, until `hide_plain`."""
         self.is_plain = True
         self._values_are(here=True)
         set_values(self.params, values, "plain")
@@ -488,7 +491,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Return the number of the parameter's elements in each rank's shard, for ranks that have any."""
+        """Return how many of the parameter's elements each rank's shard has, for ranks with any. [0]: none has any."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

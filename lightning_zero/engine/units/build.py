@@ -96,7 +96,7 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give `param` the memory of `value` on another device. Its class, attributes, hooks and weak references stay."""
+    """Give `param` the memory of `value` on another device. The object `param`, its class and its hooks stay."""
     if torch._has_compatible_shallow_copy_type(param, value):
         grad, param.grad = param.grad, None
         param.data = value

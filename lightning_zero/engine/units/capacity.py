@@ -52,7 +52,7 @@ _NONE = Tiers()
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """Choose the tiers on which each unit rests, and make them. Return them and a `TierRow` per unit. Collective.
+    """Choose the tiers on which each unit's values rest. Return new tiers, and a `TierRow` per unit. Collective.
 
     `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
     parameters, or if the folder for files cannot be used.
@@ -89,7 +89,7 @@ def choose_rows(
     path: str | None,
     held: memory.Bytes | None = None,
 ) -> list[TierRow]:
-    """Return the tiers on which each unit is to rest. `held`: bytes that this rank holds now and frees. Collective."""
+    """Return for each unit the tiers to rest on. `held`: bytes in use that count as free. Collective."""
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
@@ -125,9 +125,9 @@ def _files(
     needed: int,
     held: int = 0,
 ) -> NvmeTier:
-    """Return the file tier `before`, or a new one if that is None. Check that `needed` bytes fit. Collective.
+    """Return the file tier `before`, or a new one if `before` is None. Check that `needed` bytes fit. Collective.
 
-    Of the `needed` bytes `before` has `held`. Raises ConfigError for an unusable folder or too small a disk or budget.
+    The tier has `held` of these bytes already. Raises ConfigError for an unusable folder, a full disk or a low budget.
     """
     nvme = before
     if nvme is None:
@@ -203,7 +203,8 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check a disk like :func:`check_host_memory`. `held`: bytes that stay in files; None: all in them. Collective."""
+    """Check that `needed` more bytes fit the disk and the `budget`, as :func:`check_host_memory` does. `held`: bytes
+    that stay in this rank's files (None: all in them). Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -211,7 +212,7 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """Return (key, name) of a `part` of this host (a disk, a GPU): a key unique over hosts, and a name for messages."""
+    """Return (key, name) of a `part` of this host (a disk, a GPU; "": memory). Keys are unique over all hosts."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -260,9 +261,9 @@ def placed(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Return byte budgets of the tiers, equal on all ranks. Collective.
+    """Return a byte budget for each tier, equal on all ranks. Collective.
 
-    They are the user's. Where the user gave none, the rank with fewest free bytes decides. `held` bytes count as free.
+    It is the user's, or follows from the rank with the fewest free bytes, where this rank's `held` bytes count as free.
     """
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
@@ -320,7 +321,7 @@ def _fits_half(
 
 
 class Held(NamedTuple):
-    """A bucket before a restage: its plan, and the size of its optimizer state."""
+    """Describes a bucket before a restage: the bucket's plan, and the size of its optimizer state."""
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
@@ -380,7 +381,8 @@ def change_tiers(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Sum this rank's bytes at rest. `buckets` has (plan, number of sharded state tensors, bytes of other state)."""
+    """Sum this rank's bytes at `moment`, by role and tier. `buckets` has (plan, number of sharded state tensors, bytes
+    of state that is not sharded)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

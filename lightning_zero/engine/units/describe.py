@@ -228,7 +228,6 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    """Return `dtypes` with `wire` (the dtype in which gradients are sent) as `zero.comm.grad_comm_dtype` asks."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes

@@ -35,21 +35,21 @@ from lightning_zero.tiers.pinned import PinnedPair
 
 
 class Factor(NamedTuple):
-    """A factor to multiply gradients by. Its copy to the host ends at `event`."""
+    """Holds a factor to multiply gradients by. The copy of the factor to the host ends at `event`."""
 
     value: Tensor  # 0-d, on the host
     event: Event
 
 
 class Arrived(NamedTuple):
-    """A complete gradient and a factor to multiply it by. None: there is no gradient, or no factor."""
+    """Holds a gradient that has arrived, and a factor to multiply it by. None: there is no gradient, or no factor."""
 
     grad: Tensor | None
     factor: Tensor | None
 
 
 class Claimed(NamedTuple):
-    """A gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads it."""
+    """Holds a gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads."""
 
     streams: Streams
     grad: Tensor | None
@@ -77,7 +77,7 @@ class GradStore:
 
     @property
     def is_there(self) -> bool:
-        """Whether the store has a gradient, which may still be on its way to the host."""
+        """Return whether the store has a gradient, which may still be on its way to the host."""
         return self.value is not None
 
     @property
@@ -115,13 +115,13 @@ class GradStore:
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Return True if the gradient will be multiplied by `factor()` at its next use. False: the caller scales it."""
+        """Return True if the store will multiply the gradient by `factor()` at its next use. False: the caller must."""
         return False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Norms and finite check of a gradient, computed before its copy to the host. Valid until the gradient changes."""
+    """Holds norms and finite check of a gradient from before its copy to the host. Void once the gradient changes."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)

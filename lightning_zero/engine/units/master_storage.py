@@ -41,7 +41,7 @@ CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The host memory and the files of one engine, with the helpers that copy to and from them.
+    """Holds the tiers of one engine (host memory, files), and the helpers that copy to and from these tiers.
 
     `landing` copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead`
     has buffers for parameters that are read from files.
@@ -91,7 +91,7 @@ class MasterStorage:
         """Start to read the tensors from files, if they rest there, for a later `open`. Does not wait."""
 
     def open(self, *, to_write: bool = False) -> None:
-        """Have the tensors in memory until the matching `close`. With `to_write`, first wait for all who read them."""
+        """Have the tensors in memory until the matching `close`. With `to_write`, first wait until all reads end."""
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
@@ -99,7 +99,7 @@ class MasterStorage:
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Note that a stream reads the master until `event`. Later writes wait for that. None: no stream reads it."""
+        """Note that a stream reads the master until `event`, so that later writes wait. None: no stream reads."""
 
     def lend(self, reading: Future[None]) -> None:
         """Note that another thread reads the tensors until `reading` is done. Writing and freeing them wait for it."""
@@ -123,7 +123,7 @@ class MasterStorage:
 
 @contextlib.contextmanager
 def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open `storage` and yield its master. `changed`: the body writes to it. The end waits for the write to files."""
+    """Open `storage` and yield its master. `changed`: the body writes to it. At the end wait for the write to files."""
     storage.open(to_write=changed)
     try:
         yield storage.master
@@ -151,7 +151,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in the host tier's memory, always readable. It copies its values even if the device is the host."""
+    """A storage in the host tier's memory, always readable. On CPU too its master is a copy of the given values."""
 
     keeps_state = True
 
@@ -175,7 +175,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move those of `states` that are new into the host tier's memory. They stay the same tensor objects."""
+        """Move the new ones of `states` into the host tier's memory. All states stay the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -392,7 +392,7 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 
 
 class FlatSlice(NamedTuple):
-    """Adjacent elements of `whole`, a flat tensor in a storage. While the storage is closed, they can lie in a file.
+    """Refers to adjacent elements of `whole`, a flat tensor in a storage. A closed storage can have these in a file.
 
     With a `packed` format, `whole` has one row for each block of elements (optimizers/low_bits.py).
     """

@@ -45,7 +45,7 @@ class Owner(Protocol):
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather `params`, which hold placeholders. Then return the result of `run`, the user's operation on them.
 
-        Raises RuntimeError if they cannot be gathered now. The message names the parameter and a call that helps.
+        Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that helps.
         """
         ...
 
@@ -54,11 +54,11 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """Prepare a read of `param.data`. Gather `param` and note its checksum, to find out later if the user wrote."""
+        """Gather `param` before users' code reads `param.data`. Save a checksum, to detect if the user writes to it."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign it."""
+        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign `value`."""
         ...
 
 
@@ -201,7 +201,7 @@ def disown(params: Iterable[nn.Parameter]) -> None:
 
 
 def make_plain(params: Iterable[nn.Parameter]) -> None:
-    """Restore the classes that parameters had before they were sharded. Their `.data` stays."""
+    """Restore the classes that `params` had before they were sharded. Leave their `.data` as it is."""
     for param in params:
         param.__class__ = _PLAIN.get(type(param), type(param))
 
@@ -242,7 +242,7 @@ READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 @dataclass(slots=True, eq=False)
 class ParamInfo:
-    """What the engine records of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
+    """Holds what the engine knows of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
@@ -280,7 +280,7 @@ class ParamInfo:
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. Of a file only these are read."""
+        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. A file is read only for these."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return

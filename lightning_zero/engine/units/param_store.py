@@ -112,12 +112,12 @@ class NodeShard:
         self.of(full).copy_(self.values)
 
     def becomes(self, full: Tensor) -> None:
-        """If a slice is kept, update it from the changed values `full` [numel] of the bucket."""
+        """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
             self.values.copy_(self.of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
-        """Write to the kept slice, if any, its part of `value`, a whole parameter. `start`: its start in the bucket."""
+        """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
         first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
         if self.values is not None and first < last:
             low = self._range.start
@@ -172,7 +172,7 @@ class FullIsMaster(InMasterStorage):
 
 
 class FullCopy(FullIsMaster):
-    """For a full buffer that is a copy of the masters. `read` uses the masters, as users may write to the buffer."""
+    """Updates a full buffer that is a copy of the masters. `read` uses the masters: users may write to the buffer."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)
@@ -242,7 +242,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and give its buffer back. Called when the values were used, or the file changes."""
+        """End a read ahead, if any, and give its buffer back: the values have been used, or the file is to change."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

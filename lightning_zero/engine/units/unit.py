@@ -131,7 +131,7 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """Drop the unit after an exception. Wait for its gathers under way only until `deadline` (monotonic time)."""
+        """Drop the unit after an exception. Wait for gathers under way only until `deadline` (`time.monotonic`)."""
         # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
@@ -146,7 +146,7 @@ class Unit:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Free the gathered values. Views that autograd saved are valid again after the next gather."""
+        """Free the gathered values, if the unit reshards. Views that autograd saved are valid after the next gather."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -168,7 +168,7 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward. Under `hybrid_shard=node_backward` drops in it keep slices for the node."""
+        """Begin a pass with a backward. Under `hybrid_shard=node_backward` drops then keep a slice for the node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
@@ -182,7 +182,7 @@ class Unit:
         self.forget_node_slices()
 
     def forget_node_slices(self) -> None:
-        """Free the slices kept for the node, because masters have changed or the pass has ended. Collective."""
+        """Free the slices that buckets keep for the node: masters have changed, or the pass has ended. Collective."""
         self.gathers_in_node = False
         for bucket in self.buckets:
             bucket.node_shard.values = None
@@ -226,7 +226,7 @@ class Units(list[Unit]):
         return id(param) in self.places
 
     def place_of(self, param: nn.Parameter) -> Place:
-        """Return the bucket and record of ``param``. Raise ConfigError if it is not in the sharded module."""
+        """Return the bucket and the `ParamInfo` of ``param``. Raise ConfigError if no unit owns the parameter."""
         place = self.places.get(id(param))
         if place is None:
             raise ConfigError(

@@ -60,7 +60,7 @@ def first_size(value: object) -> int | None:
 
 
 class Inputs:
-    """Divides the arguments of one call into ``count`` chunks of its batch of ``size`` samples. None: size unknown."""
+    """Divides the arguments of one call into ``count`` chunks of a batch of ``size`` samples (None: not known)."""
 
     def __init__(self, args: Args, kwargs: Kwargs, size: int | None, count: int) -> None:
         self.size, self.count = size or 0, count
@@ -88,7 +88,7 @@ class Inputs:
         return self.size // self.count
 
     def why_not(self) -> str | None:
-        """Explain why the call cannot be divided. Returns None if it can."""
+        """Return the reason, for an error message, why the call cannot be divided. None: it can."""
         if not any(self.divided):
             shapes = ", ".join(str(list(shape)) for shape in self._shapes) or "no tensor"
             return f"expected a tensor whose first dimension is the batch ({self.size or 'not known'}), got {shapes}"
@@ -125,7 +125,8 @@ class Inputs:
         return args, kwargs
 
     def call(self, function: Callable[..., object], given: Sequence[Tensor]) -> object:
-        """Call ``function`` with these arguments, but with tensors ``given``. Raises CannotDivide if it changes any."""
+        """Return ``function``'s result for these arguments with the tensors ``given``. Raises CannotDivide if the call
+        changes an argument."""
         args, kwargs = self.arguments(given)
         handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
         result = function(*args, **kwargs)
@@ -150,7 +151,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def same_form(one: object, other: object) -> bool:
-    """Return whether two results have equal non-tensors, and tensors in the same places."""
+    """Return whether two results of :func:`take_tensors` have equal non-tensors, and tensors in the same places."""
     first, second = leaves(one), leaves(other)
     if len(first) != len(second):
         return False
@@ -202,13 +203,13 @@ class RandomState:
             set_device_states(self._devices, self._states, device_type=device_type)
 
     def same(self, other: RandomState) -> bool:
-        """Return whether no random numbers were drawn between the two states."""
+        """Return whether ``other`` is the same state: between the two no random numbers were drawn."""
         pairs = zip((self._cpu, *self._states), (other._cpu, *other._states), strict=True)
         return all(torch.equal(one, another) for one, another in pairs)
 
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
-        """Restore the random generators after the body, as if it had drawn nothing."""
+        """Restore the random generators after the body, as if the body had drawn no random numbers."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
 
@@ -292,7 +293,7 @@ class Chunked:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run each chunk again and then its backward. ``grads`` are of the results. Return gradients of ``tensors``."""
+        """Run each chunk again, then its backward from the results' ``grads``. Return gradients of ``tensors``."""
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self.title} is run in chunks (zero.vertical_chunks), whose gradients come by backward() only. "
@@ -330,7 +331,7 @@ class Chunked:
     def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
         """Add the gradient that chunk ``index`` has for the input ``whole`` to ``total``, and return the new total.
 
-        A divided input gets it at the chunk's slice. Gradients of an undivided input are summed in fp32.
+        The gradient of a divided input goes to the chunk's rows. Gradients of an undivided input are summed in fp32.
         """
         if not self.inputs.divided[number]:
             return (

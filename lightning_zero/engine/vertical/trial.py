@@ -54,7 +54,7 @@ class _Escapes(TorchFunctionMode):
         return result
 
     def kept(self, known: Iterable[Tensor]) -> Tensor | None:
-        """Return a tensor with a ``grad_fn`` that is still alive and not in ``known``; None if there is none."""
+        """Return a tensor made in the body that is still alive, has a ``grad_fn`` and is not in ``known``; or None."""
         expected = {id(tensor) for tensor in known}
         if not self._alive(expected):
             return None
@@ -202,7 +202,7 @@ class Trial:
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
     """Return whether ``both``, a result for two parts, concatenates ``one`` and ``other``, the results for each part.
 
-    Return False if it is one value for the whole batch (a loss). Raises _Unequal if it is neither.
+    Return False if ``both`` is one value for the batch (a loss) or equals each part's. Raises _Unequal otherwise.
     """
     if one.layout is not torch.strided or one.is_nested:
         raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")

@@ -57,7 +57,8 @@ class Vertical:
 
     @contextlib.contextmanager
     def step(self, batch: object, *, evaluation: bool) -> Iterator[None]:
-        """In the ``with`` units use the size of ``batch``. Raises ConfigError if a training batch cannot be divided."""
+        """Tell units the size of ``batch`` for calls inside the ``with``. Raises ConfigError if a training batch does
+        not divide by the number of chunks."""
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
@@ -86,7 +87,7 @@ class Vertical:
             self.inside -= 1
 
     def run(self, call: Chunked, *, trains: bool) -> Any:
-        """Run ``call`` and return its result. With ``activation_checkpointing=offload`` keep its inputs on the host."""
+        """Return the result of ``call``, whose inputs ``activation_checkpointing=offload`` keeps on the host."""
         with self._keeping():
             return call(trains=trains)
 
@@ -199,7 +200,7 @@ def units_around(names: Sequence[str]) -> set[str]:
 def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
     """Raise ConfigError if a unit that is to run in chunks mixes samples, or if no unit is to run in chunks.
 
-    Raises it too if no unit holds a class of ``zero.unit.whole_batch``.
+    Also raise if ``zero.unit.whole_batch`` names a class that no unit is or holds.
     """
     if config.vertical_chunks == 1:
         return

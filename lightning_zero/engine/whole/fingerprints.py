@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @outside_autograd
 def fingerprints(engine: Engine) -> Tensor:
-    """Return ``[units, 2] int64`` on the device: of each unit's masters, and of its optimizer state. Collective.
+    """Return checksums of each unit's masters and optimizer state, ``[units, 2] int64`` on the device. Collective.
 
-    They are sums over all elements, mod 2**64, of an element's bits times an odd number for its place, parameter and
-    state name. Each rank adds what it saves. So they are equal at every stage, tier and number of ranks.
+    A checksum sums, mod 2**64, the bits of each element times an odd number for its position, parameter and state name.
+    Each rank adds the elements that it saves, so checksums are equal at every stage, tier and number of ranks.
     """
     take_writes_over(engine)
     unit_of = {bucket: unit.index for unit in engine.units for bucket in unit.buckets}

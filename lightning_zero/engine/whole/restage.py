@@ -44,12 +44,12 @@ class Move:
 
     @property
     def moves_storage(self) -> bool:
-        """Return whether masters and state move to a new storage. It is the same on all ranks."""
+        """Return whether masters and state move to a new storage. The answer is the same on all ranks."""
         old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (self.bucket.plan, self.plan))
         return old != new
 
     def of(self, values: Tensor) -> Tensor:
-        """Gather or cut the values of the new owned range from ``values``, those of the present range. Collective."""
+        """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]

@@ -300,7 +300,7 @@ def _own_nbytes(engine: Engine) -> dict[int, int]:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Add to ``state`` a :class:`KeptTensor` for each frozen parameter that it lacks. A load then keeps its values."""
+    """Return ``state`` with a :class:`KeptTensor` for frozen parameters that it lacks, so that a load keeps these."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}

@@ -44,7 +44,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Adjacent elements of ``value``, from its element ``start`` on. Read ``source`` only while ``storage`` is open."""
+    """Names adjacent elements of ``value``, from ``start`` on. Read ``source`` only while ``storage`` is open."""
 
     value: Value
     start: int
@@ -186,7 +186,7 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """A tensor without values, of which this rank saves ``parts``. ``order``: dimensions, slowest in memory first."""
+    """Stands for a tensor of which this rank saves ``parts``. ``order``: its dimensions, largest stride first."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -226,13 +226,13 @@ class TensorParts(Tensor):
 
 
 class Unsharded(NamedTuple):
-    """An optimizer state value that is not sharded, such as a step count. Only this rank saves it."""
+    """Wraps an optimizer state value that is not sharded, such as a step count, and that only this rank saves."""
 
     value: object
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Copy a state ``entry``. Put ``tensor_of(leaf)`` for each leaf, and wrap other values in :class:`Unsharded`."""
+    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for each leaf, and :class:`Unsharded` other values."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

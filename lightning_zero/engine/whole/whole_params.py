@@ -53,7 +53,7 @@ def take_writes_over(engine: Engine) -> None:
 def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
     """Update compute parameters on all ranks after the masters of the buckets ``changed`` have changed. Collective.
 
-    The caller must have copied these masters to its compute parameters. None: copy and update those of all buckets.
+    The caller must have copied these masters to its compute parameters. ``changed`` None: do that here for all buckets.
     """
     if changed is None:
         changed = set(engine.buckets)
@@ -210,7 +210,7 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """All parameters in the shared memory of the host, as this rank maps them. ``fd``: descriptor of that memory."""
+    """Maps for this rank all parameters, which lie in shared memory of its host, with the file descriptor ``fd``."""
 
     def __init__(self, engine: Engine, fd: int) -> None:
         self.nbytes, start = _nbytes(engine), 0
@@ -291,7 +291,7 @@ def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]
 
 
 def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Allocate a copy on each host's first rank and map it on all. Return (copy, "") or (None, why not). Collective."""
+    """Make one copy in each host's shared memory, which all ranks map. Return it, or None and why not. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     fd, failed, copy = -1, "", None
@@ -406,7 +406,8 @@ def _show(engine: Engine, copy: HostCopy) -> None:
 
 
 def show_again(engine: Engine) -> bool:
-    """Show the host copy again if it still equals this rank's masters. Return whether it did. Sends no message."""
+    """Show the host copy again if it still equals this rank's masters. Return whether this call has shown it (False:
+    there is no such copy, or parameters are whole already). Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
         return False
@@ -494,7 +495,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Engine) -> Iterator[None]:
-    """Inside the ``with`` the module is sharded. If it was whole before, it is whole again at the end. Collective."""
+    """Shard the module inside the ``with``, and show it whole again at the end if it was whole before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield

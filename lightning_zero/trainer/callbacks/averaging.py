@@ -99,8 +99,8 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the averages, as full tensors on rank 0. If checkpoints are folders, each rank returns its own parts.
-        Collective."""
+        """Return the averages: full tensors on rank 0, and {} on other ranks. If checkpoints are folders, each rank
+        returns its own parts. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -120,7 +120,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of bucket ``number`` to the range and tier that a restage is about to give its masters."""
+        """Move bucket ``number``'s average to the range and tier that a restage is about to give its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:

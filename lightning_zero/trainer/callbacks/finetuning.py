@@ -1,4 +1,4 @@
-"""Make Lightning's fine-tuning callbacks compare sharded parameters by identity: these have no values to compare."""
+"""Make Lightning's fine-tuning callbacks compare sharded parameters, which have no values to compare, by identity."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas, in ``forward`` and
-    ``backward``. The latter includes recomputation.
+    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas. The attribute
+    ``forward`` is the sum in forwards, ``backward`` that in backwards, with recomputation.
 
     torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
     """

@@ -20,7 +20,7 @@ from lightning_zero.lightning_api import ModelPruning, pl
 
 @contextlib.contextmanager
 def _with_values(engine: Engine | None) -> Generator[None, None, None]:
-    """Gather the module's parameters in the body, as global pruning compares weights of all layers. Collective."""
+    """Gather the parameters of the engine's module in the body: global pruning compares all layers. Collective."""
     if engine is None:
         yield
         return

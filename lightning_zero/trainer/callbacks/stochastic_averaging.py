@@ -22,7 +22,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update the averages by the element-wise ``avg_fn``. The first time, copy the masters instead. Collective."""
+        """Update the averages by element-wise ``avg_fn``, or the first time by copying the masters. Collective."""
         self._begin_to_change()
         take_writes_over(self.engine)
         with masters(self.engine):

@@ -112,7 +112,7 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a step into stretches, in each of which one unit runs. ``slots``: each bucket's number of gradients."""
+    """Divides a step into stretches, in each of which one unit runs. ``slots``: number of gradients of each bucket."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots
@@ -151,8 +151,8 @@ def measure(
     *,
     trainer: Any = None,
 ) -> Activations:
-    """Measure the activations of one forward and backward of ``module``. This must not be sharded yet, can be on meta,
-    and stays unchanged.
+    """Return the activations of one forward and backward of ``module``, by measuring them. ``module`` must not be
+    sharded yet, can be on meta, and stays unchanged.
 
     Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
     Raises NotMeasured if ``training_step`` fails on tensors without values.
@@ -353,8 +353,8 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Measure activations of ``batch`` and of a batch twice its size, to interpolate for other sizes. Raise NotMeasured
-    if ``batch`` itself cannot be measured."""
+    """Return activations measured for ``batch`` and for twice its size, to interpolate other sizes; if the latter
+    fails, only for ``batch``. Raise NotMeasured if ``batch`` itself cannot be measured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)

@@ -77,7 +77,7 @@ class Decision:
 
 @dataclass
 class Auto:
-    """Holds the ``decision`` on stage and offload. ``asked``: settings if these have ``stage=auto``, else None."""
+    """Holds the ``decision`` on stage and offload. ``asked``: the run's settings if ``stage=auto``, else None."""
 
     asked: ZeroConfig | None
     decision: Decision | None = None
@@ -120,7 +120,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Return offload settings. If ``auto`` has no folder for files, the variable LIGHTNING_ZERO_NVME_PATH gives it."""
+    """Return the offload settings. Under ``auto``, LIGHTNING_ZERO_NVME_PATH is the folder for files if none is set."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -136,7 +136,7 @@ def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
-    """Describe the machine for the plan. ``places``: each rank's host and free bytes, of which the smallest count."""
+    """Return the planner's machine. ``places``: each rank's host and free bytes, of which the smallest count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -234,7 +234,7 @@ def activations_of(
 
 
 def batch_from(loaders: Any) -> Any:
-    """Collate the first samples of a loader, or of each loader in a collection, without samplers or workers."""
+    """Return a batch of the first samples of a loader, or of each of several loaders, without samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """A fake copy's ``trainer``, with its own ``optimizers``. For all else it asks the run's Trainer, or a new one."""
+    """Stands in for a fake copy's Trainer: has own ``optimizers``; the rest is of the run's Trainer, or a new one."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -91,7 +91,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Let ``optimizers()`` of a manually optimized copy return optimizers that do nothing, as many as it makes."""
+    """Let a manually optimized copy's ``optimizers()`` return as many do-nothing optimizers as the copy configures."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -111,8 +111,8 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Return the state of ``module``'s optimizers, and "". If it is unknown, return Adam's number of state tensors, and
-    the reason."""
+    """Return the planned state of ``module``'s optimizers, and "". If it is unknown, return Adam's number of state
+    tensors, and the reason."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False):
@@ -163,7 +163,6 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _optimizers_in(found: object) -> list[Optimizer]:
-    """Return the optimizers in ``found``, a result of ``configure_optimizers``."""
     if isinstance(found, Mapping):
         found = found.get("optimizer")
     if isinstance(found, list | tuple):

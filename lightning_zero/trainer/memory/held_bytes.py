@@ -104,7 +104,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned for the time between two steps; with gradients if ``held`` has bytes of gradients."""
+    """Return the bytes planned between two steps by role and tier; without gradients if ``held`` has none."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)

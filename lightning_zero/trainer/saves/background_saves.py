@@ -3,12 +3,12 @@
 ::
 
     main thread                                       a thread of each rank
-    save: names, small values; the folder
-    train, and wait before a step changes a shard     copies of the shards (engine/whole/snapshot.py)
-    train                                             its file, to the disk
-    train                                             rank 0, when all have: the index, the name
-    train                                             rank 0: last.ckpt links to it, an older one is removed
-    the next step, save or end: an error, on all ranks
+    save: collect names and small values, make the folder
+    train, and wait before a step changes a shard     copy the shards (engine/whole/snapshot.py)
+    train                                             write and sync the rank's file
+    train                                             rank 0, when all have: write the index, name the folder
+    train                                             rank 0: link last.ckpt to it, remove an older checkpoint
+    the next step, save or end: raise an error of the save on all ranks
 
 Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``): no rank waits for another, and nothing
 from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead rank until its process
@@ -47,10 +47,8 @@ class _Failure(NamedTuple):
 
 
 class BackgroundSaves:
-    """Runs a strategy's background saves, one at a time.
-
-    ``may_fail``: whether training goes on if the save fails, equal on all ranks. ``spare``: buffers for the next save.
-    """
+    """Runs a strategy's background saves, one at a time. ``may_fail``: whether training goes on if the save fails,
+    equal on all ranks. ``spare``: buffers that the next save reuses for its copies of shards."""
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a copied strategy starts without saves
@@ -89,6 +87,7 @@ class BackgroundSaves:
         """Start a save in this rank's thread. Collective.
 
         Args:
+            waits: tells whether other ranks still answer; None in a lone process.
             key: names the save's mailbox in the store.
             write: writes this rank's part, and returns a value for ``end``.
             end: called on rank 0 with the values of all ranks, in rank order.

@@ -69,8 +69,8 @@ class CheckpointFiles(Processes):
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
-        """Read a file or a folder, after comparing it with its checksums if ``verified``. ``of_trainer``: name the
-        module's entry ``state_dict``, as in checkpoints of the Trainer. Collective."""
+        """Return the checkpoint in a file or folder; if ``verified``, compare it with its checksums before.
+        ``of_trainer``: name the module's entry ``state_dict``, as in checkpoints of the Trainer. Collective."""
         if verified:
             self._verify(path)
 
@@ -113,8 +113,8 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 
 def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Raise
-    ConfigError if one is damaged."""
+    """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Return
+    what was checked. Raise ConfigError if a record is damaged."""
     if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
         return NOTHING
     try:

@@ -45,7 +45,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file. Weights and optimizer states are memory-mapped, so that each rank reads only its ranges."""
+        """Load a file and return its content. Large tensors are memory-mapped: each rank reads only its ranges."""
         name = get_filesystem(path)._strip_protocol(str(path)) if is_local(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only is not False)
@@ -66,7 +66,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn right after a save if loading the file would be refused because it could run code."""
+        """Warn after saving ``checkpoint`` if loading the file would be refused because it could run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -126,7 +126,7 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint. Code in it runs only if ``weights_only`` is False, even for http paths, unlike in Lightning.
+    """Return a file's checkpoint. Code in it runs only if ``weights_only`` is False; in Lightning also for http paths.
 
     Raises:
         ConfigError: the file would run code, or is no whole checkpoint. The message names the file.
@@ -175,14 +175,14 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the classes for which torch refused the file, or none if loading failed for another reason."""
+    """Return the names of classes for which torch refused the file; [] if loading failed for another reason."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """Return the names that loading the file would import or call, without loading it."""
+    """Return the names that loading the file would import or call, without loading it; [] if that cannot be told."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))
@@ -215,7 +215,7 @@ def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
 
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """Return the AsyncCheckpointIO inside ``io``'s wrappers, if any."""
+    """Return the AsyncCheckpointIO that is ``io`` or inside its wrappers; None if there is none."""
     while _is_wrapper(io) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io  # type: ignore[union-attr]
     return io if isinstance(io, AsyncCheckpointIO) else None

@@ -73,7 +73,7 @@ class Checkpoints:
     """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
 
     ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors without
-    values of the last such save, which the next one reuses.
+    values that the last such save made, and the next one reuses.
     """
 
     def __init__(self, strategy: ZeroStrategy) -> None:
@@ -223,7 +223,7 @@ class Checkpoints:
             self._strategy._together("the last writes of checkpoints", finish)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank, and keep its random number states for this run. Collective.
+        """Return a checkpoint, read on every rank. Keep its random number states for this run. Collective.
 
         Raises:
             ConfigError: the file is damaged or no checkpoint, or it holds code and ``weights_only`` is not ``False``.
@@ -281,7 +281,7 @@ class Checkpoints:
 
     @property
     def _goes_on(self) -> bool:
-        """Return whether this run resumes: it will also load optimizer states from its checkpoint."""
+        """Return whether this run resumes training, so that it also loads optimizer states from its checkpoint."""
         assert self._strategy.lightning_module is not None
         return (
             self._strategy.lightning_restore_optimizer
@@ -301,7 +301,8 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """If any rank's module is on meta, return the checkpoint's tensors, to shard these; else None. Collective.
+        """If a rank's module is on meta, return the tensors of the checkpoint to load, to shard these; else None.
+        Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """

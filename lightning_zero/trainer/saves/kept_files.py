@@ -29,7 +29,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Remove a checkpoint. If ``last.ckpt`` links to it, wait until the link leads to a newer checkpoint."""
+        """Remove a checkpoint. If ``last.ckpt`` links to it, do so only once the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -54,7 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Also allow removing the checkpoint from which this job resumed, if the job wrote it. Lightning keeps it."""
+        """Return True also for the checkpoint from which this job resumed, if the job wrote it. Lightning keeps it."""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -75,9 +75,9 @@ def _link(path: str, target: str) -> None:
 
 
 class NoteJob(Callback):
-    """Notes in the run folder which job trains there, and which checkpoints it writes.
+    """Notes in the run folder which job trains there, and which checkpoints the job writes.
 
-    A restarted job resumes from the last one. Leftovers of its earlier start are removed: unfinished files, and
+    A restarted job resumes from the last of these. It removes leftovers of its earlier start: unfinished files, and
     checkpoints that their ModelCheckpoint does not know because the process was killed.
     """
 
@@ -107,7 +107,7 @@ class NoteJob(Callback):
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return the path of each callback's ``last.ckpt`` from this job. Else the callback writes ``last-v1.ckpt``."""
+        """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
@@ -151,7 +151,7 @@ class NoteJob(Callback):
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """Return the run folder in which NoteJob notes this job's files, or None."""
+    """Return the run folder in which NoteJob notes this job's files; None without that callback or outside of a job."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 

@@ -136,13 +136,13 @@ class RandomNumbers:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def row(self) -> Tensor:
-        """Return the states that this rank saves, as a flat tensor."""
+        """Return the generator states that this rank saves, "now" and "epoch", as one flat tensor."""
         fetched_only = self._fetching if self._trained == self._batches_trained else None
         now = fetched_only or self._now()
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
-        """Make the checkpoint's record from ``rows``, which :meth:`row` gave on each rank."""
+        """Return the checkpoint's record of generator states. ``rows`` [ranks, length]: each rank's :meth:`row`."""
         progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
         sizes = {name: len(part) for name, part in self._now().packed().items()}

@@ -2,10 +2,10 @@
 
 ::
 
-    trainer.save_checkpoint      state_dict, optimizer states        hooks      write
-      default                    no values                                      holes, then all ranks' ranges
-      users have hooks           values in a file beside the target  read it    rank 0, an ordinary file
-      another CheckpointIO       whole, on rank 0                    read it    the CheckpointIO
+    case                         tensors of the state dicts          hooks      who writes
+      default                    have no values                                 rank 0 with holes, then all ranks
+      users have hooks           values in a file beside the target  read them  rank 0, an ordinary file
+      another CheckpointIO       whole, on rank 0                    read them  the CheckpointIO
 
 Hooks may read and replace values, so they get tensors mapped from an unlinked file. This takes no memory, but disk
 space for two files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.

@@ -55,7 +55,7 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide ``checkpoint`` into entries for DCP's files and entries for ``meta.pt``. ``named``: keys of optimizers."""
+    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -92,7 +92,7 @@ def is_folder(path: Any) -> bool:
 def read(
     path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
 ) -> dict[str, Any]:
-    """Read a folder of ours, or of Lightning's FSDP strategies, as a checkpoint of Lightning.
+    """Return the checkpoint of Lightning that is in a folder of ours, or of Lightning's FSDP strategies.
 
     Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
     ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
@@ -153,7 +153,7 @@ def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore the parameters' numeric keys in an optimizer's state: the folder stores keys as text."""
+    """Return an optimizer's state with the parameters' numeric keys restored: the folder stores keys as text."""
     groups = state["param_groups"]
     numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
     return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
