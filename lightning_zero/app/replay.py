@@ -67,11 +67,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="number of steps to run again")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="in the place of the run's settings")
     given = parser.parse_intermixed_args()
-    for path, what in ((given.run / FILE, "zero.fingerprint=1"), (given.checkpoint, "--from")):
+    settings = given.run / ".hydra" / "overrides.yaml"
+    needed = (
+        (given.run / FILE, "zero.fingerprint=1"),
+        (settings, "the folder of the run"),
+        (given.checkpoint, "--from"),
+    )
+    for path, what in needed:
         if not path.exists():
             _end(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.")
     folder = next(p for n in range(1, 10**6) if not (p := given.run.resolve() / f"replay-{n}").exists())
-    overrides = list(OmegaConf.load(given.run / ".hydra" / "overrides.yaml"))
+    overrides = list(OmegaConf.load(settings))
     kept = [o for o in overrides if o.lstrip("+").split("=")[0] not in ("ckpt_path", "run_dir")]
     stop = f"+callbacks.replay={{_target_:{StopAfter.__module__}.StopAfter,steps:{given.steps}}}"
     places = [f"ckpt_path={quoted(str(given.checkpoint.resolve()))}", f"hydra.run.dir={quoted(str(folder))}"]

@@ -80,6 +80,9 @@ def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtyp
     )
 
 
+PLAIN_LAYERS = ["*head", "*output"]
+
+
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     """Group ``zero/precision``: the dtype of each role.
@@ -109,7 +112,7 @@ class PrecisionConfig:
     )
     stochastic_rounding: bool = False
     float8: Float8 = Float8.none
-    float8_exclude: list[str] = field(default_factory=lambda: ["*head", "*output"])
+    float8_exclude: list[str] = field(default_factory=PLAIN_LAYERS.copy)
 
     def __post_init__(self) -> None:
         check_types("zero.precision", self)
@@ -117,6 +120,11 @@ class PrecisionConfig:
             raise ConfigError(
                 f"zero.precision.float8: expected none under zero/precision={self.name.name}, got {self.float8.name}. "
                 "Choose zero/precision=float8, which is bf16 with it."
+            )
+        if self.float8 is Float8.none and self.float8_exclude != PLAIN_LAYERS:
+            raise ConfigError(
+                f"zero.precision.float8_exclude: expected its default with zero.precision.float8=none, got "
+                f"{self.float8_exclude}. Choose zero/precision=float8, or drop zero.precision.float8_exclude."
             )
         if self.name is not None:
             check_rounding(self.stochastic_rounding, self.name)

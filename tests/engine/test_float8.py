@@ -179,6 +179,8 @@ def test_on_a_gpu_small_layers_stay_and_batches_of_any_size_are_padded(monkeypat
 def test_what_cannot_be_in_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"zero\.precision\.float8: expected none under zero/precision=fp16, got row"):
         make_config(precision={"name": "fp16", "float8": "rowwise"})
+    with pytest.raises(ConfigError, match=r"zero\.precision\.float8_exclude: expected its default with .*float8=none"):
+        make_config(precision={"float8_exclude": ["up"]})
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ConfigError, match=r"a GPU of compute capability 8\.0, got rowwise: .* Choose zero/prec"):
