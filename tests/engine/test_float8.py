@@ -107,7 +107,7 @@ def test_each_run_converts_the_layers_that_its_settings_choose() -> None:
     runs: list[tuple[str, list[str], list[str]]] = [
         ("tensorwise", ["*head", "*down"], ["blocks.0.up", "blocks.1.up"]),
         ("rowwise", ["blocks.0.*"], ["blocks.1.up", "blocks.1.down", "lm_head"]),
-        ("none", [], []),
+        ("none", ["*head", "*output"], []),
     ]
     for recipe, exclude, expected in runs:
         settings = {"name": "fp32", "float8": recipe, "float8_exclude": exclude}
