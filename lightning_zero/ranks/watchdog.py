@@ -357,7 +357,8 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """Post that this process ends cleanly. Otherwise neighbours would think that it was killed."""
+    """Post that this process ends cleanly, else neighbours would think that it was killed; and end the threads. Python
+    ends a thread that is inside the store when the interpreter goes, and C++ then aborts the process."""
     if not hasattr(sys, "last_value"):  # set by an exception that ends the process
         for watchdog in list(_LIVE):
-            watchdog.leave()
+            watchdog.stop()

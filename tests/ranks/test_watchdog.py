@@ -44,6 +44,29 @@ print("here", flush=True)
 time.sleep(60)  # as in a kernel that never ends
 """
 
+SLOW_STORE = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_zero.ranks import watchdog as module
+
+class Comm:
+    rank, world_size, place, issued, stall_timeout_s, waiting, asked = 0, 2, "here", 7, 30.0, "", {}
+
+class Slow:
+    def __getattr__(self, name):
+        try:
+            store.wait(["never"], timedelta(seconds=0.2))  # in C++, without Python's lock
+        except dist.DistStoreError:
+            return getattr(store, name)
+
+module.EVERY_S = 0.02
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+comm = Comm()
+dog = module.Watchdog(comm, Slow(), number=1, notices_broken_connections=False)
+time.sleep(0.5)
+"""
+
 
 class Side:
     """What a watchdog watches: a rank whose thread waits until it is let go."""
@@ -283,6 +306,12 @@ def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[.
     dog.tell(KeyError("planned"))
     assert time.monotonic() - started < 4
     store.network.set()
+
+
+def test_process_exits_cleanly_while_its_watchdog_asks_the_store() -> None:
+    """C++ aborts a process whose interpreter goes while a thread of Python's is inside the store."""
+    ended = subprocess.run([sys.executable, "-c", SLOW_STORE], cwd=Path(__file__).parents[2], capture_output=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.full
