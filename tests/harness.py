@@ -216,9 +216,12 @@ def assert_gone(references: Sequence[weakref.ref[Any]]) -> None:
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
-        if all(reference() is None for reference in references):
+        left = [what for reference in references if (what := reference()) is not None]
+        if not left:
             return
-        assert time.monotonic() < deadline, [reference() for reference in references]
+        holders = [str(holder)[:200] for holder in gc.get_referrers(left[0]) if holder is not left]
+        assert time.monotonic() < deadline, (left, holders)
+        del left
         time.sleep(0.05)
 
 
