@@ -90,13 +90,16 @@ class ByBatchSize:
 def peaks_with(
     buckets: Sequence[BucketPlan],
     limits: Limits,
-    activations: Activations,
+    activations: Activations | None,
     rank: int = 0,
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Compute the peak bytes of one rank in each phase: those of :func:`memory.peak_bytes`, and activations."""
+    """Compute the peak bytes of one rank in each phase: those of :func:`memory.peak_bytes`, and activations.
+    None: activations are unknown and not counted."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
+    if activations is None:
+        return bounds
     several = limits.micro_batches > 1
     spare = _spare_nbytes([b for b in buckets if b.reduces_apart(limits.micro_batches)], limits)
     # The first of several micro-batches takes spare buffers for the gradients that wait replicated.

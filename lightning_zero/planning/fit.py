@@ -141,10 +141,7 @@ def plan_row(
     states = _states(model, buckets)
     rest = memory.planned_bytes(buckets, state_tensors=states, moment=waiting)
     activations = model.micro_batch
-    if activations is None:
-        peaks = memory.peak_bytes(buckets, limits, state_tensors=states)
-    else:
-        peaks = peaks_with(buckets, limits, activations, state_tensors=states)
+    peaks = peaks_with(buckets, limits, activations, state_tensors=states)
     exchanged = activations.exchanged if activations is not None else 0
     replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
     sent = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged)

@@ -12,9 +12,9 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
-from lightning_zero.planning.buckets import BucketPlan, Role
+from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import human_bytes
-from lightning_zero.planning.memory import Bytes, Limits, Phase, States
+from lightning_zero.planning.memory import Phase
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, planned_now, state_tensors
 
@@ -98,7 +98,7 @@ def held_rows(engine: Engine, micro_batches: int, activations: Activations | Non
     ]
     accelerator = engine.comm.streams.accelerator
     limits = limits_of(engine, micro_batches)
-    peaks = planned_peaks(engine, buckets, limits, states, activations)
+    peaks = peaks_with(buckets, limits, activations, engine.comm.shard_rank, state_tensors=states)
     what = "peak of a step" if activations is not None else "peak of a step, activations not planned"
     if accelerator.has_streams:
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
@@ -118,16 +118,3 @@ def print_held(rows: Sequence[Held]) -> None:
     for role, tier, planned, measured in rows:
         table.add_row(role, tier, human_bytes(planned), "not measured" if measured is None else human_bytes(measured))
     Console(stderr=True).print(table)
-
-
-def planned_peaks(
-    engine: Engine,
-    buckets: Sequence[BucketPlan],
-    limits: Limits,
-    states: States,
-    activations: Activations | None,
-) -> dict[Phase, Bytes]:
-    rank = engine.comm.shard_rank
-    if activations is None:
-        return memory.peak_bytes(buckets, limits, rank, state_tensors=states)
-    return peaks_with(buckets, limits, activations, rank, state_tensors=states)

@@ -15,12 +15,12 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.planning import memory
+from lightning_zero.planning.activations import peaks_with
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.activations import measure
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
-from lightning_zero.trainer.summary import planned_peaks
 from tests.harness import on_ranks
 from tests.trainer.step_peak import StepPeak
 
@@ -99,7 +99,9 @@ def test_planned_peak_and_bytes_are_those_of_a_run(
     assert 0 <= held[in_files] - planned[in_files] <= 2 * states * FILE_PAGE_NBYTES * len(engine.buckets)
     assert +held - Counter({in_files: held[in_files]}) == +planned - Counter({in_files: planned[in_files]})
     if dist.get_rank() == 0:
-        peaks = planned_peaks(engine, plan_of(engine), limits_of(engine, micro_batches), states, found)
+        peaks = peaks_with(
+            plan_of(engine), limits_of(engine, micro_batches), found, engine.comm.shard_rank, state_tensors=states
+        )
         most = max(memory.on_tier(h, Tier.device) + memory.on_tier(h, Tier.host) for h in peaks.values())
         measured = peak.nbytes
         assert measured is not None
