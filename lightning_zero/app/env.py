@@ -16,7 +16,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -181,12 +181,8 @@ def variables(environ: Mapping[str, str]) -> Facts:
 def _rate(move: Callable[[], Any]) -> str:
     """Call ``move``, which transfers ``PROBE_NBYTES`` bytes, a few times. Return the best rate as text, in GB/s."""
     move()
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        move()
-        seconds.append(time.perf_counter() - begin)
-    return f"{PROBE_NBYTES / max(min(seconds), 1e-9) / 1e9:.2f} GB/s"
+    seconds = min(timeit.repeat(move, repeat=3, number=1))
+    return f"{PROBE_NBYTES / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
 
 def _lines_of(command: list[str]) -> list[str]:

@@ -140,11 +140,14 @@ def _table(
 
 def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
     """Return a line on each stage and offload that does not fit: what it lacks, what helps; then what to try first."""
+    last = "Nothing fits: use more hosts, or a smaller model."
+    if (first := best(rows)) is not None:
+        last = f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
     return [
         f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
         for row, advice in zip(rows, advices, strict=True)
         if not row.fits
-    ] + [_first_to_try(rows)]
+    ] + [last]
 
 
 def _lack(row: Row) -> str:
@@ -163,13 +166,6 @@ def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
     if advice.offload is not None:
         ways.append(f"zero/offload={advice.offload.value}")
     return f"fits with {' or '.join(ways)}" if ways else "fits on no number of such hosts"
-
-
-def _first_to_try(rows: list[Row]) -> str:
-    first = best(rows)
-    if first is None:
-        return "Nothing fits: use more hosts, or a smaller model."
-    return f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
 
 
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:

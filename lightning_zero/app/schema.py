@@ -63,13 +63,6 @@ class TrainConfig:
 RATES = [rate.name for rate in fields(Rates)]
 
 
-def _rate(key: str, value: Any) -> float:
-    number = value if isinstance(value, float) else float(parse_bytes(key, value))
-    if not number > 0:
-        raise ConfigError(f"{key}: expected a number > 0, got {value!r}. Change {key}.")
-    return number
-
-
 @dataclass(kw_only=True, slots=True)
 class MachineConfig:
     """The machine that a memory plan is for. ``None``: take the value from this machine.
@@ -92,13 +85,14 @@ class MachineConfig:
     rates: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, value in self.rates.items():
-            if key not in RATES:
-                raise ConfigError(
-                    f"machine.rates.{key}: no such rate; there are {', '.join(RATES)}. Drop machine.rates.{key}."
-                )
+        for name, value in self.rates.items():
+            key = f"machine.rates.{name}"
+            if name not in RATES:
+                raise ConfigError(f"{key}: no such rate; there are {', '.join(RATES)}. Drop {key}.")
             if value is not None:
-                self.rates[key] = _rate(f"machine.rates.{key}", value)
+                self.rates[name] = value if isinstance(value, float) else float(parse_bytes(key, value))
+                if not self.rates[name] > 0:
+                    raise ConfigError(f"{key}: expected a number > 0, got {value!r}. Change {key}.")
         for key in ("gpus", "nodes"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -56,13 +56,6 @@ def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> l
     return [*overrides, *kept, "hydra.mode=RUN"]
 
 
-def start_job(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Start a job of a sweep as a process on this machine, and return the process. ``folder``: the job's run folder."""
-    command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
-    environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-    return subprocess.Popen(command, env=environ, text=True)
-
-
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with the job's exit code.
     Raise ConfigError if there is no sbatch."""
@@ -110,7 +103,9 @@ def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], fir
         if isinstance(cluster, ClusterConfig) and cluster.name is ClusterName.slurm:
             process = submit_job(cluster, arguments, folder)
         else:
-            process = start_job(arguments, folder)
+            command = [sys.executable, "-m", "lightning_zero.train", *arguments, f"hydra.run.dir={quoted(str(folder))}"]
+            environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+            process = subprocess.Popen(command, env=environ, text=True)
             process.wait()
         result = JobReturn(overrides=list(overrides), cfg=job, hydra_cfg=job, status=JobStatus.COMPLETED)
         started.append((process, folder, result))

@@ -43,15 +43,11 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
     """Return ``machine`` with a share of each memory taken away, which stays free; more if activations are unknown."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
-
-    def part(nbytes: int, free: float) -> int:
-        return int(nbytes * (1 - free))
-
     return replace(
         machine,
-        gpu_memory=part(machine.gpu_memory, device),
-        host_memory=part(machine.host_memory, host),
-        nvme=part(machine.nvme, KEPT_FREE),
+        gpu_memory=int(machine.gpu_memory * (1 - device)),
+        host_memory=int(machine.host_memory * (1 - host)),
+        nvme=int(machine.nvme * (1 - KEPT_FREE)),
     )
 
 
@@ -94,7 +90,8 @@ def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConf
         of_size = replace(model, samples=of_a_part * model.in_parts, activations=activations)
         return plan_row(of_size, row.stage, row.offload, usable, settings).fits
 
-    found = _largest(fits)
+    samples = range(1, MOST_SAMPLES + 1)
+    found = bisect.bisect_left(samples, True, key=lambda of_a_part: not fits(of_a_part))  # 0: none fits
     if known.measure is not None and found * model.in_parts > max(known.sizes):
         measure = known.measure
 
@@ -119,11 +116,6 @@ def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest micro-batch size up to ``MOST_SAMPLES`` that fits, or 0. ``fits`` must be monotonic."""
-    return bisect.bisect_left(range(1, MOST_SAMPLES + 1), True, key=lambda samples: not fits(samples))
 
 
 def _reason(chosen: Row, rows: Sequence[Row], usable: Machine, rates: Rates) -> str:
@@ -185,17 +177,10 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str)
     if any(shape.trainable and not shape.whole and shape.itemsizes.compute == 4 for shape in model.shapes):
         ways.append("choose zero/precision=bf16")
     text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
-    return (
-        f"{keys}: expected a row that fits into {machine_text(usable)}, got none of {len(rows)}: the nearest, "
-        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. {text[0].upper()}{text[1:]} "
-        "(python -m lightning_zero.plan shows all rows)."
-    )
-
-
-def machine_text(usable: Machine) -> str:
-    """Describe in words the ranks, hosts and memory of ``usable``."""
-    ranks = f"{usable.world_size} rank(s) on {usable.nodes} host(s)"
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
     return (
-        f"{ranks}: {device}{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk"
+        f"{keys}: expected a row that fits into {usable.world_size} rank(s) on {usable.nodes} host(s): {device}"
+        f"{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk, got none of "
+        f"{len(rows)}: the nearest, {nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. "
+        f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all rows)."
     )

@@ -140,7 +140,9 @@ class Timeline:
                 "The table and trace.json have all. "
             )
         note += "Dashed: ends of steps. A bar says more under the pointer; trace.json opens in ui.perfetto.dev."
-        (folder / "trace.json").write_text(trace_json(ranks, window[0]))
+        events = [event for lanes in ranks for event in _events(lanes, window[0])]
+        trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        (folder / "trace.json").write_text(trace)
         (folder / "timeline.html").write_text(page_html(title, note, ranks, shown, window), encoding="utf-8")
         print(f"timeline of {title}: {folder / 'timeline.html'}", flush=True)
 
@@ -167,13 +169,8 @@ def offsets(begins: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) 
     return found
 
 
-def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:
-    """Return ``ranks`` as a Chrome trace, which https://ui.perfetto.dev opens. ``origin``: seconds at its time 0."""
-    events = [event for lanes in ranks for event in _events(lanes, origin)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-
-
 def _events(lanes: RankLanes, origin: float) -> Iterator[dict[str, Any]]:
+    """Yield a rank's events of a Chrome trace (https://ui.perfetto.dev). ``origin``: seconds at the trace's time 0."""
     pid = lanes.rank
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}

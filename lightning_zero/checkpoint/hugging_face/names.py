@@ -5,10 +5,12 @@ converted back, tied parameters appear once, and of a PEFT model only the adapte
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +83,10 @@ def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> di
 def _in_form_of_files(model: Any, own: Mapping[str, str], state: Mapping[str, Tensor]) -> Outgoing:
     meta = {name: _on_meta(state[key]) for name, key in own.items()}
     names = {id(value): name for name, value in meta.items()}
-    revert = _reverter(model)
+    revert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda values: values  # noqa: E731
+    with contextlib.suppress(ImportError):  # with older transformers the form of files is the model's own
+        loading = importlib.import_module("transformers.core_model_loading")
+        revert = partial(loading.revert_weight_conversion, model)
     made = revert(dict(meta))
     renamed = {name: own[names[id(value)]] for name, value in made.items() if id(value) in names}
     plain = set(renamed.values())
@@ -98,15 +103,6 @@ def _in_form_of_files(model: Any, own: Mapping[str, str], state: Mapping[str, Te
 
 def _converter(members: Sequence[str], own: Mapping[str, str], revert: Any) -> Any:
     return lambda values: revert({name: values[own[name]] for name in members})
-
-
-def _reverter(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function that converts tensors to the form of files. With older transformers it changes nothing."""
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-    except ImportError:
-        return lambda values: values
-    return lambda values: loading.revert_weight_conversion(model, values)
 
 
 def _on_meta(value: Tensor) -> Tensor:
