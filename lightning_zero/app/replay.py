@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -75,7 +75,7 @@ def main() -> None:
     )
     for path, what in needed:
         if not path.exists():
-            _end(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.")
+            parser.exit(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.\n")
     folder = next(p for n in range(1, 10**6) if not (p := given.run.resolve() / f"replay-{n}").exists())
     overrides = list(OmegaConf.load(settings))
     kept = [o for o in overrides if o.lstrip("+").split("=")[0] not in ("ckpt_path", "run_dir")]
@@ -83,15 +83,10 @@ def main() -> None:
     places = [f"ckpt_path={quoted(str(given.checkpoint.resolve()))}", f"hydra.run.dir={quoted(str(folder))}"]
     command = [sys.executable, "-m", "lightning_zero.train", *kept, *given.settings, stop, *places]
     if (code := subprocess.run(command).returncode) != 0:
-        _end(code, "error: the run did not end: its own message is above.")
+        parser.exit(code, "error: the run did not end: its own message is above.\n")
     difference, equal = compare(read(given.run / FILE), read(folder / FILE))
     if difference is not None:
-        _end(1, f"{equal} steps are equal; {difference}")
+        parser.exit(1, f"{equal} steps are equal; {difference}\n")
     if not equal:
-        _end(1, f"error: {given.run / FILE} has no step that was run again. Give a larger --steps.")
+        parser.exit(1, f"error: {given.run / FILE} has no step that was run again. Give a larger --steps.\n")
     print(f"all {equal} steps that both have are equal", flush=True)
-
-
-def _end(code: int, message: str) -> NoReturn:
-    print(message, file=sys.stderr, flush=True)
-    raise SystemExit(code)

@@ -191,15 +191,13 @@ class RangeSave:
         """Write all ranks' ranges on rank 0. If a write fails, receive the rest before raising. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
-
-        def total() -> int:
-            return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
+        total = sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
         def raise_it() -> None:
             for error in errors:
                 raise error
 
-        with self._engine.comm.long_work.bytes(f"saving {self._path.name}", total) as did:
+        with self._engine.comm.long_work.bytes(f"saving {self._path.name}", lambda: total) as did:
             for part in gathered_ranges(self._engine, place.dtypes, copies):
                 if self._engine.comm.rank == 0 and not errors:
                     try:
