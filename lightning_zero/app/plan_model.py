@@ -34,6 +34,7 @@ from lightning_zero.trainer.memory.activations import NotMeasured, measure, meas
 from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
 from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
+from lightning_zero.trainer.precision_row import default_dtype
 
 
 def precision_row(config: TrainConfig) -> Precision:
@@ -78,20 +79,16 @@ def describe(
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
     """Return the module that ``build`` makes on the meta device under the default dtype of a run with ``precision``."""
-    dtype = torch.get_default_dtype()
+    dtype = TRUE_DTYPES.get(precision, torch.get_default_dtype())
     # Keep what a model prints out of the JSON document.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), default_dtype(dtype):
         try:
-            torch.set_default_dtype(TRUE_DTYPES.get(precision, dtype))
-            try:
-                with torch.device("meta"):
-                    return build()
-            except ConfigError:
-                raise
-            except Exception as error:
-                return _parameters_on_meta(build, error)
-        finally:
-            torch.set_default_dtype(dtype)
+            with torch.device("meta"):
+                return build()
+        except ConfigError:
+            raise
+        except Exception as error:
+            return _parameters_on_meta(build, error)
 
 
 def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,8 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     """Raise ConfigError where the main job would for this configuration, although this machine may lack its devices."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
+    from lightning_zero.trainer.memory.activations import quiet
+
     train.check_checkpoint(config.ckpt_path)
     agreed_precision(config)
     check_saves(config, explicit)
@@ -82,23 +83,12 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
         offload = replace(offload, nvme_path=os.curdir)
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload, sequence_parallel=1)
     trial = config.trainer | {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": None}
-    with _silent():
+    with quiet(logging.INFO), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        # Messages about this machine's devices do not apply to the job, and stdout is for the script.
+        warnings.filterwarnings("ignore", message="The `srun` command is available")  # true for the job only
         data = build_data(config, explicit)
         check_data(config, data, config.cluster.world_size)
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Silence messages about this machine's devices. They do not apply to the job, and stdout is for the script."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The `srun` command is available")  # true for the job only
-            yield
-    finally:
-        logging.disable(before)
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:

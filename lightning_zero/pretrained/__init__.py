@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
@@ -35,7 +36,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     if not found.sources:
         raise ConfigError(
             f"zero.init_from: expected tensors of this module in {path}, got none: there it is "
-            f"{_some(folder.keys)}, here {_some([name for name, _ in module.named_parameters()])}. Give the folder of "
+            f"{some(folder.keys)}, here {some([name for name, _ in module.named_parameters()])}. Give the folder of "
             "this model."
         )
     if only_meta:
@@ -43,12 +44,14 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
         lacking = {name for name, value in tensors if value.is_meta}
         return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
-        warnings.warn(f"zero.init_from={path} has no {_some(found.missing)}: these start anew.", stacklevel=2)
+        warnings.warn(f"zero.init_from={path} has no {some(found.missing)}: these start anew.", stacklevel=2)
     if warn and found.unused:
-        warnings.warn(f"zero.init_from={path} has {_some(found.unused)}, which the module has not.", stacklevel=2)
+        warnings.warn(f"zero.init_from={path} has {some(found.unused)}, which the module has not.", stacklevel=2)
     return found.sources
 
 
-def _some(names: list[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """Return the first of ``names`` as text, and how many more there are."""
+    names = list(names)
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest

@@ -21,7 +21,7 @@ FLAGS = [row.value for row in Precision]
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -117,14 +117,14 @@ class PrecisionRow:
             with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
                 yield
         elif self._default_dtype is not None:
-            with _default_dtype(self._default_dtype):
+            with default_dtype(self._default_dtype):
                 yield
         else:
             yield
 
     @contextlib.contextmanager
     def tensor_init_context(self) -> Generator[None, None, None]:
-        with _default_dtype(self._default_dtype or torch.get_default_dtype()):
+        with default_dtype(self._default_dtype or torch.get_default_dtype()):
             yield
 
     module_init_context = tensor_init_context

@@ -159,7 +159,8 @@ def measure(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with isolate_rng(include_cuda=False), _quiet():
+        # Lightning logs a new Trainer, and torch errors, which exceptions report too.
+        with isolate_rng(include_cuda=False), quiet(logging.CRITICAL):
             return _Measurement(module, config, precision, mode, trainer).run(batch)
     except ConfigError:
         raise
@@ -172,10 +173,10 @@ def measure(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """In the body, silence Lightning's logging of a new Trainer and torch's of errors, which exceptions report too."""
+def quiet(level: int) -> Iterator[None]:
+    """In the body, silence log messages up to ``level``."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    logging.disable(level)
     try:
         yield
     finally:
@@ -306,7 +307,9 @@ class _Measurement:
     def _train(self, batch: Any) -> None:
         """Run one training step on fake tensors. If ranks share sequences, run it on one rank's part of the batch."""
         steps = SequenceSteps(self._module, self._sharers if self._config.sequence_parallel > 1 else None)
-        first, *more = self._arguments(batch)
+        given = inspect.signature(self._module.training_step).parameters.values()
+        wanted = sum(p.kind is not inspect.Parameter.VAR_KEYWORD for p in given)
+        first, *more = [batch, 0, 0][: max(1, wanted)]
         part, own = steps.cut(first)
         loss = steps.train(part, self._module.training_step, own, *more)
         if isinstance(loss, Mapping):  # the other outputs are freed before the backward
@@ -319,11 +322,6 @@ class _Measurement:
         self._recorder.enter(0, backward=True)
         with torch.autocast("cpu", enabled=False):
             loss.backward()
-
-    def _arguments(self, batch: Any) -> list[Any]:
-        given = inspect.signature(self._module.training_step).parameters.values()
-        wanted = sum(p.kind is not inspect.Parameter.VAR_KEYWORD for p in given)
-        return [batch, 0, 0][: max(1, wanted)]
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

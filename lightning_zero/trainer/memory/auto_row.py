@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -124,8 +124,7 @@ def _settings(asked: ZeroConfig) -> OffloadConfig:
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
-    values = {**asdict(asked.offload), "nvme_path": path}
-    return OffloadConfig(**values)
+    return replace(asked.offload, nvme_path=path)
 
 
 def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -136,14 +137,11 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
     """Register hooks that drop a parameter's gradient when it arrives, then call the parameter's function in
     ``wanted``. Return the handles."""
 
-    def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
-        def drop(param: Tensor) -> None:
-            param.grad = None
-            arrived()
+    def drop(arrived: Callable[[], None], param: Tensor) -> None:
+        param.grad = None
+        arrived()
 
-        return drop
-
-    return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]
+    return [param.register_post_accumulate_grad_hook(partial(drop, arrived)) for param, arrived in wanted]
 
 
 @contextlib.contextmanager

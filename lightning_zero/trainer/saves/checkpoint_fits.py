@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
+from lightning_zero.pretrained import some
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
 _VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it
 _HOOK = "on_fit_start"  # runs between configure_optimizers and the load of states
-_SHOWN = 5  # names listed in a message
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # change how a step is computed, not its result
 _CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle momentum
 
@@ -43,7 +43,7 @@ def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
         return loaded
     what = f"a {type(loaded).__name__}"
     if isinstance(loaded, Mapping):
-        what += f" with {_some(map(str, loaded))}" if loaded else " with nothing in it"
+        what += f" with {some(map(str, loaded))}" if loaded else " with nothing in it"
         if "state_dict" in loaded and _VERSION not in loaded:
             what += f" and no {_VERSION}"
     raise ConfigError(
@@ -103,7 +103,7 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a module with values for its frozen parameters, which {path} leaves out "
-            f"(zero.checkpoint.exclude_frozen), got {_some(lacking)} on the meta device. Set zero.init_from to the "
+            f"(zero.checkpoint.exclude_frozen), got {some(lacking)} on the meta device. Set zero.init_from to the "
             "folder of the model, or build the module off meta."
         )
 
@@ -164,13 +164,7 @@ def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool)
     ]
     found = []
     if strict and (missing := [name for name in own if name not in state]):
-        found.append(f"it lacks {_some(missing)}")
+        found.append(f"it lacks {some(missing)}")
     if strict and (more := [name for name in state if name not in own]):
-        found.append(f"the model lacks {_some(more)}")
-    return [*found, *([_some(shapes)] if shapes else [])]
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        found.append(f"the model lacks {some(more)}")
+    return [*found, *([some(shapes)] if shapes else [])]
