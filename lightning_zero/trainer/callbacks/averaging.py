@@ -5,7 +5,7 @@ master shards. Checkpoints hold full tensors, as without sharding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -49,28 +49,19 @@ class _Tensors(nn.Module):
             self.register_buffer(name.replace(".", "/"), buffer)
 
 
-class _AveragedTensors(_Tensors):
-    """The averages of :class:`_Tensors`. The callback loads a state dict of whole tensors into them."""
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
-        self.load(state, strict)
-
-    load: Callable[[Mapping[str, Any], bool], None]
-
-
 class ShardedAverage(AveragedModel):
     """An ``AveragedModel`` that averages shards. Its state dict is that of an AveragedModel of the whole module."""
 
     @outside_autograd
     def __init__(self, engine: Engine, strategy: Any, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
         with masters(engine):
-            super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
+            super().__init__(_Tensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
         self._storages: list[ResidentStorage] = []  # the averages that the last save reads, maybe in the background
         self._beside_masters = device is None
-        assert isinstance(self.module, _AveragedTensors)
-        self.module.load = self._load
+        # The callback loads a state dict of whole tensors into the averages.
+        self.module.__dict__["load_state_dict"] = self._load
 
     @outside_autograd
     def update_parameters(self, model: nn.Module) -> None:
@@ -150,7 +141,7 @@ class ShardedAverage(AveragedModel):
         self.n_averaged.copy_(state["n_averaged"])
         self._load({name.removeprefix("module."): v for name, v in state.items() if name != "n_averaged"}, strict)
 
-    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
+    def _load(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self.exchange(swap=True)
         try:
             self.engine.load_state_dict(state, strict=strict)
