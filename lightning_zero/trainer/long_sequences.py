@@ -66,8 +66,6 @@ class LongSequences(SequenceSteps):
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.group is None and self.tokens is None:
-            return step(*args, **kwargs)
         batch, *more = (*args, *kwargs.values())
         with self._random_numbers_of_a_part():
             part, own = self.cut(batch)
@@ -86,8 +84,6 @@ class LongSequences(SequenceSteps):
         return loss if isinstance(part, WholeBatch) else part.loss(loss)
 
     def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.group is None:
-            return step(*args, **kwargs)
         batch, *more = (*args, *kwargs.values())
         part, own = self.cut(batch)
         return self.evaluate(part, step, own, *more)
