@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,16 +122,17 @@ class NoteJob(Callback):
             # A callback that keeps all files does not list them; one whose folder changed has lost its list.
             if callback.save_top_k == -1 or self._folders.get(callback.state_key, 0) != callback.dirpath:
                 continue
-            known = {callback.best_model_path, callback.last_model_path, callback.kth_best_model_path}
-            kept = {
-                os.path.realpath(path) for path in {*known, *callback.best_k_models, trainer.ckpt_path or ""} if path
-            }
-            last = os.path.abspath(callback.last_model_path)
-            # Checkpoints that the killed run kept because ``last.ckpt`` links to them are kept again.
-            files = written.get(callback.state_key, set())
-            _held.setdefault(callback, []).extend(self._held_by_link(callback, trainer, files))
-            for path in sorted(written.get(callback.state_key, ())):
-                if path.is_symlink() and str(path) != last:
+            known = {callback.best_model_path, callback.kth_best_model_path, *callback.best_k_models, trainer.ckpt_path}
+            kept = {os.path.realpath(path) for path in known if path}
+            last, files = callback.last_model_path, written.get(callback.state_key, set())
+            lead = os.path.realpath(last)
+            if os.path.islink(last) and lead not in kept:
+                # Checkpoints that the killed run kept because ``last.ckpt`` links to them are kept again.
+                linked = [str(path) for path in files if not path.is_symlink() and os.path.realpath(path) == lead]
+                _held.setdefault(callback, []).extend(linked)
+            kept |= {lead} if last else set()
+            for path in sorted(files):
+                if path.is_symlink() and str(path) != os.path.abspath(last):
                     path.unlink()
                 elif path.exists() and not path.is_symlink() and os.path.realpath(path) not in kept:
                     trainer.strategy.remove_checkpoint(str(path))
@@ -139,15 +140,6 @@ class NoteJob(Callback):
                     continue
                 removed.append(path.name)
         return removed
-
-    @staticmethod
-    def _held_by_link(callback: ModelCheckpoint, trainer: pl.Trainer, written: Iterable[Path]) -> list[str]:
-        if not os.path.islink(callback.last_model_path):
-            return []
-        others = {callback.best_model_path, callback.kth_best_model_path, *callback.best_k_models, trainer.ckpt_path}
-        known = {os.path.realpath(path) for path in others if path}
-        lead = os.path.realpath(callback.last_model_path)
-        return [str(p) for p in written if not p.is_symlink() and os.path.realpath(p) == lead and lead not in known]
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:

@@ -45,13 +45,6 @@ def saved_ranks(record: Mapping[str, Any]) -> int:
     return len(record["now"]["torch"])
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    for sampler in samplers:
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
-
-
 class RandomNumbers:
     """Notes generator states during a fit, for its saves, and sets the generators from ``saved`` if the fit resumes."""
 
@@ -76,7 +69,10 @@ class RandomNumbers:
     def before_iterator(self, loader: Any) -> None:
         """Set the generators before a training loader makes its first iterator. Called for each training loader."""
         if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
-            _set_epoch(loader, self._next_epoch())
+            epoch = self._next_epoch()
+            for owner in (loader, getattr(loader, "batch_sampler", None)):
+                if callable(set_epoch := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
+                    set_epoch(epoch)
         if self._saved is not None:
             (self._saved.epoch if self._saved.in_epoch else self._saved.now).restore(self._device)
         self._epoch = self._now()
