@@ -269,13 +269,8 @@ def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
     at_rest = before.get(name)
     if at_rest is not None and _leaf("", at_rest) == _leaf("", leaf):
         return at_rest.copy_(leaf.detach())
-    return _copied(leaf, torch.device("cpu"))
-
-
-def _copied(leaf: Tensor, device: torch.device) -> Tensor:
-    """Copy ``leaf`` to ``device`` without gaps, with its dimensions in the same memory order."""
-    made = torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device=device)
-    return made.copy_(leaf.detach())
+    # Without gaps, with its dimensions in the same memory order.
+    return torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device="cpu").copy_(leaf.detach())
 
 
 def _taken(state: Mapping[str, Any], tensor: WholeTensor, device: torch.device, dtype_of: DtypeOf) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,7 +79,12 @@ class WholeOptimizer(Stepper):
         self.owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []
         self._arranged: list[tuple[int, int, int]] = []
-        self._routes: dict[object, Route] = {}
+
+        @lru_cache(MOST_ROUTES)  # the set of parameters with gradients may change from step to step
+        def find(buckets: tuple[Bucket, ...], transfers: tuple[Transfer, ...]) -> Route:
+            return find_route(transfers, [bucket.layout for bucket in buckets], comm.shard_rank)
+
+        self._find_route = find
         self._patch()
         self.load_param_states(self._pop_states())
 
@@ -209,8 +215,8 @@ class WholeOptimizer(Stepper):
         windows = [[t for t in window if t.travels] for window in self._windows]
         routes, values = [], []
         for window in filter(None, windows):
-            buckets = list(dict.fromkeys(t.bucket for t in window))
-            routes.append(self._find_route(buckets, [transfer_of(t, buckets, every) for t in window]))
+            buckets = tuple(dict.fromkeys(t.bucket for t in window))
+            routes.append(self._find_route(buckets, tuple(transfer_of(t, buckets, every) for t in window)))
             own = [t for t in window if t.is_owner]
             values.append(sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
         return step_peak(routes, values, values)
@@ -248,16 +254,8 @@ class WholeOptimizer(Stepper):
         self.owned.take(wanted)
         tensors = [self.owned.tensors[t.bucket, t.info.slot] for t in wanted]
         self._windows = [[tensors[place] for place in window] for window in windows]
-        self._arranged, self._routes = arranged, {}
-
-    def _find_route(self, buckets: Sequence[Bucket], transfers: Sequence[Transfer]) -> Route:
-        key = tuple(self._numbers[bucket] for bucket in buckets), tuple(transfers)
-        if key not in self._routes:
-            if len(self._routes) > MOST_ROUTES:  # the set of parameters with gradients changes from step to step
-                self._routes.clear()
-            layouts = [bucket.layout for bucket in buckets]
-            self._routes[key] = find_route(transfers, layouts, self._comm.shard_rank)
-        return self._routes[key]
+        self._arranged = arranged
+        self._find_route.cache_clear()
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -357,14 +355,14 @@ class Window:
         used: set[int],
         owned: Owned,
         comm: Communicator,
-        find: Callable[[Sequence[Bucket], Sequence[Transfer]], Route],
+        find: Callable[[tuple[Bucket, ...], tuple[Transfer, ...]], Route],
     ) -> None:
         self._comm, self._owned = comm, owned
         self._with_grad = used & {id(t.info.param) for t in tensors if t.bucket.grad_store.is_there}
-        self.buckets = list(dict.fromkeys(tensor.bucket for tensor in tensors))
+        self.buckets = tuple(dict.fromkeys(tensor.bucket for tensor in tensors))
         self._travel = [tensor for tensor in tensors if tensor.travels]
         self.here = [tensor for tensor in tensors if tensor.is_here]
-        there = [transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel]
+        there = tuple(transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel)
         self._route = find(self.buckets, there) if there else None
         self._pending: Pending | None = None
         self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # received values and gradients, by id of the tensor

@@ -258,13 +258,11 @@ def random_bits(places: Places, low: int, high: int, step: int, number: int, dev
 @lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
     """Return a table [_TABLE] int32 of :data:`BITS` random bits per entry, equal in every process."""
-    bits = torch.arange(_TABLE, dtype=torch.int64)
-    for shift, multiplier in _MIX:
-        bits = ((bits ^ (bits >> shift)) * multiplier) & 0xFFFFFFFF
-    return (bits & ((1 << BITS) - 1)).to(torch.int32).to(device)
+    return (_mixed(torch.arange(_TABLE, dtype=torch.int64)) & ((1 << BITS) - 1)).to(torch.int32).to(device)
 
 
-def _mixed(value: int) -> int:
+def _mixed(value: Any) -> Any:
+    """Hash an int, or each element of an int64 tensor, to 32 bits."""
     for shift, multiplier in _MIX:
         value = ((value ^ (value >> shift)) * multiplier) & 0xFFFFFFFF
     return value
