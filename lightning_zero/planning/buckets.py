@@ -149,11 +149,6 @@ class BucketPlan:
     def storage_itemsize(self) -> int:
         return self.itemsizes.master if self.trainable else self.itemsizes.compute
 
-    def rests_as(self, other: BucketPlan) -> bool:
-        """Return whether this plan and ``other`` keep parameters and masters in the same buffers, tier and dtypes."""
-        pairs = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (self, other))
-        return len(set(pairs)) == 1
-
     @property
     def one_dtype(self) -> bool:
         return self.itemsizes.compute == self.itemsizes.master

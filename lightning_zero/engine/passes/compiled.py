@@ -179,9 +179,12 @@ class CompiledModules:
     @property
     def are_there(self) -> bool:
         """Return whether anything in the module is compiled, by the engine or the user."""
-        return any(forward.is_compiled for forward in self._forwards.values()) or any(
-            True for inner in self._root.modules() for _ in [*_compiled_parts(inner), *_calls_compiled(inner)]
-        )
+        if any(forward.is_compiled for forward in self._forwards.values()):
+            return True
+        calls = [vars(inner).get(_CALL) for inner in self._root.modules()]
+        # Calls that the engine has replaced are marked as disabled.
+        by_torch = any(call is not None and not getattr(call, "_torchdynamo_disable", False) for call in calls)
+        return by_torch or any(True for inner in self._root.modules() for _ in _compiled_parts(inner))
 
     def undo(self) -> None:
         """Restore the modules' own calls, and let torch compile the modules that users compiled after sharding."""
@@ -215,13 +218,6 @@ class CompiledModules:
         else:
             vars(module)[_CALL] = how.apply(module._call_impl)
         self._compiled(module, how)
-
-
-def _calls_compiled(module: nn.Module) -> Iterator[str]:
-    """Yield the name ``_CALL`` if torch has compiled the module's call and the engine has not replaced that call."""
-    call = vars(module).get(_CALL)
-    if call is not None and not getattr(call, "_torchdynamo_disable", False):
-        yield _CALL
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:

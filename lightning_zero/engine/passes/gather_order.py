@@ -112,7 +112,10 @@ class GatherOrder:
                     self._issue(index, ahead=index != unit.index)
                     self._drop_idle(unit)
             else:
-                self._agree_on(unit)
+                self._agreeing, self._issued.one_path = True, False
+                needs = f"needs unit {unit.title} next ({self._key})"
+                self.comm.waits.place = f"{needs}, which the recorded order does not have here"
+                self._serve(self._exchange(unit.index), own=unit)
         if unit in self._idle:
             self._idle.remove(unit)
         # Before the wait, so that the next gathers run while this one is awaited and used.
@@ -145,12 +148,6 @@ class GatherOrder:
         self._idle.clear()
 
     # -- agreeing -------------------------------------------------------------------------------------------------
-
-    def _agree_on(self, unit: Unit) -> None:
-        self._agreeing, self._issued.one_path = True, False
-        needs = f"needs unit {unit.title} next ({self._key})"
-        self.comm.waits.place = f"{needs}, which the recorded order does not have here"
-        self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
         """Send ``want``: index of the next needed unit, DONE or CALLED. Returns what each rank sent. Collective."""
@@ -225,8 +222,10 @@ class GatherOrder:
 
     def _may_come_early(self, unit: Unit) -> bool:
         """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
+        if self.comm.shard_size == 1:
+            return unit.step_done
         # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
-        return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
+        return all(bucket.awaited_step.future is None for bucket in unit.buckets)
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
         """Reshard units that were gathered and not used, oldest first, until the others fit the prefetch budget. Keeps

@@ -216,7 +216,9 @@ class GradNorms:
                 columns = comm.meet(column, f"the norms of gradients, of type {norm_type:g}")
             for number, rank in enumerate(comm.topology.shard_groups[0]):
                 table[shared, number] = torch.tensor(columns[rank], dtype=torch.float64)
-        whole = _joined(table, norm_type) * torch.tensor(factors, dtype=torch.float64)
+        # A part that a tensor lacks has norm 0. Of type 0, norms are numbers of elements.
+        joined = torch.linalg.vector_norm(table, norm_type, dim=1) if norm_type else table.sum(1)
+        whole = joined * torch.tensor(factors, dtype=torch.float64)
         return {id(info.param): norm for info, norm in zip(infos, whole.to(comm.device), strict=True)}
 
 
@@ -229,13 +231,3 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
         for fragment in bucket.layout.fragments(rank):
             first = start + fragment.start
             yield rank, fragment.index, gradient[first : first + fragment.numel]
-
-
-def _joined(parts: Tensor, norm_type: float) -> Tensor:
-    """Combine norms of tensors' parts, ``[tensors, parts]`` in fp64, into norms of whole tensors. A part that a tensor
-    lacks has norm 0."""
-    if norm_type == 0.0:
-        return parts.sum(1)
-    if math.isinf(norm_type):
-        return parts.amax(1)
-    return (parts**norm_type).sum(1) ** (1.0 / norm_type)

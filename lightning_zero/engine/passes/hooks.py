@@ -133,7 +133,8 @@ class Hooks:
             # Set to None, or autograd would add a second gradient to the counted one, and gradients would pile up.
             grad, p.grad = p.grad, None
             if isinstance(grad, ShardedGrad):
-                grad = grad.pop_incoming()
+                incoming, grad.incoming = grad.incoming, None
+                grad = incoming
             passes = passes_ref()
             if grad is not None and passes is not None:
                 unit = passes.units[place[0]]

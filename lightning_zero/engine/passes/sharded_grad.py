@@ -95,10 +95,6 @@ class ShardedGrad(Tensor):
             raise RuntimeError(f"the gradient of {self.info.fqn} is gone, with the engine of its module.")
         return owner
 
-    def pop_incoming(self) -> Tensor | None:
-        incoming, self.incoming = self.incoming, None
-        return incoming
-
     def whole(self) -> Tensor:
         """Return the whole gradient: gathered into a new tensor, or what a view holds. Collective, except for views."""
         return self.owner.gather(self.info) if self.gathered is None else self.gathered

@@ -308,10 +308,6 @@ class ShardedOptimizer(Stepper):
         eager = [bucket for bucket in buckets if bucket not in for_worker]
         jobs: list[StepJob] = []
         fused = [group.get("fused") for group in self.optimizer.param_groups]  # as set before the eager step
-
-        def make_jobs() -> None:
-            jobs.extend(self._job(bucket, used, fused) for bucket in buckets if bucket in for_worker)
-
         # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
         # be changed outside of it, and autocast would change the dtype of some results.
         with (
@@ -323,13 +319,14 @@ class ShardedOptimizer(Stepper):
             recording.profiled("step", f"{len(eager)} buckets"),
             recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
-            self._stepping.inner(make_jobs)
+            self._stepping.inner(lambda: jobs.extend(self._job(b, used, fused) for b in buckets if b in for_worker))
         # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
             self._around.after_step.submit(jobs)
-        # A bucket of which this rank owns nothing has no job, but is marked as asked for, as on the other ranks.
+        # A bucket of which this rank owns nothing has no job, but notes a step all the same: this decides which units
+        # are gathered ahead, and must be the same on all ranks.
         for bucket in for_worker.difference(buckets):
-            bucket.awaited_step.nothing_to_do()
+            bucket.awaited_step.ask(None).set_result(None)
         return changed
 
     @contextlib.contextmanager

@@ -52,10 +52,6 @@ class AwaitedStep:
         self.future = Future()
         return self.future
 
-    def nothing_to_do(self) -> None:
-        # Note a step all the same: this decides which units are gathered ahead, and must be the same on all ranks.
-        self.ask(None).set_result(None)
-
     @property
     def is_done(self) -> bool:
         return self.future is None or self.future.done()
@@ -238,7 +234,9 @@ class Bucket:
 
     def make_trainable(self) -> None:
         before, self.plan, self.trainable = self.plan, replace(self.plan, trainable=True), True
-        if self.plan.rests_as(before):
+        # Whether parameters and masters stay in the same buffers, tier and dtypes.
+        old, new = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (before, self.plan))
+        if old == new:
             self._make_grad_store()
             return
         # A clone: the old storage's memory is freed before the new storage takes memory.
@@ -412,7 +410,8 @@ class Bucket:
         """Give the full buffer new memory, because an abandoned gather may still write to the old memory."""
         # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
         assert self.reshards and not self.shows_values
-        self.full.renew()
+        with torch.inference_mode(False):
+            self.full.data = torch.empty_like(self.full.data)
         self._make_views()
 
     def full_master(self) -> Tensor:

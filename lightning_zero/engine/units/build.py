@@ -7,7 +7,7 @@ get rank 0's values at the start and before steps, as under DDP. In between they
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from weakref import ref
 
 import torch
@@ -48,7 +48,8 @@ def materialise(
     # Only tensors that were on meta are checked: others may hold NaN on purpose.
     were_meta = {(name, key) for name, inner in own for key, tensor in _own_tensors(inner).items() if tensor.is_meta}
     for name, inner in own:
-        if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in _adapter_params(inner)):
+        of_adapter = (p for key, p in inner.named_parameters() if any(k.startswith("lora_") for k in key.split(".")))
+        if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in of_adapter):
             adapters.append((name, inner))
         for key, buffer in inner.named_buffers(recurse=False):
             if buffer.is_meta and (source := sources.get(f"{name}.{key}" if name else key)) is not None:
@@ -123,10 +124,6 @@ def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterat
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-
-
-def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
-    return (p for name, p in layer.named_parameters() if any(part.startswith("lora_") for part in name.split(".")))
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:

@@ -43,11 +43,6 @@ class FlatBuffer:
             self.data = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes = self.data.numel() * self.data.element_size()
 
-    def renew(self) -> None:
-        """Replace `data` by a tensor with new memory. The caller must make new views: old ones keep the old memory."""
-        with torch.inference_mode(False):
-            self.data = torch.empty_like(self.data)
-
     @property
     def allocated(self) -> bool:
         return self.data.untyped_storage().nbytes() == self.nbytes

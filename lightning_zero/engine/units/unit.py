@@ -205,11 +205,6 @@ class Unit:
         """Return whether the offloaded steps of all buckets have ended, so that a gather need not wait for them."""
         return all(b.awaited_step.is_done for b in self.buckets)
 
-    @property
-    def awaits_step(self) -> bool:
-        """Return whether a bucket's offloaded step was submitted and not yet waited for. The same on all ranks."""
-        return any(b.awaited_step.future is not None for b in self.buckets)
-
 
 class Units(list[Unit]):
     """The units of one module: first the root, then the others in the order of ``named_modules``."""

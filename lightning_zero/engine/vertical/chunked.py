@@ -67,6 +67,7 @@ class Inputs:
         form, self.tensors = take_tensors((args, kwargs))  # each tensor once; none after :meth:`take`
         self._form = copy_containers(form)  # copied, because a block may append to a list argument
         self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
+        self.holds_objects = not all(map(callable, self._others))  # a call might change them: a key-value cache
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
         # Numbers of tensors whose first dimension is the batch size. At first all of them are divided.
         self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
@@ -106,11 +107,6 @@ class Inputs:
     def told(self) -> str:
         found = ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
         return f"Of its inputs, {found} are divided along their first dimension"
-
-    @property
-    def holds_objects(self) -> bool:
-        """Return whether an argument is an object that a call might change, such as a key-value cache."""
-        return not all(callable(other) for other in self._others)
 
     def chunk(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
         return self.rows(tensors, index * self.chunk_size, self.chunk_size)

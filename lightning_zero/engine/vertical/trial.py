@@ -119,11 +119,13 @@ class Trial:
                 for divided in self._sets(first):
                     inputs.divided = divided
                     try:
-                        return self._divided(tensors, state)
+                        return self._compared(tensors, state)
                     except (CannotDivide, Changes):
                         raise
                     except Exception as error:  # given too few rows, a call may raise anything
                         failed = error
+                    finally:
+                        state.restore(self._device_type)
         assert failed is not None
         if self._alone and not isinstance(failed, _Unequal):
             raise failed
@@ -148,12 +150,6 @@ class Trial:
         if number not in self._inputs.candidates or not tensor.is_floating_point():
             return tensor
         return tensor + torch.rand_like(tensor) if bool((tensor == tensor[:1]).all()) else tensor
-
-    def _divided(self, tensors: Sequence[Tensor], state: RandomState) -> Division:
-        try:
-            return self._compared(tensors, state)
-        finally:
-            state.restore(self._device_type)
 
     def _compared(self, tensors: Sequence[Tensor], state: RandomState) -> Division:
         size = self._inputs.chunk_size

@@ -42,12 +42,6 @@ class Move:
     bucket: Bucket
     plan: BucketPlan
 
-    @property
-    def moves_storage(self) -> bool:
-        """Return whether masters and state move to a new storage. The answer is the same on all ranks."""
-        old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (self.bucket.plan, self.plan))
-        return old != new
-
     def of(self, values: Tensor) -> Tensor:
         """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
@@ -220,7 +214,9 @@ def _move_all(
 
 def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> None:
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
-    keeps_storage = not move.moves_storage and bucket.is_on(plan.storage_tier, tiers)
+    # Whether masters and state move to a new storage: the same on all ranks.
+    old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (bucket.plan, plan))
+    keeps_storage = old == new and bucket.is_on(plan.storage_tier, tiers)
     keeps_grad = (
         keeps_storage and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -268,11 +269,14 @@ class _CopyIntoShards(TorchFunctionMode):
 
 def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
-    own: dict[int, int] = {}
+    own: Counter[int] = Counter()  # bytes of each parameter's master that this rank owns, by ``id`` of the parameter
 
     def total() -> int:
-        own.update(_own_nbytes(engine))
-        return sum(own.values())
+        for bucket in engine.buckets:
+            for fragment in bucket.owned_fragments():
+                nbytes = fragment.numel * bucket.storage.master.element_size()
+                own[id(bucket.params[fragment.index].param)] += nbytes
+        return own.total()
 
     with loading_into_shards(engine) as copies, engine.comm.long_work.bytes("loading weights", total) as did:
         copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
@@ -287,16 +291,6 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
         # If one rank cannot read its part, all must raise: others would wait for it in the next collective.
         return engine.comm.together("loading a checkpoint", load, patient=True)
-
-
-def _own_nbytes(engine: Engine) -> dict[int, int]:
-    """Return how many bytes of each parameter's master this rank owns, by ``id`` of the parameter."""
-    found: dict[int, int] = {}
-    for bucket in engine.buckets:
-        for fragment in bucket.owned_fragments():
-            param = bucket.params[fragment.index].param
-            found[id(param)] = found.get(id(param), 0) + fragment.numel * bucket.storage.master.element_size()
-    return found
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:

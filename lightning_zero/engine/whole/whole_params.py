@@ -141,7 +141,8 @@ def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[B
         engine.passes.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
         full = bucket.full_master()
-        full_grad = full_reduced_grad(bucket) if grads else None
+        grad = bucket.grad if grads else None
+        full_grad = bucket.gathered([(0, grad)], grad.dtype, "gradients") if grad is not None else None
         shown[bucket] = _Full(full, full_grad)
         bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
         for info in bucket.params:
@@ -188,13 +189,6 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
     for bucket, full in shown.items():
         if full.grad is not None:
             engine.passes.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
-
-
-def full_reduced_grad(bucket: Bucket) -> Tensor | None:
-    """Gather the reduced gradient of a bucket, [layout.numel]; None if the bucket has none. Collective."""
-    if bucket.grad is None:
-        return None
-    return bucket.gathered([(0, bucket.grad)], bucket.grad.dtype, "gradients")
 
 
 # -- between runs: memory ---------------------------------------------------------------------------------------------
@@ -308,7 +302,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
             pid, number, _ = places[leader]
             try:
                 if comm.rank != leader:
-                    fd = _open(pid, number)
+                    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 copy = HostCopy(engine, fd)
             except OSError as error:  # the processes cannot see each other's files
                 failed = f"rank {comm.rank} could not map the memory of rank {leader} ({error})"
@@ -317,10 +311,6 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-def _open(pid: int, fd: int) -> int:
-    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
