@@ -159,14 +159,7 @@ class Communicator:
         """Start several :meth:`all_gather` at once, as one message where the device has streams. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
-        label = fulls[0][1]
-        if self._groups is None or self._groups.gather is None:
-            return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
-        with self.streams.on("gather") as stream:
-            span = recording.begin("gather", label, on_host=not self.queues)
-            among = self._members("node_gather" if of_node else "gather")
-            sent = self._transport.gather_all([full for full, _ in fulls], among)
-            return self._pending("gather", label, sent.works, sent.finish, stream, span)
+        return self._gather(*fulls[0], "node_gather" if of_node else "gather", together=[full for full, _ in fulls])
 
     def reduce_scatter(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
@@ -325,7 +318,8 @@ class Communicator:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _gather(self, full: Tensor, label: str, group: str) -> Pending:
+    def _gather(self, full: Tensor, label: str, group: str, *, together: Sequence[Tensor] | None = None) -> Pending:
+        """Issue the gather of ``full``, or of all tensors ``together``, of which ``full`` is the first."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
@@ -334,7 +328,8 @@ class Communicator:
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
             span = recording.begin(kind, label, on_host=not self.queues)
-            sent = self._transport.gather(full, self._members(group))
+            among = self._members(group)
+            sent = self._transport.gather_all(together, among) if together else self._transport.gather(full, among)
             return self._pending(kind, label, sent.works, sent.finish, stream, span)
 
     def _members(self, group: str) -> Members:
