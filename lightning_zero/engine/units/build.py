@@ -199,6 +199,7 @@ def build_units(
     `rows` has the tiers of each unit. `sources` has first values by name, of which a rank reads its own parts. Raises
     ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any rank.
     """
+    sources = sources or {}
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -208,36 +209,24 @@ def build_units(
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
-        unit = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers, sources or {}))
+        buckets: list[Bucket] = []
+        for part in group.buckets:
+            shape, stage = part.shape(index), STAGES[config.stage.name]
+            plan = place(shape, stage, rows[index], comm.shard_size, even_alone=comm.even_alone)
+            label = f"{group.name or '(root)'}#{len(buckets)}"
+            bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
+            _fill(bucket, sources)
+            buckets.append(bucket)
+        unit = Unit(group.name, index, buckets)
         unit.reshard()  # at once, so that the device holds only one whole unit at a time
         built[index] = unit
     for name, buffer in module.named_buffers():
-        if name in (sources or {}) and not buffer.is_meta:
+        if name in sources and not buffer.is_meta:
             with torch.no_grad():
-                buffer.copy_((sources or {})[name])
+                buffer.copy_(sources[name])
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     replicate_beside(module, comm)
     return [built[index] for index in range(len(groups))]
-
-
-def _build_buckets(
-    group: UnitGroup,
-    unit: int,
-    config: ZeroConfig,
-    row: TierRow,
-    comm: Communicator,
-    tiers: Tiers,
-    sources: Mapping[str, Tensor],
-) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    for part in group.buckets:
-        stage = STAGES[config.stage.name]
-        plan = place(part.shape(unit), stage, row, comm.shard_size, even_alone=comm.even_alone)
-        label = f"{group.name or '(root)'}#{len(buckets)}"
-        bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
-        _fill(bucket, sources)
-        buckets.append(bucket)
-    return buckets
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
