@@ -12,6 +12,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 
 from lightning_zero.config import ZeroConfig
@@ -244,11 +245,8 @@ def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
 
 def _decimal(value: float) -> str:
     """Return a number as text in powers of 1000: ``2.5e12`` -> ``2.5 T``."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 1000 or unit == "P":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError
+    unit, prefix = pick_unit_and_suffix(value, ["", "k", "M", "G", "T", "P"], 1000)  # type: ignore[arg-type]
+    return f"{value / unit:.3g} {prefix}"
 
 
 def auto_line(choice: Choice | str) -> str:

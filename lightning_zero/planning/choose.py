@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rich.filesize import pick_unit_and_suffix
+
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
 from lightning_zero.planning.activations import ByBatchSize
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
@@ -142,11 +144,8 @@ def seconds_text(seconds: float) -> str:
 
 def human_bytes(nbytes: float) -> str:
     """Format bytes in powers of 1024: ``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+    unit, name = pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{nbytes / unit:.{int(unit > 1)}f} {name}"
 
 
 def lacks(row: Row, usable: Machine) -> str:
