@@ -114,12 +114,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     @precision.setter
     def precision(self, plugin: fabric.plugins.precision.Precision | None) -> None:
         """Replace the plugin that Fabric chose from ``Fabric(precision=)`` with a FabricPrecision."""
-        if plugin is None:
-            self._precision = None
-            return
-        ours = FabricPrecision.from_plugin(plugin, self._asked_precision)
-        ours.attach(self)
-        self._precision = ours
+        asked = self._asked_precision
+        self._precision = None if plugin is None else FabricPrecision.from_plugin(plugin, asked).attach(self)
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

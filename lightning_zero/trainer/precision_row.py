@@ -87,8 +87,9 @@ class PrecisionRow:
         given = getattr(plugin, "scaler", None)
         return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
 
-    def attach(self, strategy: Any) -> None:
+    def attach(self, strategy: Any) -> Self:
         self._strategy = ref(strategy)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_strategy": None}  # a copied strategy attaches itself to its copy of this plugin

@@ -233,12 +233,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
         """Use a ZeroPrecision instead of ``plugin``. Raise ConfigError if ``zero.precision.name`` asks for another."""
-        if plugin is None:
-            self._precision_plugin = None
-            return
-        ours = ZeroPrecision.from_plugin(plugin, self._asked_precision)
-        ours.attach(self)
-        self._precision_plugin = ours
+        asked = self._asked_precision
+        self._precision_plugin = None if plugin is None else ZeroPrecision.from_plugin(plugin, asked).attach(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
