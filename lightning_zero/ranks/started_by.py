@@ -48,7 +48,10 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
         return _srun(environ)
     for names in MPI_VARIABLES:
         if names[0] in environ and names[1] in environ:
-            return _mpirun(environ, names)
+            place = {key: _number(environ, name) for key, name in zip(place, names, strict=True)}
+            size, local = place["world_size"], place["local_world_size"]
+            nodes = None if size is None or not local else -(-size // local)
+            return Launched(by="mpirun", nodes=nodes, **place)
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
         return Launched(by="plain", **place)
     return None
@@ -71,14 +74,6 @@ def _srun(environ: Mapping[str, str]) -> Launched:
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=local,
         nodes=nodes,
-    )
-
-
-def _mpirun(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> Launched:
-    rank, world_size, local_rank, local = (_number(environ, name) for name in names)
-    nodes = None if world_size is None or not local else -(-world_size // local)
-    return Launched(
-        by="mpirun", rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local, nodes=nodes
     )
 
 
