@@ -105,7 +105,20 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
         if not strategy.is_global_zero:
             return None
         try:
-            return _decide(strategy, trainer, module, asked, places, fitting=fitting)
+            there = machine_of(places, strategy)
+            model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
+            if model.activations is not None:
+                strategy.run_plan.activations = model.activations.measured[0]
+            candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
+            if not candidates:
+                raise ConfigError(
+                    "zero/stage=auto: expected a stage that goes with zero/offload="
+                    f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
+                    "zero/offload=auto, or set zero.offload.nvme_path."
+                )
+            choice = choose_row(model, there, candidates, CPU_RATES if there.shared else GPU_RATES)
+            reason = choice.reason + "".join(f" ({text})" for text in assumed)
+            return Decision(choice.row.stage.value, choice.row.offload.value, reason, choice.samples, fitting)
         except ConfigError:
             raise
         except Exception as error:
@@ -147,33 +160,6 @@ def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
         shared=strategy.root_device.type == "cpu",
         hybrid_shard=strategy.config.comm.hybrid_shard,
     )
-
-
-def _decide(
-    strategy: ZeroStrategy,
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    asked: ZeroConfig,
-    places: list[_Place],
-    *,
-    fitting: bool,
-) -> Decision:
-    there = machine_of(places, strategy)
-    model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
-    if model.activations is not None:
-        found = model.activations.measured[0]
-        strategy.run_plan.activations = found
-    rates = CPU_RATES if there.shared else GPU_RATES
-    candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
-    if not candidates:
-        raise ConfigError(
-            f"zero/stage=auto: expected a stage that goes with zero/offload={asked.offload.name.name} and a folder for "
-            "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
-        )
-    note = "".join(f" ({text})" for text in assumed)
-    choice = choose_row(model, there, candidates, rates)
-    row = choice.row
-    return Decision(row.stage.value, row.offload.value, choice.reason + note, choice.samples, fitting)
 
 
 def model_of(
