@@ -237,29 +237,26 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
     return replace(dtypes, wire=wire, exchanged=True)
 
 
-_Described = tuple[str, str, tuple[int, ...]]  # names; shape, dtype and unit in words; strides
-
-
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective.
 
     Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
     """
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
-    own = [_describe(unit, info) for unit in units for bucket in unit.buckets for info in bucket.params]
+    own = [(_describe(unit, info), info.strides) for unit in units for bucket in unit.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()
     # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
         return
-    table: list[list[_Described]] = gather_objects(group, own, waits, "where the models of ranks differ")
+    table = gather_objects(group, own, waits, "where the models of ranks differ")
     for rank, other in enumerate(table):
-        for mine, others in zip_longest(table[0], other):
-            if mine is None or others is None or mine[:2] != others[:2]:
+        for (mine, _), (others, _) in zip_longest(table[0], other, fillvalue=("no parameter", ())):
+            if mine != others:
                 raise ConfigError(
-                    f"expected the same model on all ranks, got on rank 0 {_say(mine)}, and in its place on rank "
-                    f"{rank} {_say(others)}. Build the module without looking at the rank."
+                    f"expected the same model on all ranks, got on rank 0 {mine}, and in its place on rank "
+                    f"{rank} {others}. Build the module without looking at the rank."
                 )
-    for info, (_, _, strides) in zip(infos, table[0], strict=True):
+    for info, (_, strides) in zip(infos, table[0], strict=True):
         info.strides = strides
 
 
@@ -279,11 +276,6 @@ def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, wait
     )
 
 
-def _describe(unit: UnitGroup, info: ParamInfo) -> _Described:
-    frozen = "" if info.param.requires_grad else ", frozen"
-    what = f"of shape {tuple(info.shape)}, {info.dtype}{frozen}, in unit {unit.name or '(root)'}"
-    return " = ".join(info.fqns), what, info.strides
-
-
-def _say(described: _Described | None) -> str:
-    return f"{described[0]} {described[1]}" if described else "no parameter"
+def _describe(unit: UnitGroup, info: ParamInfo) -> str:
+    names, frozen = " = ".join(info.fqns), "" if info.param.requires_grad else ", frozen"
+    return f"{names} of shape {tuple(info.shape)}, {info.dtype}{frozen}, in unit {unit.name or '(root)'}"

@@ -53,7 +53,7 @@ Follow = Callable[[int, Move], None]  # called with a bucket's number and move, 
 
 
 class _Seen(NamedTuple):
-    rows: tuple[object, ...]
+    rows: str
     changes: bool
     refusal: str | None
 
@@ -112,15 +112,15 @@ def _agree(engine: Engine, config: ZeroConfig) -> bool:
     Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
     """
     table: list[_Seen] = engine.comm.all_gather_objects(
-        _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
+        _Seen(_say_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )
     for rank, seen in enumerate(table):
         if seen.refusal is not None:
             raise ConfigError(f"restage: {seen.refusal} (So says rank {rank}.)")
         if seen.rows != table[0].rows:
             raise ConfigError(
-                f"restage: expected the same rows on all ranks, got {_say(table[0].rows)} on rank 0 and "
-                f"{_say(seen.rows)} on rank {rank}. Call it with the same stage and offload on all ranks."
+                f"restage: expected the same rows on all ranks, got {table[0].rows} on rank 0 and "
+                f"{seen.rows} on rank {rank}. Call it with the same stage and offload on all ranks."
             )
     return any(seen.changes for seen in table)
 
@@ -137,16 +137,12 @@ def _agree_on_grads(engine: Engine) -> None:
             )
 
 
-def _rows(config: ZeroConfig) -> tuple[object, ...]:
+def _say_rows(config: ZeroConfig) -> str:
     """Return the settings that a restage needs equal on all ranks. Folders and threads can differ between nodes."""
     offload = config.offload
-    budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
-    return config.stage.name.name, offload.name.name, *budgets
-
-
-def _say(rows: tuple[object, ...]) -> str:
-    stage, offload, *budgets = rows
-    return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
+    budgets = [offload.device_budget, offload.host_budget, offload.nvme_budget]
+    budgeted = "" if budgets == [None] * 3 else f" and budgets {budgets}"
+    return f"stage {config.stage.name.name} with offload {offload.name.name}{budgeted}"
 
 
 def _in_the_way(engine: Engine) -> str | None:
