@@ -163,7 +163,7 @@ class _Gradients:
     """Counts bytes of gradients in a backward: ``reducing`` until their reduction ends, ``landed`` after that."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
-        self._buckets, self._limit, self._limits = buckets, limits.reduce_bucket_bytes, limits
+        self._bucket, self._limit, self._limits = buckets.__getitem__, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
         # On the host, a rank always receives the parts of other ranks before it sums them.
         self._receives = several and not limits.has_link
@@ -182,7 +182,7 @@ class _Gradients:
         while len(self._under_way) > 1 and flying > self._limit:
             number = self._under_way.popleft()
             flying -= self._size(number)
-            bucket = self._buckets[number]
+            bucket = self._bucket(number)
             if not bucket.grads_on_host:  # on the host its memory is reserved anyway
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
         several = self._limits.micro_batches
@@ -199,9 +199,6 @@ class _Gradients:
         own = sum(self._size(number) for number in self._under_way if self._bucket(number).reduces_apart(several))
         self.reducing = own + received + sum(wide) + sum(brought)
 
-    def _bucket(self, number: int) -> BucketPlan:
-        return self._buckets[number]
-
     def _size(self, number: int) -> int:
-        bucket = self._buckets[number]
+        bucket = self._bucket(number)
         return bucket.layout.numel * bucket.wire_itemsize(self._limits.micro_batches)

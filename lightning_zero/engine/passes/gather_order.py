@@ -168,9 +168,8 @@ class GatherOrder:
         """Return a list with the index of the unit that followed units ``wanted`` in the last pass; an empty list if
         none did. Equal on all ranks."""
         assert self._guess is not None
-        for index in wanted:
-            if self._guess.up_to(index) is None:
-                return []
+        if any(self._guess.up_to(index) is None for index in wanted):
+            return []
         following = self._guess.peek()
         return [] if following is None or following in wanted else [following]
 
