@@ -133,16 +133,11 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(str(config.hydra.sweep.dir))
-        runs = [
-            f for f in sorted(folder.glob("*"), key=_by_number) if (f / ".hydra").is_dir() or (f / RESULTS).is_file()
-        ]
+        found = sorted(folder.glob("*"), key=lambda f: (int(f.name) if f.name.isdigit() else sys.maxsize, f.name))
+        runs = [f for f in found if (f / ".hydra").is_dir() or (f / RESULTS).is_file()]
         if runs:
             metric = OmegaConf.select(config, "optimized_metric")
             print_table(folder, runs, metric, str(OmegaConf.select(config, "hydra.sweeper.direction") or "minimize"))
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    return (int(path.name), "") if path.name.isdigit() else (sys.maxsize, path.name)
 
 
 def overrides_of(run: Path) -> list[str]:

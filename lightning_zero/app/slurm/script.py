@@ -24,16 +24,15 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
         run_dir: the run's folder. The default has the job's id in its name, so that a requeued job finds it again.
     """
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
+    begin = [f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}", 'mkdir -p "$run_dir"']
+    if cluster.requeue:
+        here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
+        begin += ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"']
+        begin += [f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"']
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
         "\n".join([*exports, *cluster.setup]),
-        "\n".join(
-            [
-                f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
-                'mkdir -p "$run_dir"',
-                *(_summary_lines(run_dir) if cluster.requeue else []),
-            ]
-        ),
+        "\n".join(begin),
         command(cluster, arguments, folder),
         requeue_lines(cluster) if cluster.requeue else "",
     ]
@@ -112,12 +111,6 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
         ]
     gpus = "--nv " if cluster.gpus_per_node else ""
     return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
-
-
-def _summary_lines(run_dir: str | None) -> list[str]:
-    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
-    outcome = f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"'
-    return ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"', outcome]
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
