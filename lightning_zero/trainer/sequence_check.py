@@ -110,7 +110,10 @@ class SequenceCheck:
                 if evaluates:
                     found.output = self._steps.evaluate(computing, step, own, *args[1:])
                 else:
-                    self._train(computing, step, own, *args[1:])
+                    output = self._steps.train(computing, step, own, *args[1:])
+                    loss = output.get("loss") if isinstance(output, dict) else output
+                    if isinstance(loss, Tensor) and self._module.automatic_optimization:
+                        self.backward(loss)
         except Exception as error:
             error.add_note(
                 f"(Raised while {name} was tried on short pieces of the first batch, "
@@ -122,12 +125,6 @@ class SequenceCheck:
         found.sums = sums.values()
         found.rounding = max(sums.rounding, part.rounding if part is not None else 0.0)
         return found
-
-    def _train(self, part: Any, step: Callable[..., Any], *args: Any) -> None:
-        output = self._steps.train(part, step, *args)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor) and self._module.automatic_optimization:
-            self.backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward of the trial step. ``loss`` is that of the whole sequences, also on parts. Collective."""

@@ -239,21 +239,16 @@ class Checkpoints:
         verified = strategy.run_plan.resumes_job if wanted is None else wanted
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
-        self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
-        return checkpoint
-
-    def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
-        if record is None or self._strategy.lightning_module is None:  # checkpoints of other strategies have no record
-            return
-        if self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.saved_rng = Saved.of_rank(
-                record, self._strategy.global_rank, self._strategy.world_size, self._strategy.root_device
-            )
-            if (saved := saved_ranks(record)) != self._strategy.world_size:
+        module, ranks = strategy.lightning_module, strategy.world_size
+        record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
+        if record is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self.saved_rng = Saved.of_rank(record, strategy.global_rank, ranks, strategy.root_device)
+            if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
-                    f"{path} has the random number generators of {saved} ranks: each of these "
-                    f"{self._strategy.world_size} goes on with a seed that is derived from them"
+                    f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} goes "
+                    "on with a seed that is derived from them"
                 )
+        return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Check that a checkpoint's weights fit the model. Load them now, or in setup if the run resumes. Collective.
