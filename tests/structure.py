@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_883,
-    "lines of the engine": 11_052,
+    "lines of the package": 38_621,
+    "lines of the engine": 10_967,
     "files of the engine": 44,
     "lines of the longest file": 600,
     "lines of tests": 50_288,
