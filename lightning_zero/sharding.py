@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import Sharding, ZeroConfig, check_decided, make_config
+from lightning_zero.config import ConfigError, Sharding, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
 from lightning_zero.layerwise.float8 import convert
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
+from lightning_zero.mesh.plans import split_module
 from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.ranks.progress import LongWork
 
@@ -67,6 +68,7 @@ def shard(
     where = default_device() if device is None else with_index(torch.device(device))
     node = node or node_name()
     convert(module, config.precision, where)
+    split_module(module, config, where)
     return Engine(
         module,
         config,
@@ -92,6 +94,12 @@ def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer)
     them."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
+        if engine.config.tensor_parallel > 1:
+            raise ConfigError(
+                f"zero.tensor_parallel: expected 1 with {type(optimizer).__name__}, which steps whole tensors (a "
+                f"rank has parts of them), got {engine.config.tensor_parallel}. Take an element-wise optimizer, such "
+                "as AdamW; if this one is, set zero.optimizer.sharding=slices."
+            )
         return WholeOptimizer(
             optimizer,
             around_step,

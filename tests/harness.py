@@ -216,12 +216,13 @@ def assert_gone(references: Sequence[weakref.ref[Any]]) -> None:
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
-        left = [what for reference in references if (what := reference()) is not None]
-        if not left:
+        if all(reference() is None for reference in references):
             return
-        holders = [str(holder)[:200] for holder in gc.get_referrers(left[0]) if holder is not left]
-        assert time.monotonic() < deadline, (left, holders)
-        del left
+        assert time.monotonic() < deadline, [
+            (reference(), [str(holder)[:200] for holder in gc.get_referrers(reference())])
+            for reference in references
+            if reference() is not None
+        ]
         time.sleep(0.05)
 
 

@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 38_621,
-    "lines of the engine": 10_967,
+    "lines of the package": 39_438,
+    "lines of the engine": 11_104,
     "files of the engine": 44,
     "lines of the longest file": 600,
-    "lines of tests": 50_288,
+    "lines of tests": 50_905,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 10,
-    "keys of zero": 41,
+    "keys of zero": 43,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 24_871,
+    "words of README and docs": 25_511,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,

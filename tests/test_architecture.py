@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, private_names_of_lightning
 
 LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
-LAYERS += ["pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
+LAYERS += ["mesh", "pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
 LAYERS += ["report", "app"]
 DOORS = {"train", "plan", "submit", "replay", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError, Precision, nearest
+from lightning_zero.mesh.plans import check_tensor_parallel
 from lightning_zero.planning.topology import check_sequence_parallel
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
 
     n = config.zero.sequence_parallel
     check_sequence_parallel(n, world_size)
+    check_tensor_parallel(config.zero.tensor_parallel, world_size)
     if config.data.get("_target_") not in OUR_DATA:
         return
     block_size = config.data["block_size"]
@@ -149,4 +151,4 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
             f"sequence, got {block_size}. Change data.block_size or zero.sequence_parallel."
         )
     if config.task is Task.fit and isinstance(data, (TextData, SyntheticData)):
-        data.check(world_size // n)
+        data.check(world_size // n // config.zero.tensor_parallel)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero.app.parts import (
     OUR_DATA,
@@ -25,6 +27,7 @@ from lightning_zero.app.plan_tables import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
+from lightning_zero.mesh.plans import device_mesh, split_module
 from lightning_zero.models.language_model import decay_groups
 from lightning_zero.optimizers.known import states_after_step
 from lightning_zero.optimizers.refused import is_stepped_whole
@@ -68,13 +71,29 @@ def describe(
         return module
 
     module = on_meta(build, precision)
-    units = describe_units(module, zero, precision)
-    counted = states if states is not None else counted_states(config, units, module)
-    model = planned_model(units, zero, config.trainer.get("accumulate_grad_batches", 1), counted)
-    found = Described(model, precision.name)
-    if not activations:
-        return found
-    return with_activations(found, module, config, partial(batch_of, config, explicit), both_ways=both_ways)
+    with on_paper(zero.tensor_parallel):
+        split_module(module, zero, torch.device("cpu"))
+        units = describe_units(module, zero, precision)
+        counted = states if states is not None else counted_states(config, units, module)
+        model = planned_model(units, zero, config.trainer.get("accumulate_grad_batches", 1), counted)
+        found = Described(model, precision.name)
+        if not activations:
+            return found
+        return with_activations(found, module, config, partial(batch_of, config, explicit), both_ways=both_ways)
+
+
+@contextlib.contextmanager
+def on_paper(parts: int) -> Iterator[None]:
+    """In the body let a process group without messages stand for ``parts`` ranks, so that a module can be split."""
+    if parts == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parts)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        device_mesh.cache_clear()
 
 
 def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
@@ -164,7 +183,7 @@ def with_activations(
 
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
-    """Return a batch to measure: zeros on meta for this package's data classes, else the first batch of the data."""
+    """Return a batch to measure: meta zeros for our data classes, else the first. ``explicit``: keys users gave."""
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

@@ -77,7 +77,7 @@ def machine_line(machine: Machine) -> str:
 
 
 def title_of(model: Model, machine: Machine, precision: str) -> str:
-    count = sum(shape.numel for shape in model.shapes)
+    count = sum(shape.numel * shape.parts for shape in model.shapes)
     parts = f", batches in {model.in_parts} parts" if model.in_parts > 1 else ""
     return f"{count:,} parameters, {precision}{parts}; {machine_line(machine)}"
 

@@ -25,7 +25,7 @@ Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
 
 
 class StopAfter(Callback):
-    """Stops a fit after ``steps`` optimizer steps, and saves nothing: the run's own checkpoints could be removed."""
+    """Stops a fit after ``steps`` optimizer steps. Saves nothing, as a save could remove the run's checkpoints."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

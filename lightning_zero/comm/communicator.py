@@ -17,6 +17,7 @@ queued."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -59,6 +60,7 @@ class Communicator:
         shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
         node_rank, node_size: the same in the group of this node that keeps slices for the backward; 0: no such group.
         replica: index of the copy of all shards to which this rank's shard belongs.
+        part: index of this rank's parameters if shard groups have parameters of their own, else 0.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
 
@@ -75,10 +77,12 @@ class Communicator:
         topology: Topology | None = None,
         waits: Waits | None = None,
         long_work: LongWork = SILENT,
+        beside: Communicator | None = None,
     ) -> None:
         """Take process groups from the pool of groups for reuse, or make new ones. Collective.
 
         Args:
+            beside: a communicator of the same engine, whose streams and counts this one shares; see :meth:`over`.
             topology: default: one node, shards divided among all ranks.
             waits: this rank's :class:`Waits`, if it has one already; None: make one.
             long_work: shows the progress of long work between ranks.
@@ -92,14 +96,19 @@ class Communicator:
         self.shard_rank, self.shard_size = shards.index(self.rank), self.topology.shard_size
         neighbours = self.topology.node_group_of(self.rank)
         self.node_rank, self.node_size = (neighbours.index(self.rank), len(neighbours)) if neighbours else (0, 0)
-        self.replica = self.topology.shard_groups.index(shards)
+        number = self.topology.shard_groups.index(shards)
+        self.replica, self.part = (0, number) if self.topology.apart else (number, 0)
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
         self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
-        self.streams = Streams(accelerator_of(device))
+        self.streams: Streams = beside.streams if beside is not None else Streams(accelerator_of(device))
         self.queues = self.streams.are_there
         self.long_work = long_work
-        self.counts: Counter[tuple[str, str]] = Counter()  # logical operations by kind and bucket
-        self.observers: list[Callable[[str, str], None]] = []  # called with these when an operation is issued
+        # Logical operations by kind and bucket, and functions that are called with these when one is issued.
+        self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
+        self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
+        self._base = weakref.ref(beside if beside is not None else self)
+        self._beside: dict[Topology, Communicator] = {}
+        self._transport_name = transport
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
         if self.world_size > 1 or self.even_alone:
@@ -108,6 +117,34 @@ class Communicator:
             self.queues = self.streams.are_there and not self._transport.waits_on_host
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
+
+    def over(self, topology: Topology) -> Communicator:
+        """Return a communicator of the same ranks for buckets with another ``topology``. Collective at first.
+
+        Only gathers and reductions differ: agreements and small messages still go over all ranks."""
+        if topology not in self._beside:
+            self._beside[topology] = Communicator(
+                self._parent,
+                self.device,
+                transport=self._transport_name,
+                topology=topology,
+                waits=self.waits,
+                long_work=self.long_work,
+                beside=self,
+            )
+        return self._beside[topology]
+
+    @property
+    def base(self) -> Communicator:
+        """Return the engine's own communicator, from which :meth:`over` may have made this one."""
+        base = self._base()
+        assert base is not None
+        return base
+
+    @property
+    def averages_over(self) -> int:
+        """Return how many ranks have gradients of the same parameters, from batches of their own."""
+        return self.shard_size if self.topology.apart else self.world_size
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
         """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective.
@@ -217,20 +254,27 @@ class Communicator:
         same place may have issued different halves, and the next message would be matched with an older one. Abandoned
         messages are not waited for: on replaced groups they may never end; on kept groups they end late, and touch only
         memory of their own."""
-        if (before := self._groups) is not None:
+        if self._groups is not None:
             self.meet(None, what)
-            # First, because the pool gives out no groups whose counts differ between ranks.
-            before.user = lambda: None
-            self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
-            if self._groups is not before:
-                self.connect(self._units)
+            for comm in (self, *self._beside.values()):
+                comm._renew_groups()
         self.waits.asked.clear()  # some ranks may have asked for more
+
+    def _renew_groups(self) -> None:
+        before = self._groups
+        assert before is not None
+        # First, because the pool gives out no groups whose counts differ between ranks.
+        before.user = lambda: None
+        self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+        if self._groups is not before:
+            self.connect(self._units)
 
     def close(self) -> None:
         self.waits.close()
-        if self._groups is not None:
-            self._groups.user = lambda: None
-            self._groups = None
+        for comm in (self, *self._beside.values()):
+            if comm._groups is not None:
+                comm._groups.user = lambda: None
+                comm._groups = None
 
     # -- small messages, for which the host waits ---------------------------------------------------------------
 

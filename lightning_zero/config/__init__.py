@@ -33,6 +33,7 @@ from lightning_zero.config.names import Recompute as Recompute
 from lightning_zero.config.names import Sharding as Sharding
 from lightning_zero.config.names import Stage as Stage
 from lightning_zero.config.names import StateDtype as StateDtype
+from lightning_zero.config.names import TensorStyle as TensorStyle
 from lightning_zero.config.names import Transport as Transport
 from lightning_zero.config.names import choose as choose
 from lightning_zero.config.names import nearest as nearest

@@ -74,6 +74,15 @@ class LossMean(Enum):
     tokens = "tokens"
 
 
+class TensorStyle(Enum):
+    """How tensor parallelism splits a module, in transformers' words."""
+
+    colwise = "colwise"  # a linear layer by its outputs, which stay split
+    rowwise = "rowwise"  # a linear layer by its inputs, which are split already
+    colwise_gather_output = "colwise_gather_output"  # by its outputs, which every rank gets whole: a head
+    embedding_rowwise = "embedding_rowwise"  # an embedding by its rows
+
+
 class DType(Enum):
     fp32 = "fp32"
     bf16 = "bf16"

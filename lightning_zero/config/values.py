@@ -12,7 +12,7 @@ from decimal import Decimal
 from enum import Enum
 from numbers import Integral, Real
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from lightning_zero.config.names import ROWS, ConfigError, choose
 
@@ -76,9 +76,12 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
         items = list(value) if isinstance(value, (list, tuple)) else None
         fine = items is not None and all(isinstance(item, of) and not isinstance(item, bool) for item in items)
         return items, "" if fine else f"a list of {what}"
-    if kind == dict[str, Any]:
-        fine = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-        return value, "" if fine else "a mapping of names"
+    if get_origin(kind) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            return value, "a mapping of names"
+        fitted = {key: _fitted(get_args(kind)[1], item) for key, item in value.items()}
+        wrong = next((f"a mapping of names to {words}" for _, words in fitted.values() if words), "")
+        return {key: item for key, (item, _) in fitted.items()}, wrong
     if issubclass(kind, Enum):
         member = kind.__members__.get(value) if isinstance(value, str) else value
         return member, "" if isinstance(member, kind) else f"one of {', '.join(kind.__members__)}"

@@ -191,7 +191,7 @@ class Engine:
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             self.tiers, rows = capacity.make_tiers(groups, config, self.comm, _instances(), share)
             self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
-            self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
+            self.units.connect()
             forget()
         except BaseException:
             # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.

@@ -7,6 +7,7 @@ blocks of its ``ModuleList`` as units.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +40,14 @@ class Block(nn.Module):
         """Map ``x [batch, length, d_model]`` to the same shape. ``rotation``: rotary cosines and sines ``[1, 2, length,
         head_width / 2]``, or None."""
         batch, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        # Heads come first in the rows of qkv, so that tensor parallelism can divide them among ranks.
+        heads = self.qkv(self.norm1(x)).view(batch, length, -1, 3, width // self.n_head)
+        q, k, v = heads.permute(3, 0, 2, 1, 4)
         if rotation is not None:
             q, k = rotate(q, rotation[0]), rotate(k, rotation[0])
         drop = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
-        y = self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        y = self.proj(y.transpose(1, 2).flatten(2))
         x = x + F.dropout(y, drop, self.training)
         y = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return x + F.dropout(y, drop, self.training)
@@ -71,6 +73,15 @@ class GPT(nn.Module):
     ``position``: a ``learned`` embedding, as in GPT-2, or ``rotary``, which has no parameters and learns sooner. Raises
     ConfigError, with the key of the group ``model``, for impossible sizes.
     """
+
+    tensor_plan: ClassVar = {
+        "embed": "embedding_rowwise",
+        "blocks.*.qkv": "colwise",
+        "blocks.*.proj": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(
         self,

@@ -130,10 +130,10 @@ class Format:
         noise: Sequence[Stretch] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Encode fp32 ``values`` [n] into the stored elements ``part``. Overwrites ``values``, as scratch memory.
+        """Encode fp32 ``values`` [n] into the stored elements ``part``. Overwrites ``values``.
 
-        ``noise``: random bits, added to the values before the low bits are cut off, so that a carry rounds up. Of
-        elements in no Stretch the low bits are only cut off. None: round all values to nearest.
+        ``noise``: random bits for stochastic rounding; elements in no Stretch are cut off, not rounded. None: round
+        all values to nearest. ``scratch``: buffers to reuse; None: new ones if needed.
         """
         if self.is_packed:
             self._encode(values, part, noise, scratch or Scratch(len(values), values.device))

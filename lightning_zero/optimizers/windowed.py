@@ -144,7 +144,7 @@ def _note(value: Any) -> Noted:
 
 
 def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
-    """Reset ``values`` to ``before``, and remove new names not in ``but``. Return changed and new values by name."""
+    """Reset ``values`` to ``before``, and remove new names not in ``but``. Return the values this undid, by name."""
     changed: dict[str, Any] = {}
     for name, noted in before.items():
         now = values.get(name)

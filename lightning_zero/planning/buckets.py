@@ -74,6 +74,7 @@ class BucketShape:
     whole: bool = False  # replicated and on the device at every stage
     built: tuple[int, ...] | None = None  # bytes of each parameter in its original dtype; None: as masters
     beside: int = 0  # bytes that decode packed parameters, whole on each rank
+    parts: int = 1  # groups of ranks that have different parts of its parameters
 
     @property
     def numel(self) -> int:
@@ -218,7 +219,7 @@ def place(
     ``even_alone``: run the bucket's collectives on a single rank too."""
     return BucketPlan(
         shape.unit,
-        lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),
+        lay_out(shape.numels, world_size // shape.parts, param_align(shape.itemsizes.state)),
         REPLICATED if shape.whole else row,
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,

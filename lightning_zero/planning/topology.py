@@ -25,6 +25,7 @@ class Topology(NamedTuple):
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
+    apart: bool = False  # each shard group has parameters of its own; False: a copy of the same parameters
 
     @property
     def shard_size(self) -> int:
@@ -40,11 +41,21 @@ class Topology(NamedTuple):
     def replicate_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the same shards as ``rank``, including ``rank``."""
         place = self.shard_group_of(rank).index(rank)
-        return tuple(group[place] for group in self.shard_groups)
+        return (rank,) if self.apart else tuple(group[place] for group in self.shard_groups)
+
+    @property
+    def same_params(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that have the same parameters: one of all ranks, unless ``apart``."""
+        return self.shard_groups if self.apart else (tuple(sorted(sum(self.shard_groups, ()))),)
 
 
 def flat(world_size: int) -> Topology:
     return Topology((tuple(range(world_size)),))
+
+
+def by_part(world_size: int, parts: int) -> Topology:
+    """Let each ``parts``-th rank share shards, for parameters of which adjacent ranks have different parts."""
+    return Topology(tuple(tuple(range(part, world_size, parts)) for part in range(parts)), apart=True)
 
 
 def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
+from lightning_zero.mesh.local_leaves import saved_shape
 from lightning_zero.pretrained.conversions import converted, hugging_face_model
 from lightning_zero.pretrained.folder import SafetensorsFolder
 from lightning_zero.pretrained.stored import StoredTensor
@@ -42,9 +43,10 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
         names = {_without_adapters(full): prefix + full for full, _ in _tensors(model)}
     sources = {names[key]: value for key, value in found.items() if key in own}
     for key, value in found.items():
-        if key in own and value.shape != own[key].shape:
+        shape = saved_shape(own[key]) if key in own else value.shape
+        if value.shape != shape:
             raise ConfigError(
-                f"zero.init_from: expected {names[key]} of shape {tuple(own[key].shape)} in {folder.path}, got "
+                f"zero.init_from: expected {names[key]} of shape {tuple(shape)} in {folder.path}, got "
                 f"{tuple(value.shape)}. Give the folder of this model, or build the module with its sizes."
             )
         if key in own and _is_quantised(value, own[key]):

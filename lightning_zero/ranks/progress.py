@@ -29,7 +29,7 @@ class Count:
 
 
 class LongWork:
-    """Does long work in this process, and shows its progress on stderr if ``shows``."""
+    """Shows on stderr, if ``shows``, how far the long loops, calls and waits are."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows

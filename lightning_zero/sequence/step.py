@@ -103,14 +103,14 @@ class SequenceSteps:
         return (None if own is batch and part.length is None else part), own
 
 
-def check_alike(batch: Any, group: SequenceGroup) -> None:
+def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_parallel") -> None:
     """Check that all ranks of ``group`` have the same batch, before it goes to the device. Collective.
 
-    Raises ConfigError on all ranks of the group if the batches differ."""
-    found = group.gather_objects(_fingerprint(batch), "the comparison of batches (zero.sequence_parallel)")
+    Raises ConfigError with ``key`` on all ranks of the group if the batches differ."""
+    found = group.gather_objects(_fingerprint(batch), f"the comparison of batches ({key})")
     if any(other != found[0] for other in found):
         raise ConfigError(
-            f"zero.sequence_parallel: expected one batch for all {group.size} ranks of a group, got other ones. A "
+            f"{key}: expected one batch for all {group.size} ranks of a group, got other ones. A "
             "sampler of your own takes DistributedSampler(data, **trainer.distributed_sampler_kwargs), an iterable "
             "dataset the same two numbers; what is drawn at random must be the same on these ranks."
         )

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine
+from lightning_zero.mesh.batches import SharedBatches
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
@@ -28,14 +29,22 @@ class LongSequences(SequenceSteps):
     """Runs the module's steps: on whole sequences if ``group`` is None, else on one part of a sequence per rank."""
 
     def __init__(
-        self, module: Any = None, engine: Engine | None = None, size: int = 1, tokens: StepTokens | None = None
+        self,
+        module: Any = None,
+        engine: Engine | None = None,
+        config: ZeroConfig | None = None,
+        tokens: StepTokens | None = None,
     ) -> None:
-        """Open the group of ``size`` ranks that share a sequence, if ``size`` > 1. Raise ConfigError if it does not
-        divide the number of ranks, or the module is compiled. ``tokens``: counts the tokens of training steps.
-        Collective."""
+        """Open the group of the ranks that share a sequence or a batch, if ``config`` asks for one. Raise ConfigError
+        if it does not divide the number of ranks, or a module with parts of sequences is compiled. ``tokens``: counts
+        the tokens of training steps. Collective."""
         self.group: SequenceGroup | None = None
         self.tokens = tokens
         self._check: SequenceCheck | None = None
+        self._shared_batches: SharedBatches | None = None
+        size = config.sequence_parallel if config is not None else 1
+        if engine is not None and config is not None and config.tensor_parallel > 1:
+            self._shared_batches = SharedBatches(engine.comm, config.tensor_parallel)
         if engine is None or size == 1:
             super().__init__(module, None)
             return
@@ -54,6 +63,12 @@ class LongSequences(SequenceSteps):
     def check_alike(self, batch: Any) -> None:
         if self.group is not None:
             check_alike(batch, self.group)
+        if self._shared_batches is not None:
+            self._shared_batches.check_alike(batch)
+
+    def seed_alike(self) -> None:
+        if self._shared_batches is not None:
+            self._shared_batches.seed_alike()
 
     @property
     def trying(self) -> SequenceCheck | None:

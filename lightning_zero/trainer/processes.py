@@ -23,6 +23,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
+from lightning_zero.mesh.plans import check_tensor_parallel
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
@@ -102,10 +103,11 @@ class Processes:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return DistributedSampler's arguments. Ranks that share a sequence get the same samples."""
+        """Return DistributedSampler's arguments. Ranks that share a sequence or a batch get the same samples."""
+        sharing = self.config.sequence_parallel * self.config.tensor_parallel
         return {
-            "num_replicas": self.num_nodes * self.num_processes // self.config.sequence_parallel,
-            "rank": self.global_rank // self.config.sequence_parallel,
+            "num_replicas": self.num_nodes * self.num_processes // sharing,
+            "rank": self.global_rank // sharing,
         }
 
     @property
@@ -125,6 +127,7 @@ class Processes:
         assert self.cluster_environment is not None
         self._set_world_ranks()
         check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
+        check_tensor_parallel(self.config.tensor_parallel, self.num_nodes * self.num_processes)
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         by_script, by_fork = self._launchers
         if self._start_method == "fork":

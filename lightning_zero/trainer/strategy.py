@@ -38,6 +38,7 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
     reset_seed,
 )
+from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
@@ -278,6 +279,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         reset_seed()
         if self.lightning_module is not None:
             loops.adapt_run(self.lightning_module.trainer)
+            if self.config.tensor_parallel > 1:  # for parallelize_module in configure_model, as ModelParallelStrategy
+                self.lightning_module._device_mesh = device_mesh(self.root_device.type, self.config.tensor_parallel)
 
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss
@@ -333,7 +336,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.model = self._setup_model(self.model)
         tokens = StepTokens(self.engine) if self.config.loss is LossMean.tokens else None
         self.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
-        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel, tokens)
+        self._sequences = LongSequences(self.model, self.engine, self.config, tokens)
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -425,6 +428,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
+        self._sequences.seed_alike()
         assert self.lightning_module is not None
         if self.engine.forwards.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")

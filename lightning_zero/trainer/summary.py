@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -25,7 +26,10 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 def setup_of(engine: Engine) -> dict[str, str | int]:
     """Return a run's stage, offload, precision and numbers of ranks and parameters, for its file of results."""
     rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
-    numbers = {"ranks": engine.comm.world_size, "parameters": sum(i.numel for u in engine.units for i in u.infos)}
+    numbers = {
+        "ranks": engine.comm.world_size,
+        "parameters": sum(math.prod(i.saved_shape) for u in engine.units for i in u.infos),
+    }
     return {**rows, "precision": engine.passes.precision.name, **numbers}
 
 

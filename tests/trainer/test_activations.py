@@ -21,6 +21,7 @@ from lightning_zero.planning.choose import choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.speed import CPU_RATES
+from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
 from tests.models import WIDTH, Chain, Does, linear
 
@@ -123,6 +124,15 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
         live.restart()
         loss.backward()
     return Activations((), sum(saved.values()), max(forward, live.most), 0.0)
+
+
+def test_attention_of_a_cpu_counts_as_it_does_for_the_monitor() -> None:
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    live, monitor = LiveBytes(), FlopCount()
+    for counter in (live, monitor):
+        with counter:
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    assert live.flops == monitor.forward + monitor.backward > 0
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])

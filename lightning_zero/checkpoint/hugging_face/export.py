@@ -26,11 +26,11 @@ from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, joined
 from lightning_zero.engine.units.master_storage import MasterStorage, opened
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import sharded_state_dict
-from lightning_zero.engine.whole.values import TensorParts
+from lightning_zero.engine.whole.values import TensorParts, in_whole
 from lightning_zero.pretrained.folder import SINGLE
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class _Tensors:
             self._gathered = None  # first, so that two are never held
             with self._engine.comm.at("export or lightning_zero.stream, of which all ranks take all tensors"):
                 self._gathered = place.bucket, place.bucket.full_master()
-        return place.bucket.part_of(self._gathered[1], place.info)
+        return joined(place.bucket, place.info, place.bucket.part_of(self._gathered[1], place.info))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         state, like, plan = self._plan()
@@ -196,7 +196,8 @@ class _Export(_Tensors):
                 continue
             if not _is_turned(value):
                 for part in value.parts:
-                    found.append(_Piece(name, part.start, part.storage, lambda part=part: part.source.tensor))  # type: ignore[misc]
+                    for piece in in_whole(part, value.of_whole):
+                        found.append(_Piece(name, piece.start, piece.storage, lambda p=piece: p.source.tensor))  # type: ignore[misc]
         return by_home(found)
 
     def _convert(self, writer: Writer, group: Group, values: dict[str, Tensor], number: int) -> None:

@@ -103,9 +103,16 @@ def by_home(items: Sequence[T]) -> list[T]:
 def _items(keys: tuple[str, ...], paths: tuple[Path, ...], value: Any, rank: int) -> Iterator[Item]:
     if isinstance(value, TensorParts):
         shape, order = tuple(value.shape), tuple(value.order)
+        split = value.of_whole
         for part in value.parts:
-            for box in boxes(shape, part.start, part.start + part.source.numel, order):
-                yield Item(keys, paths, value.dtype, shape, box, order, part)
+            stop = part.start + part.source.numel
+            if split is None:
+                for box in boxes(shape, part.start, stop, order):
+                    yield Item(keys, paths, value.dtype, shape, box, order, part)
+                continue
+            for box, start in split.boxes(part.start, stop):
+                own = part._replace(start=box.start, source=part.source.part(start - part.start, box.numel))
+                yield Item(keys, paths, value.dtype, shape, box, order, own)
         if not value.numel() and rank == 0:
             yield _whole(keys, paths, torch.empty(shape, dtype=value.dtype))
     elif isinstance(value, Unsharded) or rank == 0:

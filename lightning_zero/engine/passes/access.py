@@ -13,7 +13,7 @@ Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, own, values_changed
 from lightning_zero.engine.units.unit import Unit, Units
+from lightning_zero.mesh.split import Split
 
 if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
@@ -49,9 +50,10 @@ def checksum(values: Tensor, first: int = 0) -> int:
     return int(checksum_on_device(values, first)) & 0xFFFFFFFFFFFFFFFF
 
 
-def checksum_on_device(values: Tensor, first: int = 0) -> Tensor:
+def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = None) -> Tensor:
     """Return a checksum [0-d, int64] of ``values`` and their positions. The checksums of a tensor's parts add up to the
-    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor."""
+    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor, or in this
+    rank's part of it, of which ``split`` knows the positions in the whole."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -61,6 +63,10 @@ def checksum_on_device(values: Tensor, first: int = 0) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+        if split is not None:
+            places = split.positions(first + start, first + start + bits.numel(), bits.device)
+            total += (bits * (2 * places + 1)).sum()
+            continue
         total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
     return total
 
@@ -159,7 +165,7 @@ class Writes:
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
         """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter
         after the write. ``own`` [owned numel]: this rank's compute parameters before the write."""
-        if self._comm.shard_size == 1 or not bucket.shards_master:
+        if bucket.comm.shard_size == 1 or not bucket.shards_master:
             return
         key = self._number[bucket], info.slot
         known = self._unconfirmed.get(key)
@@ -183,11 +189,11 @@ class Writes:
         written = {key: entry.after for key, entry in self._unconfirmed.items()}
         table = self._comm.all_gather_objects(written, "what was written to parameters")
         keys = sorted({key for found in table for key in found})
-        unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
+        unequal = [key for key in keys if self._differ(key, table)]
         if any(not self._buckets[bucket].plan.copies_master for bucket, _ in unequal):
             # Writes to masters leave no original to compare. Ranks without a write send checksums of their values.
             table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
-            unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
+            unequal = [key for key in unequal if self._differ(key, table)]
         if unequal:
             # A rank may have written the old values. Then it agrees with ranks that did not write.
             originals = self._originals(unequal)
@@ -195,7 +201,11 @@ class Writes:
                 k
                 for k in unequal
                 if not self._buckets[k[0]].plan.copies_master
-                or any(found.get(k, originals[k]) != originals[k] for found in table)
+                or any(
+                    table[rank].get(k, original) != original
+                    for ranks, original in zip(self._same_params(k), originals[k], strict=True)
+                    for rank in ranks
+                )
             ]
         self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
         if unequal:
@@ -206,6 +216,12 @@ class Writes:
                 "from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows of its "
                 "rank's batch: drop max_norm.)"
             )
+
+    def _same_params(self, key: _Key) -> tuple[tuple[int, ...], ...]:
+        return self._buckets[key[0]].comm.topology.same_params
+
+    def _differ(self, key: _Key, table: Sequence[Mapping[_Key, int]]) -> bool:
+        return any(len({table[rank].get(key) for rank in ranks}) > 1 for ranks in self._same_params(key))
 
     def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
         """Return checksums of this rank's values of those parameters ``keys`` that are the masters, not copies."""
@@ -224,8 +240,9 @@ class Writes:
         if int(self._comm.max_(flag).item()):
             self.confirm()
 
-    def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Return the checksum of each whole parameter of ``keys`` before any write, summed over ranks. Collective."""
+    def _originals(self, keys: Sequence[_Key]) -> dict[_Key, list[int]]:
+        """Return the checksums of each parameter of ``keys`` before any write, summed over ranks: one for each group of
+        ranks that have the same parameter. Collective."""
         own = {}
         for key in keys:
             entry = self._unconfirmed.get(key)
@@ -233,9 +250,13 @@ class Writes:
             own[key] = (
                 entry.before if entry is not None else self._own_checksum(bucket, key[1], bucket.own_compute_params())
             )
-        mine = self._comm.topology.shard_group_of(self._comm.rank)
         table = self._comm.all_gather_objects(own, "parameters before they were written to")
-        return {key: sum(table[rank][key] for rank in mine) & 0xFFFFFFFFFFFFFFFF for key in keys}
+        found = {}
+        for key in keys:
+            topology = self._buckets[key[0]].comm.topology
+            ranks = topology.shard_groups[: len(topology.same_params)]
+            found[key] = [sum(table[rank][key] for rank in group) & 0xFFFFFFFFFFFFFFFF for group in ranks]
+        return found
 
 
 class Fence:

@@ -143,9 +143,8 @@ class CompiledModules:
         forwards: forwards of the units by name, the root's ("") first.
         blocks: settings for compiling units other than the root, except units that are compiled already. None: compile
             no units but those that users have compiled.
-        refuse: called when a user calls ``compile()`` of one of these modules later, before anything changes. Its
-            arguments are a small function, compiled with the user's settings, and the name of the module's class. It
-            raises if the settings cannot be used.
+        refuse: raises if a user's later ``compile()`` of a module has unusable settings; called before anything
+            changes. Takes a small function, compiled with these settings for trial, and the module's class name.
     """
 
     def __init__(

@@ -150,12 +150,13 @@ class GradNorms:
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
         # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.
-        partial = torch.zeros(self._comm.shard_size, dtype=torch.float64, device=device)
-        known, views = parts_of_shards(self._reducer.grads, wanted, lambda store: store.norm(norm_type))
-        if (known or views) and self._comm.replica == 0:  # other replicas hold the same shards
+        partial = torch.zeros(self._comm.world_size, dtype=torch.float64, device=device)
+        counted = [bucket for bucket in self._reducer.grads if not bucket.comm.replica]  # replicas hold equal shards
+        known, views = parts_of_shards(counted, wanted, lambda store: store.norm(norm_type))
+        if known or views:
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
             norms = torch.stack([parts[number] for number in range(len(parts))])
-            partial[self._comm.shard_rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+            partial[self._comm.rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         with self._comm.at("the norm of gradients, which takes all ranks"):
             self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
@@ -190,7 +191,7 @@ class GradNorms:
         for bucket, grads in self._reducer.grads.items():
             if self._reducer.unreduced and bucket.accumulates:
                 for slot, grad in grads.local_grads().items() if not bucket.grad_store.is_there else ():
-                    parts[len(infos) * comm.shard_size] = grad
+                    parts[len(infos) * comm.world_size] = grad
                     infos.append(bucket.params[slot])
                     factors.append(self._reducer.local_scale(bucket))
                 continue
@@ -199,23 +200,22 @@ class GradNorms:
             rows = {slot: len(infos) + number for number, slot in enumerate(sorted(grads.agreed))}
             infos += [bucket.params[slot] for slot in rows]
             factors += [1.0] * len(rows)
-            if bucket.shards_master:
+            if bucket.shards_master or bucket.comm.topology.apart:
                 shared += rows.values()
+            members = bucket.comm.topology.shard_group_of(comm.rank)
             for rank, slot, part in _parts_of_reduced(bucket):
-                if slot in rows:
-                    parts[rows[slot] * comm.shard_size + rank] = part
-        table = torch.zeros(len(infos) * comm.shard_size, dtype=torch.float64)
+                if slot in rows and not (bucket.comm.replica and bucket.shards_master):
+                    parts[rows[slot] * comm.world_size + members[rank]] = part
+        table = torch.zeros(len(infos) * comm.world_size, dtype=torch.float64)
         if parts:
             norms = norms_of(parts, norm_type, comm.device)
             table[torch.tensor(list(norms))] = torch.stack(list(norms.values())).cpu()
-        table = table.view(len(infos), comm.shard_size)
+        table = table.view(len(infos), comm.world_size)
         if shared:
-            column = table[shared, comm.shard_rank].tolist() if comm.replica == 0 else []
             # ``meet`` says what this rank does, so ranks that make other calls find out and do not use this message.
             with comm.at("a read of .grad.norm(), which takes all ranks"):
-                columns = comm.meet(column, f"the norms of gradients, of type {norm_type:g}")
-            for number, rank in enumerate(comm.topology.shard_groups[0]):
-                table[shared, number] = torch.tensor(columns[rank], dtype=torch.float64)
+                columns = comm.meet(table[shared, comm.rank].tolist(), f"the norms of gradients, of type {norm_type:g}")
+            table[shared] = torch.tensor(columns, dtype=torch.float64).T
         # A part that a tensor lacks has norm 0. Of type 0, norms are numbers of elements.
         joined = torch.linalg.vector_norm(table, norm_type, dim=1) if norm_type else table.sum(1)
         whole = joined * torch.tensor(factors, dtype=torch.float64)

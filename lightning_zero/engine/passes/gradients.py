@@ -63,7 +63,8 @@ class Reducer:
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
         self.grads: dict[Bucket, BucketGrads] = {
-            b: BucketGrads(b, 1.0 / comm.world_size, self.spare, batched_copy=comm.streams.are_there) for b in buckets
+            b: BucketGrads(b, 1.0 / b.comm.averages_over, self.spare, batched_copy=comm.streams.are_there)
+            for b in buckets
         }
         self.unreduced = False  # a backward inside ``no_sync`` came after the last reduction; equal on all ranks
         self.synchronize = True
@@ -116,8 +117,8 @@ class Reducer:
     def set_loss_scale(self, scale: float) -> None:
         """Divide the gradients of the next backwards by ``scale``, by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
-        for grads in self.grads.values():
-            grads.set_scale(1.0 / (self.comm.world_size * scale))
+        for bucket, grads in self.grads.items():
+            grads.set_scale(1.0 / (bucket.comm.averages_over * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
         """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""
@@ -302,7 +303,7 @@ class Reducer:
             self._land()
         full = grads.complete()
         self._issued.here += 1
-        operation = self.comm.reduce_scatter if bucket.shards_master else self.comm.all_reduce
+        operation = bucket.comm.reduce_scatter if bucket.shards_master else bucket.comm.all_reduce
         with recording.profiled("reduce", bucket.label):
             reduction = operation(full, bucket.label, factor=grads.scale_of_sum, total_dtype=total_dtype)
         if not self.comm.streams.are_there:

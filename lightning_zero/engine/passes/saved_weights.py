@@ -92,7 +92,8 @@ class SavedWeights:
     def _owner_of(self, tensor: Tensor) -> Unit | None:
         """Return the unit that has ``tensor`` in a buffer that is dropped after use; None if no unit has."""
         try:
-            return self._unit_of.get(tensor.untyped_storage()._cdata)
+            # Of a DTensor over a split parameter, the tensor inside.
+            return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
             return None
 
@@ -122,7 +123,7 @@ class SavedWeights:
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
             return packed.view.new_full((), float("nan")).expand(packed.view.shape)
         tensor, version = packed[:2]
-        if isinstance(packed, _Weight) and tensor.untyped_storage()._cdata not in self._unit_of:
+        if isinstance(packed, _Weight) and self._owner_of(tensor) is None:
             raise RuntimeError(
                 f"unit {packed.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
                 "exception that ended a gather of them. Run the forward again before the backward."

@@ -431,14 +431,15 @@ class ShardedGrads:
             if local is None or bucket.grad_store.is_there:
                 raise self.norms.mixed(info)
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
-        flat = torch.zeros(info.numel, dtype=bucket.dtypes.grad, device=comm.device)
+        parts = torch.zeros(len(bucket.comm.topology.same_params), info.numel, dtype=bucket.dtypes.grad)
+        flat = (parts := parts.to(comm.device))[bucket.comm.part]
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
+        if fragment is not None and (bucket.comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.shards_master:
             with comm.at("a read of .grad, which takes all ranks"):
                 comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
-                comm.sum_(flat)
+                comm.sum_(parts)
         values = flat.to(bucket.dtypes.master)
         return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
 

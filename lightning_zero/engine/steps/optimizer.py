@@ -232,8 +232,8 @@ class ShardedOptimizer(Stepper):
             entry = found.setdefault(fragment.index, {})
             for name, value in state.items():
                 if isinstance(value, FlatSlice):
-                    entry[name] = Leaf(name, tuple(info.shape), info.strides, value.dtype)
-                elif part is None or not part[0]:
+                    entry[name] = Leaf(name, info.saved_shape, info.saved_strides, value.dtype)
+                elif (part is None or not part[0]) and not bucket.comm.part:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
         return found
 
@@ -383,8 +383,8 @@ class ShardedOptimizer(Stepper):
     ) -> Iterator[None]:
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
 
-        Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed` is the gradient
-        that an offloaded step has claimed. Its bucket is then the only one.
+        Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
+        the only bucket, in an offloaded step. None: each bucket's own.
         """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]

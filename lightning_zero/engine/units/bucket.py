@@ -473,7 +473,8 @@ class Bucket:
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of several buckets as one message. Collective.
 
-    The device must have streams. All `buckets` reshard, or none does. `of_node`: gather the slices kept for the node.
+    The device must have streams. All `buckets` have one communicator, and all reshard or none does. `of_node`: gather
+    the slices kept for the node.
     """
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
@@ -482,6 +483,18 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
     with waits("gather"):
         prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]
         return comm.all_gather_together(prepared, of_node=of_node)
+
+
+def joined(bucket: Bucket, info: ParamInfo, part: Tensor) -> Tensor:
+    """Return the whole tensor of which ``part`` is this rank's: ``part``, unless tensor parallelism splits the
+    parameter. Collective if it does."""
+    split = info.split
+    if split is None:
+        return part
+    parts = [part.contiguous() if n == split.part else part.new_empty(split.shape_of(n)) for n in range(split.parts)]
+    for rank, values in enumerate(parts):
+        bucket.comm.base.broadcast(values, rank)
+    return split.join(parts)
 
 
 class Place(NamedTuple):

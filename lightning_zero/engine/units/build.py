@@ -22,8 +22,10 @@ from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.packed import replicate_beside
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.mesh.local_leaves import saved_shape, split_of
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
+from lightning_zero.planning.topology import by_part
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 
 
@@ -74,7 +76,11 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
             "source in zero.init_from. Give it that method, a source, or build it off meta."
         )
     for key, tensor in lacking.items():
-        value = torch.empty_like(tensor, device=device)
+        # Of a split parameter the whole tensor for now: first values depend on sizes.
+        whole = tensor.shape != (shape := saved_shape(tensor))
+        value = (
+            torch.empty(shape, dtype=tensor.dtype, device=device) if whole else torch.empty_like(tensor, device=device)
+        )
         if value.is_floating_point():
             value.fill_(torch.nan)  # so that missing initialisation is found
         if isinstance(tensor, nn.Parameter):
@@ -83,6 +89,9 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
             inner._buffers[key] = value
     with torch.no_grad():
         reset()
+        for tensor in lacking.values():
+            if isinstance(tensor, nn.Parameter) and (split := split_of(tensor)) is not None:
+                tensor.data = split.of(tensor.data).contiguous()
 
 
 def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
@@ -214,7 +223,8 @@ def build_units(
             shape, stage = part.shape(index), STAGES[config.stage.name]
             plan = place(shape, stage, rows[index], comm.shard_size, even_alone=comm.even_alone)
             label = f"{group.name or '(root)'}#{len(buckets)}"
-            bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
+            among = comm if part.parts == 1 else comm.over(by_part(comm.world_size, part.parts))
+            bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)
         unit = Unit(group.name, index, buckets)
@@ -232,7 +242,12 @@ def build_units(
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
     """Fill the bucket with first values: those in `sources`, and rank 0's for all other parameters. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
-    found = {info.slot: sources[fqn] for info in bucket.params for fqn in info.fqns[::-1] if fqn in sources}
+    found = {
+        info.slot: info.part_of_saved(sources[fqn])
+        for info in bucket.params
+        for fqn in info.fqns[::-1]
+        if fqn in sources
+    }
     if comm.device.type == "meta":
         found = {}
     low, high = bucket.owned_range

@@ -54,8 +54,8 @@ def make_tiers(
 ) -> tuple[Tiers, list[TierRow]]:
     """Choose the tiers on which each unit's values rest. Return new tiers, and a `TierRow` per unit. Collective.
 
-    `instances` are the numbers of this process's file tiers. Raises ConfigError if a tier lacks bytes for masters and
-    parameters, or if the folder for files cannot be used.
+    `instances`: file tier numbers in use. `share`: this rank's part of its machine. Raises ConfigError if masters and
+    parameters do not fit, or the folder is unusable.
     """
     offload = config.offload
     path = path_of(offload, comm, share)

@@ -26,6 +26,7 @@ from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, 
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
+from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
 from lightning_zero.planning.memory import unit_bytes
@@ -55,11 +56,17 @@ class BucketGroup:
     trainable: bool
     whole: bool  # stays replicated at every stage
 
+    @property
+    def parts(self) -> int:
+        """Return among how many ranks the parameters are split by tensor parallelism."""
+        split = self.params[0].split
+        return split.parts if split is not None else 1
+
     def shape(self, unit: int) -> BucketShape:
         numels = tuple(info.numel for info in self.params)
         built = tuple(info.numel * info.dtype.itemsize for info in self.params)
         beside = sum(tensor.nbytes for info in self.params for _, _, tensor in tensors_beside(info.param))
-        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built, beside)
+        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built, beside, self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +108,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             )
         if isinstance(param, DTensor):
             raise ConfigError(
-                f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
-                "lightning_zero yet. Pass the plain module."
+                f"parameter {fqns[0]} is a DTensor: expected the number of its ranks in zero.tensor_parallel. "
+                "Set zero.tensor_parallel, or pass the plain module."
             )
         if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
             # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
@@ -179,7 +186,7 @@ def _group(
     precision: Precision,
 ) -> list[BucketGroup]:
     # Buckets are the same at every stage: norms are summed by bucket, so other buckets would change their last bits.
-    groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
+    groups: dict[tuple[Dtypes, bool, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
         whole = stays_whole(param)
@@ -187,10 +194,11 @@ def _group(
         if find_owner(param) is not None:
             raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
         strides = strides_of(param)
-        info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), version=param._version)
-        groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
+        split, version = split_of(param), param._version
+        info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), split, version=version)
+        groups.setdefault((dtypes, param.requires_grad, whole, split is not None), []).append(info)
     buckets: list[BucketGroup] = []
-    for (dtypes, trainable, whole), infos in groups.items():
+    for (dtypes, trainable, whole, _), infos in groups.items():
         for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):
             for slot, info in enumerate(part):
                 info.slot = slot
@@ -243,7 +251,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
     Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
     """
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
-    own = [(_describe(unit, info), info.strides) for unit in units for bucket in unit.buckets for info in bucket.params]
+    own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()
     # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
@@ -257,7 +265,8 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
                     f"{rank} {others}. Build the module without looking at the rank."
                 )
     for info, (_, strides) in zip(infos, table[0], strict=True):
-        info.strides = strides
+        if info.split is None:  # parts are row-major
+            info.strides = strides
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
@@ -278,4 +287,4 @@ def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, wait
 
 def _describe(unit: UnitGroup, info: ParamInfo) -> str:
     names, frozen = " = ".join(info.fqns), "" if info.param.requires_grad else ", frozen"
-    return f"{names} of shape {tuple(info.shape)}, {info.dtype}{frozen}, in unit {unit.name or '(root)'}"
+    return f"{names} of shape {info.saved_shape}, {info.dtype}{frozen}, in unit {unit.name or '(root)'}"

@@ -35,7 +35,7 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
 
 
 def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
-    """Yield (owner, name, tensor) of each tensor in the parameter's `quant_state`, which can hold a second one."""
+    """Yield (state, name, tensor) of each tensor in the parameter's `quant_state` and the states nested in it."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
         yield from ((state, key, value) for key, value in [*vars(state).items()] if isinstance(value, Tensor))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engine.units.packed import is_packed
+from lightning_zero.mesh.split import Split
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
@@ -237,6 +238,7 @@ def _absent_in(value: object) -> Iterator[nn.Parameter]:
             stack.extend(reversed(list(item.values())))
 
 
+T = TypeVar("T")
 READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 
@@ -250,6 +252,7 @@ class ParamInfo:
     strides: tuple[int, ...]  # the flat buffer keeps the memory order, because it changes how kernels round
     dtype: torch.dtype  # before sharding: what checkpoints hold
     classes: Classes
+    split: Split | None = None  # this rank's part under tensor parallelism; the other fields are those of the part
     slot: int = 0  # position in the bucket
     gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
     version: int = 0  # version of the parameter up to which users' writes have been copied to the masters
@@ -261,6 +264,24 @@ class ParamInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole tensor, of which this rank may have a part."""
+        return self.split.shape if self.split is not None else tuple(self.shape)
+
+    @property
+    def saved_strides(self) -> tuple[int, ...]:
+        return self.strides if self.split is None else torch.empty(self.split.shape, device="meta").stride()
+
+    def part_of_saved(self, value: T) -> T | Tensor:
+        """Return this rank's part of ``value`` if that is a whole tensor of this split parameter, else ``value``."""
+        if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
+            return value
+        if not isinstance(value, StoredTensor):
+            return self.split.of(value)
+        split, read = self.split, value.read
+        return StoredTensor(split.shape_of(split.part), value.dtype, lambda low, high, _: split.read(read, low, high))
 
     def check_shape(self, shape: torch.Size) -> None:
         """Raise RuntimeError if `shape`, that of a new `param.data`, is not the parameter's shape."""

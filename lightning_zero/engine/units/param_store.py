@@ -258,7 +258,7 @@ def make_param_store(
 ) -> ParamStore:
     """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype.
 
-    `own` is this rank's slice of the full buffer. `send` casts the masters into a tensor on the device.
+    `own`: this rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor.
     """
     match plan.params_rest:
         case ParamsRest.full_is_master:

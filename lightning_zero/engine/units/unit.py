@@ -101,8 +101,8 @@ class Unit:
         together: list[Bucket] = []
         if buckets and buckets[0].comm.streams.are_there:
             together = [b for b in buckets if of_node or not b.leaves_device]
-        if together:
-            self.pending.append(gather_together(together, of_node=of_node))
+        for comm in dict.fromkeys(bucket.comm for bucket in together):
+            self.pending.append(gather_together([b for b in together if b.comm is comm], of_node=of_node))
         # One by one, so that `abandon` can end the earlier gathers if a later one cannot be issued.
         for bucket in buckets:
             if bucket not in together:
@@ -216,6 +216,11 @@ class Units(list[Unit]):
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self for bucket in unit.buckets]
+
+    def connect(self) -> None:
+        """Send each kind of message of the passes once: see :meth:`Communicator.connect`. Collective."""
+        for comm in dict.fromkeys(bucket.comm for bucket in self.buckets):
+            comm.connect([bucket.sends for bucket in unit.buckets if bucket.comm is comm] for unit in self)
 
     def owns(self, param: nn.Parameter) -> bool:
         return id(param) in self.places

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.engine.passes.access import checksum_on_device
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.master_storage import opened
-from lightning_zero.engine.whole.values import MASTER, own_parts
+from lightning_zero.engine.whole.values import MASTER, own_fragments
 from lightning_zero.engine.whole.whole_params import take_writes_over
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ def fingerprints(engine: Engine) -> Tensor:
     take_writes_over(engine)
     unit_of = {bucket: unit.index for unit in engine.units for bucket in unit.buckets}
     found = torch.zeros(len(engine.units), 2, dtype=torch.int64, device=engine.comm.device)
-    for storage, parts in itertools.groupby(own_parts(engine), lambda part: part.storage):
+    for storage, parts in itertools.groupby(own_fragments(engine), lambda part: part.storage):
         assert storage is not None
         with opened(storage):
             for part in parts:
                 bucket = engine.buckets[part.value.bucket]
-                name = f"{bucket.params[part.value.slot].fqn} {part.value.name}"
-                summed = checksum_on_device(part.source.tensor, part.start) * (zlib.crc32(name.encode()) | 1)
+                info = bucket.params[part.value.slot]
+                summed = checksum_on_device(part.source.tensor, part.start, info.split)
+                summed *= zlib.crc32(f"{info.fqn} {part.value.name}".encode()) | 1
                 found[unit_of[bucket], int(part.value.name != MASTER)] += summed.to(found.device)
     return engine.comm.sum_(found)
 
@@ -44,11 +45,18 @@ def fingerprints(engine: Engine) -> Tensor:
 def differing_replicas(engine: Engine) -> Tensor:
     """Return ``[units] bool`` on the device: whether parameters that every rank holds whole differ between ranks.
     Collective."""
-    own = torch.zeros(len(engine.units), dtype=torch.int64, device=engine.comm.device)
+    parts = engine.config.tensor_parallel
+    # One row for each part of split parameters, and 0 in the rows of others' parts: no rank counts them.
+    own = torch.zeros(2, 1 + parts, len(engine.units), dtype=torch.int64, device=engine.comm.device)
     for unit in engine.units:
         for bucket in unit.buckets if not unit.reshards else ():
             unit.unshard_wait()
             for info in bucket.params:
-                own[unit.index] += checksum_on_device(info.flattened(info.param.data), info.slot)
-    largest, smallest = engine.comm.max_(torch.stack([own, ~own])).unbind()
-    return largest != ~smallest
+                row = 0 if info.split is None else 1 + info.split.part
+                own[0, row, unit.index] += checksum_on_device(info.flattened(info.param.data), info.slot)
+    mine = [0, 1 + engine.comm.rank % parts]
+    own[1] = torch.iinfo(torch.int64).min
+    own[1, mine] = ~own[0, mine]
+    own[0, [row for row in range(1 + parts) if row not in mine]] = torch.iinfo(torch.int64).min
+    largest, smallest = engine.comm.max_(own).unbind()
+    return (largest != ~smallest).any(0)

@@ -100,7 +100,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         raise
     engine.config = config
     passes.plans_changed(config)
-    comm.connect([bucket.sends for bucket in unit.buckets] for unit in engine.units)
+    engine.units.connect()
 
 
 # -- before any change ------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> N
         if not keeps_storage:
             values = move.of(master)
             for number, (sharded, entries) in enumerate(zip(engine.optimizers, known, strict=True)):
-                full = full_entries(bucket, sharded, entries, lambda values: values)
+                full = full_entries(bucket, sharded, entries, lambda _, values: values)
                 states[number] = {(bucket, slot): entry for slot, entry in full.items()}
         if not keeps_grad and bucket.grad is not None:
             grad = move.of(bucket.grad)

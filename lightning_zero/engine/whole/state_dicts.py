@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, joined
 from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.units.param import ParamInfo
@@ -32,10 +32,11 @@ from lightning_zero.engine.whole.values import (
     all_entries,
     full_entries,
     own_entries,
-    own_parts,
+    own_fragments,
     parts_for_folder,
 )
 from lightning_zero.engine.whole.whole_params import masters_changed, take_writes_over
+from lightning_zero.mesh.split import Split
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor
 
@@ -86,14 +87,15 @@ def sharded_state_dict(
         storage = engine.buckets[value.bucket].storage
         if storages is not None:
             value, storage = value._replace(optimizer=COPY, name="copy"), storages[value.bucket]
-        return TensorParts(info.shape, storage.master.dtype, parts.get(value, ()), info.strides)
+        dtype = storage.master.dtype
+        return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split)
 
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
 
 def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
     found: dict[Value, list[Part]] = {}
-    for part in own_parts(engine, copies):
+    for part in own_fragments(engine, copies):
         found.setdefault(part.value, []).append(part)
     return found
 
@@ -116,8 +118,10 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     result: dict[int, Tensor] = {}
     for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
-        for info in bucket.params if wanted else ():
-            result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
+        for info in bucket.params:
+            values = joined(bucket, info, bucket.part_of(full, info))
+            if wanted:
+                result[id(info.param)] = values.to(device="cpu", dtype=info.dtype, copy=True)
     return result
 
 
@@ -181,12 +185,12 @@ def optimizer_state(
     if fakes is None:
         work = engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
         for number, bucket in enumerate(work):
-            full = full_entries(
-                bucket,
-                sharded,
-                known.get(number, {}),
-                lambda value: value.to("cpu", copy=True) if wanted else None,
-            )
+
+            def keep(info: ParamInfo, part: Tensor, bucket: Bucket = bucket) -> Tensor | None:
+                whole = joined(bucket, info, part)
+                return whole.to("cpu", copy=True) if wanted else None
+
+            full = full_entries(bucket, sharded, known.get(number, {}), keep)
             states |= {(number, slot): entry for slot, entry in full.items()}
     elif wanted:
         for number, slots in sorted(known.items()):
@@ -223,12 +227,13 @@ def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
     for number, entries in own_entries(engine, sharded, once=True).items():
         for slot, entry in entries.items():
             if (name := engine.buckets[number].params[slot].fqn) in stepped:
-                state[name] = parts_for_folder(entry, partial(_leaf_parts, parts, Value(number, slot, index)))
+                split = engine.buckets[number].params[slot].split
+                state[name] = parts_for_folder(entry, partial(_leaf_parts, parts, Value(number, slot, index), split))
     return {"state": state, "param_groups": _groups(sharded, lambda place: place.info.fqn)}
 
 
-def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, leaf: Leaf) -> TensorParts:
-    return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides)
+def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, split: Split | None, leaf: Leaf) -> TensorParts:
+    return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides, split)
 
 
 def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
@@ -270,6 +275,11 @@ class _CopyIntoShards(TorchFunctionMode):
 def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
     own: Counter[int] = Counter()  # bytes of each parameter's master that this rank owns, by ``id`` of the parameter
+    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
+    own_state = {key: infos[key].part_of_saved(value) if key in infos else value for key, value in state.items()}
+    if hasattr(state, "_metadata"):
+        own_state = OrderedDict(own_state)
+        own_state._metadata = state._metadata  # type: ignore[attr-defined]
 
     def total() -> int:
         for bucket in engine.buckets:
@@ -283,7 +293,7 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
         def load() -> _IncompatibleKeys:
             try:
-                return engine.module.load_state_dict(state, strict=strict)
+                return engine.module.load_state_dict(own_state, strict=strict)
             except RuntimeError:  # torch's summary of all errors
                 if copies.failed is not None:
                     raise copies.failed from None
@@ -367,7 +377,10 @@ def _pairs(
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
         yield group, saved, None, None
         for number, place in _matched(saved["params"], places, what):
-            yield group, saved, place, state["state"].get(number)
+            found = state["state"].get(number)
+            if found and place.info.split is not None:
+                found = {name: place.info.part_of_saved(value) for name, value in found.items()}
+            yield group, saved, place, found
 
 
 def _matched(saved: Sequence[object], places: Sequence[Place], what: str) -> list[tuple[object, Place]]:

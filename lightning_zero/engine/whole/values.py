@@ -16,9 +16,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_zero.engine.steps.optimizer import Stepper
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, joined
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.mesh.split import Split
 from lightning_zero.optimizers.state_trees import Leaf, State, leaves_in, with_leaves
 from lightning_zero.planning.boxes import memory_order
 
@@ -62,10 +63,25 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
-    if engine.comm.replica:  # the first replica saves
+    """Yield as :func:`own_fragments`, with ``start`` in the whole tensor, also where tensor parallelism splits it."""
+    for part in own_fragments(engine, copies):
+        yield from in_whole(part, engine.buckets[part.value.bucket].params[part.value.slot].split)
+
+
+def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
+    """Cut ``part``, elements of this rank's part of a tensor, into parts that are adjacent in the whole tensor."""
+    if split is None:
+        yield part
         return
+    for start, whole_start, numel in split.pieces(part.start, part.start + part.source.numel):
+        yield part._replace(start=whole_start, source=part.source.part(start - part.start, numel))
+
+
+def own_fragments(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
+    """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
     for number, bucket in enumerate(engine.buckets):
+        if bucket.comm.replica:  # the first replica saves
+            continue
         yield from _of_masters(bucket, Value(number, 0), bucket.storage)
         for index, sharded in enumerate(engine.optimizers):
             for slot, name, start, source in sharded.parts(bucket):
@@ -84,8 +100,8 @@ def _of_masters(bucket: Bucket, value: Value, storage: MasterStorage) -> Iterato
 
 def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
     """Return the optimizer state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
-    buckets = engine.buckets if not engine.comm.replica else ()
-    found = {number: sharded.entries(bucket, once=once) for number, bucket in enumerate(buckets)}
+    buckets = {number: bucket for number, bucket in enumerate(engine.buckets) if not bucket.comm.replica}
+    found = {number: sharded.entries(bucket, once=once) for number, bucket in buckets.items()}
     return {number: entries for number, entries in found.items() if entries}
 
 
@@ -128,14 +144,16 @@ def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies:
                 full = bucket.full_master()
             for info in bucket.params:
                 if (value := Value(number, info.slot, index, name)) in wanted:
-                    yield Range(value, 0, _flat(bucket.part_of(full, info)))
+                    yield Range(value, 0, _flat(joined(bucket, info, bucket.part_of(full, info))))
         for index, sharded in enumerate(engine.optimizers):
             leaves = {
                 slot: [leaf for leaf in leaves_in(entry) if Value(number, slot, index, leaf.name) in wanted]
                 for slot, entry in known[index].get(number, {}).items()
             }
             for slot, leaf, values in sharded.gathered(bucket, leaves):
-                yield Range(Value(number, slot, index, leaf.name), 0, _flat(values))
+                yield Range(
+                    Value(number, slot, index, leaf.name), 0, _flat(joined(bucket, bucket.params[slot], values))
+                )
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -143,14 +161,14 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def full_entries(
-    bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[Tensor], Tensor | None]
+    bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[ParamInfo, Tensor], Tensor | None]
 ) -> dict[int, State]:
     """Gather the tensors of a bucket's optimizer state. Collective.
 
-    Returns ``entries`` with ``keep(whole tensor)`` in place of each leaf.
+    Returns ``entries`` with ``keep(parameter, gathered tensor)`` in place of each leaf.
     """
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
-    values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
+    values = {(s, leaf): keep(bucket.params[s], value) for s, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
 
 
@@ -176,27 +194,37 @@ class FakeTensors:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
-        """Make or reuse a tensor for ``value``, with shape and strides of ``like``."""
+        """Make or reuse a tensor for ``value``, with shape and strides of ``like``, a whole tensor."""
+        shape, strides = (
+            (like.shape, like.strides) if isinstance(like, Leaf) else (like.saved_shape, like.saved_strides)
+        )
         made = self._kept.pop((value, dtype), None)
-        if made is None or (made.shape, made.stride()) != (like.shape, like.strides):
+        if made is None or (made.shape, made.stride()) != (shape, strides):
             with self._mode:
-                made = torch.empty_strided(like.shape, like.strides, dtype=dtype, device="cpu")
+                made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         self.made.append((value, made))
         return made
 
 
 class TensorParts(Tensor):
-    """Stands for a tensor of which this rank saves ``parts``. ``order``: its dimensions, largest stride first."""
+    """Stands for a tensor of which this rank saves ``parts``. ``order``: its dimensions, largest stride first. With
+    ``of_whole``, parts are those of this rank's part of the tensor."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
+    of_whole: Split | None
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], strides: Sequence[int]
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[Part],
+        strides: Sequence[int],
+        split: Split | None = None,
     ) -> TensorParts:
         made: TensorParts = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
-        made.parts, made.order = tuple(parts), memory_order(strides)
+        made.parts, made.order, made.of_whole = tuple(parts), memory_order(strides), split
         return made
 
     @classmethod

@@ -34,7 +34,7 @@ class FlopCount(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if is_trying():
             return result
-        flops = _flops(func, args, kwargs or {}, result)
+        flops = flops_of(func, args, kwargs or {}, result)
         if torch._C._current_graph_task_id() == -1:
             self.forward += flops
         else:
@@ -42,7 +42,8 @@ class FlopCount(TorchDispatchMode):
         return result
 
 
-def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Return the FLOPs of one call of an operation, which returned ``result``; 0 for those that are not counted."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is _CPU_ATTENTION:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
@@ -34,6 +33,7 @@ from lightning_zero.layerwise.loss import assuming
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
+from lightning_zero.trainer.callbacks.flops import flops_of
 from lightning_zero.trainer.memory.fake_module import (
     CPU,
     detach_from_lightning,
@@ -76,8 +76,7 @@ class LiveBytes(TorchDispatchMode):
         if reads and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
             return 1.0  # a stand-in for a loss that is logged; reading a length or a condition fails
         result = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        self.flops += flops_of(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor, tensor.untyped_storage().nbytes())

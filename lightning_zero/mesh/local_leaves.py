@@ -1,0 +1,135 @@
+"""Give the engine plain parameters in place of DTensors, which its buckets cannot hold.
+
+A parallel style of torch or transformers makes DTensors of a module's parameters. :func:`localize` puts a plain leaf
+with this rank's part in the place of each. For the time of the module's forward an attribute of the module, which
+hides the parameter of that name, is a DTensor over the leaf. So styles work unchanged, and gradients reach the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.config import ConfigError
+from lightning_zero.mesh.split import Run, Split
+
+_SPLITS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+StaysLocal = Callable[[nn.Module], bool]
+
+
+class _Layout(NamedTuple):
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def split_of(param: nn.Parameter) -> Split | None:
+    """Return how ``param`` is split; None: every rank has all of it."""
+    found: Split | None = _SPLITS.get(param)
+    return found
+
+
+def saved_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter or buffer before it was split."""
+    split = _SPLITS.get(tensor)
+    return split.shape if split is not None else tuple(tensor.shape)
+
+
+def localize(module: nn.Module, parts: int, stays_local: Callable[[str], StaysLocal | None] = lambda _: None) -> None:
+    """Replace the DTensor parameters of ``module`` by plain leaves, in place.
+
+    Args:
+        parts: the ranks among which parameters are split.
+        stays_local: returns for a module's name a function that tells before each forward whether that module computes
+            with plain tensors, or None if it never does.
+
+    Raises ConfigError for a DTensor over another mesh than one of ``parts`` ranks, and for unequal parts.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, inner in module.named_modules():
+        layouts: dict[str, _Layout] = {}
+        for key, param in list(inner._parameters.items()):
+            if isinstance(param, DTensor):
+                layouts[key] = _layout(f"{name}.{key}" if name else key, param, parts)
+                if id(param) not in made:
+                    made[id(param)] = _leaf(f"{name}.{key}", param, layouts[key])
+                inner._parameters[key] = made[id(param)]
+        if layouts:
+            inner.register_forward_pre_hook(partial(_lift, layouts, stays_local(name)), prepend=True)
+            inner.register_forward_hook(partial(_lower, tuple(layouts)), always_call=True)
+
+
+def _layout(name: str, param: DTensor, parts: int) -> _Layout:
+    mesh = param.device_mesh
+    if mesh.ndim != 1 or mesh.size() != parts:
+        raise ConfigError(
+            f"parameter {name} is a DTensor over a mesh of shape {tuple(mesh.shape)}: expected one dimension of "
+            f"zero.tensor_parallel={parts} ranks. Pass self.device_mesh['tensor_parallel'] to parallelize_module, and "
+            "leave the data-parallel dimension to lightning_zero."
+        )
+    return _Layout(mesh, param.placements[0], param.shape, param.stride())
+
+
+def _leaf(name: str, param: DTensor, layout: _Layout) -> nn.Parameter:
+    leaf = nn.Parameter(param._local_tensor.detach().contiguous(), requires_grad=param.requires_grad)
+    # Not ``isinstance(placement, Shard)``: torch's placement of packed tensors is no subclass of it.
+    if not isinstance(layout.placement, Replicate):
+        _SPLITS[leaf] = split = _split(layout)
+        if len({split.shape_of(part) for part in range(split.parts)}) > 1:
+            raise ConfigError(
+                f"parameter {name}: expected a multiple of zero.tensor_parallel ({split.parts}) in dimension "
+                f"{split.dim} of {split.shape}, along which it is split. Pad it (an embedding and its head: to a "
+                "larger vocabulary), or leave its module out by zero.tensor_plan."
+            )
+    return leaf
+
+
+def _split(layout: _Layout) -> Split:
+    dim = layout.placement.dim % len(layout.shape)  # type: ignore[attr-defined]
+    size = layout.shape[dim]
+    numbers = torch.arange(size).view([size if d == dim else 1 for d in range(len(layout.shape))])
+    chunks, _ = layout.placement._split_tensor(numbers, layout.mesh.size(), with_padding=False)  # type: ignore[attr-defined]
+    runs = tuple(_runs(chunk.flatten().tolist()) for chunk in chunks)
+    runs += ((),) * (layout.mesh.size() - len(runs))  # ranks without any, which are refused
+    return Split(tuple(layout.shape), dim, runs, layout.mesh.get_local_rank())
+
+
+def _runs(indices: list[int]) -> tuple[Run, ...]:
+    found: list[Run] = []
+    for index in indices:
+        if found and index == found[-1].first + found[-1].size:
+            found[-1] = Run(found[-1].first, found[-1].size + 1)
+        else:
+            found.append(Run(index, 1))
+    return tuple(found)
+
+
+def _lift(layouts: dict[str, _Layout], stays_local: StaysLocal | None, module: nn.Module, args: object) -> None:
+    if stays_local is not None and stays_local(module):
+        return
+    for key, layout in layouts.items():
+        leaf = module._parameters[key]
+        assert leaf is not None
+        module.__dict__[key] = DTensor.from_local(
+            leaf,
+            layout.mesh,
+            [layout.placement],
+            run_check=False,
+            shape=layout.shape,
+            stride=layout.strides,
+        )
+
+
+def _lower(keys: tuple[str, ...], module: nn.Module, args: object, output: object) -> None:
+    for key in keys:
+        module.__dict__.pop(key, None)

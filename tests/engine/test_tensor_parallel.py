@@ -1,0 +1,401 @@
+"""Tensor parallelism beside one process that has the whole model and the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard as SplitAlong
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import lightning_zero
+from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.engine import Engine
+from lightning_zero.engine.whole import fingerprints
+from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimizer_state
+from lightning_zero.mesh.local_leaves import split_of
+from lightning_zero.mesh.plans import device_mesh
+from lightning_zero.mesh.split import Run, Split
+from tests.engine.support import adamw, sgd
+from tests.harness import on_ranks
+
+WIDTH, VOCABULARY, ROWS, STEPS = 16, 32, 4, 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (m(h).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(), Mlp()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+PLAN = {
+    "embed": "embedding_rowwise",
+    "head": "colwise_gather_output",
+    **{f"blocks.*.0.{name}": "colwise" for name in "qkv"},
+    "blocks.*.0.o": "rowwise",
+    "blocks.*.1.up": "colwise",
+    "blocks.*.1.down": "rowwise",
+}
+
+
+def parallelized(module: Net, mesh: Any) -> None:
+    """As users of Lightning's ModelParallelStrategy write it."""
+    styles = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+        **{f"blocks.*.0.{name}": ColwiseParallel() for name in "qkv"},
+        "blocks.*.0.o": RowwiseParallel(),
+        "blocks.*.1.up": ColwiseParallel(),
+        "blocks.*.1.down": RowwiseParallel(),
+    }
+    parallelize_module(module, mesh, styles)
+
+
+def net(*, tied: bool = False, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net(tied=tied)
+
+
+def batch(step: int, rows: slice = slice(None)) -> Tensor:
+    return torch.randint(VOCABULARY, (ROWS, 7), generator=torch.Generator().manual_seed(step))[rows]
+
+
+def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def parts_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of whole ``values``."""
+    infos = {fqn: info for unit in engine.units for info in unit.infos for fqn in info.fqns}
+    return {name: infos[name].part_of_saved(value) for name, value in values.items()}
+
+
+def own_rows(parts: int) -> slice:
+    size = ROWS * parts // dist.get_world_size()
+    return slice(dist.get_rank() // parts * size, (dist.get_rank() // parts + 1) * size)
+
+
+def trained(module: nn.Module, optimizer: Any, rows: slice, *, micro: int = 1, engine: Any = None) -> dict[str, Any]:
+    """Train with clipping in force. ``norms``: of all gradients, then of each before the first step."""
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        for number in range(micro):
+            loss = loss_of(module, batch(10 * step + number, rows)) / micro
+            loss.backward()
+            found["losses"].append(loss.detach())
+        if step == 0:
+            grads = {n: p.grad for n, p in module.named_parameters()}
+            found["norms"] += [g.norm() for g in grads.values()]
+            found["grads"] = {n: g.clone() for n, g in grads.items()}
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def twin(make: Any, *, micro: int, tied: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
+    module = net(tied=tied)
+    optimizer = make(module.parameters())
+    return module, optimizer, trained(module, optimizer, slice(None), micro=micro)
+
+
+@on_ranks(4, full=(2,))
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path: Path) -> None:
+    if dist.get_world_size() < parts:
+        return
+    rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
+    rows += [{"stage": 1, "offload": "optimizer_cpu"}, {"stage": 3, "offload": "cpu"}]
+    rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
+    for make, tied in ((adamw, False), (sgd, True)):
+        expected, steps, found = twin(make, micro=micro, tied=tied)
+        weights = expected.state_dict()
+        sums = []
+        for row in rows:
+            module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
+            settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
+            engine = lightning_zero.shard(module, **settings, **row)
+            optimizer = make(module.parameters())
+            engine.add_optimizer(optimizer)
+            ours = trained(module, optimizer, own_rows(parts), micro=micro)
+            torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
+            losses = torch.stack(ours["losses"])
+            dist.all_reduce(losses)
+            torch.testing.assert_close(losses / dist.get_world_size(), torch.stack(found["losses"]), rtol=1e-6, atol=0)
+            torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(engine.state_dict(only_rank_0=False), weights, rtol=0, atol=2e-6)
+            states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
+            for number, state in steps.state_dict()["state"].items():
+                torch.testing.assert_close(states[number], {k: v.cpu() for k, v in state.items()}, rtol=1e-4, atol=2e-6)
+            sums.append(fingerprints.fingerprints(engine).tolist())
+            assert not fingerprints.differing_replicas(engine).any()
+            engine.release()
+        assert all(other == sums[0] for other in sums)
+
+
+@on_ranks(4, full=(2,))
+def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
+    expected = net()
+    steps = adamw(expected.parameters())
+    trained(expected, steps, slice(None))
+    weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
+    found = trained(expected, steps, slice(None))
+    for stage in (0, 3):
+        module = net(seed=7)
+        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2, tensor_plan=PLAN)
+        optimizer = adamw(module.parameters())
+        engine.add_optimizer(optimizer)
+        engine.load_state_dict(weights)
+        load_optimizer_state(engine, optimizer, state)
+        ours = trained(module, optimizer, own_rows(2))
+        torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        engine.restage("zero1" if stage else "zero3", "cpu" if not stage else None)
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        engine.release()
+
+
+@on_ranks(4)
+def test_writes_to_split_parameters_are_compared_between_ranks_of_one_part(tmp_path: Path) -> None:
+    expected = net()
+    module = net()
+    engine = lightning_zero.shard(module, stage=3, tensor_parallel=2, tensor_plan=PLAN)
+
+    def halve(block: nn.Module, *_: Any) -> None:
+        block[0].q.weight.data.mul_(0.5)  # type: ignore[index]
+
+    for one, rows in ((expected, slice(None)), (module, own_rows(2))):
+        one.blocks[0].register_forward_hook(halve)
+        loss_of(one, batch(0, rows)).backward()
+    weights = engine.state_dict(only_rank_0=False)
+    torch.testing.assert_close(weights, expected.state_dict(), rtol=0, atol=0)
+
+    def differ(block: nn.Module, *_: Any) -> None:
+        block[0].k.weight.data.add_(float(dist.get_rank() == 3))  # type: ignore[index]
+
+    module.blocks[1].register_forward_hook(differ)
+    with pytest.raises(RuntimeError, match=r"blocks.1.0.k.weight: written to in a step, with other values"):
+        loss_of(module, batch(0, own_rows(2))).backward()
+    engine.release()
+
+
+@on_ranks(2)
+def test_module_on_meta_gets_the_values_of_the_whole_module(tmp_path: Path) -> None:
+    """Those of ``reset_parameters``, which depend on the sizes of the whole matrix."""
+    found = []
+    for settings in ({}, {"tensor_parallel": 2, "tensor_plan": PLAN}):
+        with torch.device("meta"):
+            module = Net()
+        torch.manual_seed(3)
+        engine = lightning_zero.shard(module, stage=3, unit={"classes": ["Attention", "Mlp"]}, **settings)
+        found.append(engine.state_dict(only_rank_0=False))
+        engine.release()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_module_that_its_user_has_split_keeps_its_styles(tmp_path: Path) -> None:
+    """Also norms whose activations are split along the sequence: their gradients are partial on each rank."""
+    expected = net()
+    found = trained(expected, sgd(expected.parameters()), slice(None))
+    for stage in (0, 3):
+        module = net(seed=dist.get_rank())
+        mesh = device_mesh("cpu", 2)["tensor_parallel"]
+        along = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False
+        )
+        styles = {
+            "norm": SequenceParallel(use_local_output=False),
+            "up": ColwiseParallel(input_layouts=SplitAlong(1)),
+            "down": RowwiseParallel(),
+        }
+        for attention, mlp in module.blocks:  # type: ignore[misc]
+            parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
+            parallelize_module(mlp, mesh, styles)
+            parallelize_module(attention, mesh, {n: ColwiseParallel() for n in "qkv"} | {"o": RowwiseParallel()})
+        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2)
+        assert split_of(module.blocks[0][0].q.weight) is not None  # type: ignore[index]
+        ours = trained(module, sgd_of(engine, module), own_rows(2))
+        torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        engine.release()
+
+
+def sgd_of(engine: Engine, module: nn.Module) -> Any:
+    optimizer = sgd(module.parameters())
+    engine.add_optimizer(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_parallel": 2},
+        {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
+        {"compile": "blocks"},
+        {"stage": "auto"},
+        {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
+        {"gather_after_fit": True},
+        {"comm": {"hybrid_shard": "node"}},
+        {"precision": "float8"},
+    ],
+    ids=lambda settings: next(reversed(settings)),
+)
+def test_settings_that_are_not_proved_with_parts_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="zero.tensor_parallel: expected 1 with zero"):
+        make_config(ZeroConfig(), tensor_parallel=2, **settings)
+
+
+def test_plan_without_ranks_and_unknown_styles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="zero.tensor_plan has no effect with zero.tensor_parallel=1"):
+        make_config(None, tensor_plan=PLAN)
+    with pytest.raises(ConfigError, match=r"zero.tensor_plan: expected a mapping of names to one of colwise, rowwise"):
+        make_config(None, tensor_parallel=2, tensor_plan={"head": "columns"})
+
+
+@on_ranks(2)
+def test_modules_that_cannot_be_split_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def shard(module: nn.Module, **settings: Any) -> Engine:
+        return lightning_zero.shard(module, tensor_parallel=2, **settings)
+
+    with pytest.raises(ConfigError, match="expected a model of transformers .* or a zero.tensor_plan, got none"):
+        shard(net())
+    with pytest.raises(ConfigError, match=r"zero.tensor_plan: .*got 'layers.\*.q', which splits nothing"):
+        shard(net(), tensor_plan={"layers.*.q": "colwise"})
+    with pytest.raises(ConfigError, match="expected one split of the tied parameter weight of Embedding and Linear"):
+        shard(net(tied=True), tensor_plan={"head": "colwise_gather_output"})
+    with pytest.raises(ConfigError, match=r"zero.tensor_parallel: expected a number that divides the 2 rank\(s\)"):
+        lightning_zero.shard(net(), tensor_parallel=3, tensor_plan=PLAN)
+    module = net()
+    engine = shard(module, tensor_plan=PLAN)
+    with pytest.raises(ConfigError, match="zero.tensor_parallel: expected 1 with Muon, which steps whole tensors"):
+        engine.add_optimizer(torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]))
+    engine.release()
+
+
+@pytest.mark.full
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_plans_of_transformers_equal_one_process(kind: str, tmp_path: Path) -> None:
+    """Also without gradients, where their layers take another way; the router's gradient among all."""
+    for stage in (0, 3):
+        expected = of_transformers(kind)
+        found = trained_by_transformers(expected, sgd(expected.parameters()), slice(None))
+        module = of_transformers(kind)
+        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2)
+        assert sum(split_of(param) is not None for param in module.parameters()) > 12
+        ours = trained_by_transformers(module, sgd_of(engine, module), own_rows(2))
+        dist.all_reduce(ours[0])
+        torch.testing.assert_close(ours[0] / 4, found[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours[1], found[1], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        engine.release()
+    with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
+        lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
+
+
+def of_transformers(kind: str) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 32}
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if kind != "llama" else {}
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes, **more)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return made
+
+
+def trained_by_transformers(module: nn.Module, optimizer: Any, rows: slice) -> tuple[Tensor, Tensor]:
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens = batch(step, rows)
+        with torch.no_grad():
+            losses.append(module(input_ids=tokens, labels=tokens).loss)
+        loss = module(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norms += [param.grad.norm() for param in module.parameters() if param.grad is not None]
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), torch.stack(norms)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_pieces_boxes_and_reads_of_a_part_are_those_of_its_slices(dim: int) -> None:
+    whole = torch.arange(4 * 6 * 8).view(4, 6, 8)
+    size = whole.shape[dim]
+    for cut in (((Run(0, 3),), (Run(3, size - 3),)), ((Run(0, 1), Run(2, 1)), (Run(1, 1), Run(3, size - 3)))):
+        for number in range(2):
+            split = Split(tuple(whole.shape), dim, cut, number)
+            part = split.of(whole)
+            flat = part.reshape(-1)
+            for start, stop in itertools.combinations((0, 1, 5, 17, len(flat) // 2, len(flat)), 2):
+                expected = flat[start:stop]
+                stop = min(stop, len(flat))
+                found = [whole.view(-1)[p.whole_start :][: p.numel] for p in split.pieces(start, stop)]
+                assert torch.equal(torch.cat(found), expected)
+                assert torch.equal(split.read(lambda low, high: whole.view(-1)[low:high], start, stop), expected)
+                assert torch.equal(split.positions(start, stop, torch.device("cpu")), expected)
+                covered = torch.zeros(stop - start, dtype=torch.bool)
+                for box, first in split.boxes(start, stop):
+                    at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                    assert torch.equal(whole[at].reshape(-1), flat[first : first + box.numel])
+                    assert not covered[first - start : first - start + box.numel].any()
+                    covered[first - start : first - start + box.numel] = True
+                assert covered.all()
+        assert torch.equal(
+            split.join(
+                [split.of(whole) if n == number else Split(split.shape, dim, cut, n).of(whole) for n in range(2)]
+            ),
+            whole,
+        )

@@ -1,0 +1,170 @@
+"""The Trainer with tensor parallelism, beside DDP, and checkpoints of one mesh in another."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import pl
+from lightning_zero.mesh.local_leaves import split_of
+from tests.engine.test_tensor_parallel import PLAN, STEPS, batch, loss_of, net, parallelized
+from tests.harness import on_ranks
+from tests.trainer.toys import Run, on_rank_0, record, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*not resumable")
+
+
+class Lit(pl.LightningModule):
+    """Makes its loaders itself, so that each step has the same four samples on any mesh."""
+
+    def __init__(self, *, by_hand: bool = False, seed: int = 0, shuffled: bool = False, bad: int | None = None) -> None:
+        super().__init__()
+        self.net: Any = None
+        self.by_hand, self.seed, self.shuffled, self.bad = by_hand, seed, shuffled, bad
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = net(seed=self.seed)
+            if self.by_hand:
+                parallelized(self.net, self.device_mesh["tensor_parallel"])  # type: ignore[index]
+
+    def training_step(self, tokens: Tensor, number: int) -> Tensor:
+        loss = loss_of(self.net, tokens)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        bad = self.bad == number and self.global_rank == 3
+        return loss * torch.nan if bad else loss
+
+    def validation_step(self, tokens: Tensor, number: int) -> None:
+        self.log("validation", loss_of(self.net, tokens), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+
+    def train_dataloader(self) -> Any:
+        rows = torch.cat([batch(step) for step in range(STEPS)])
+        if self.shuffled:
+            return DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(dist.get_rank()))
+        kwargs = self.trainer.distributed_sampler_kwargs or {}
+        sampler: Any = DistributedSampler(rows, shuffle=False, **kwargs)  # type: ignore[arg-type, var-annotated]
+        return DataLoader(rows, 4 // kwargs["num_replicas"], sampler=sampler)
+
+    val_dataloader = train_dataloader
+
+
+def strategy_of(parts: int, stage: int = 3, **settings: Any) -> ZeroStrategy:
+    plan = (
+        {}
+        if settings.pop("by_hand", False) or parts == 1
+        else {"tensor_plan": {f"net.{name}": s for name, s in PLAN.items()}}
+    )
+    return ZeroStrategy(stage, unit={"classes": ["Attention", "Mlp"]}, tensor_parallel=parts, **plan, **settings)
+
+
+def run(strategy: Any, root: Path, module: Any = None, *, ckpt_path: Any = None, **settings: Any) -> Run:
+    module = Lit() if module is None else module
+    of = trainer(strategy, root, gradient_clip_val=0.5, **{"max_epochs": 1, **settings})
+    of.fit(module, ckpt_path=ckpt_path)
+    return record(of, module)
+
+
+def assert_near(found: Run, expected: Run) -> None:
+    torch.testing.assert_close(found.metrics, expected.metrics, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=3e-6)
+
+
+@on_ranks(4)
+def test_fits_equal_ddp(tmp_path: Path) -> None:
+    expected = run(DDPStrategy(), tmp_path, accumulate_grad_batches=2)
+    for parts, stage, by_hand in ((2, 0, False), (4, 2, True), (2, 3, True)):
+        module = Lit(by_hand=by_hand, seed=dist.get_rank() if by_hand else 0)
+        found = run(strategy_of(parts, stage, by_hand=by_hand), tmp_path, module, accumulate_grad_batches=2)
+        assert_near(found, expected)
+        assert split_of(module.net.head.weight) is not None
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "sharded"])
+def test_checkpoints_of_every_mesh_load_in_every_other(kind: str, tmp_path: Path) -> None:
+    """DDP's file among them. All are saved after the first of two epochs."""
+    whole = run(DDPStrategy(), tmp_path, max_epochs=2)
+    half = run(DDPStrategy(), tmp_path)
+    half.trainer.save_checkpoint(tmp_path / "ddp.ckpt")
+    saved = torch.load(tmp_path / "ddp.ckpt", weights_only=False)
+    meshes = {"1": (1, 3), "2": (2, 2), "4": (4, 3), "2 at stage 0": (2, 0)}
+    for name, (parts, stage) in meshes.items():
+        ours = run(strategy_of(parts, stage, checkpoint=kind), tmp_path)
+        ours.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        if kind == "full":
+            found = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
+            torch.testing.assert_close(found["state_dict"], saved["state_dict"], rtol=0, atol=3e-6)
+            torch.testing.assert_close(
+                found["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"], rtol=1e-4, atol=3e-6
+            )
+    for name, (parts, stage) in itertools.product(["ddp", *meshes], [(2, 3), (4, 1)]):
+        resumed = run(
+            strategy_of(parts, stage, checkpoint=kind),
+            tmp_path,
+            Lit(seed=9),
+            ckpt_path=tmp_path / f"{name}.ckpt",
+            max_epochs=2,
+        )
+        torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=6e-6)
+
+
+@on_ranks(4)
+def test_steps_that_overflow_on_one_rank_are_skipped_on_all(tmp_path: Path) -> None:
+    runs = [
+        run(strategy_of(parts, stage, optimizer={"skip_nonfinite": 3}), tmp_path, Lit(bad=1))
+        for parts, stage in ((2, 0), (2, 3), (4, 3))
+    ]
+    for other in runs:
+        assert all(value.isfinite().all() for value in other.weights.values())
+        torch.testing.assert_close(other.weights, runs[0].weights, rtol=0, atol=3e-6)
+
+
+@on_ranks(4)
+def test_ranks_that_share_a_batch_must_have_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero.tensor_parallel: expected one batch for all 2 ranks of a group"):
+        run(strategy_of(2), tmp_path, Lit(shuffled=True))
+
+
+@on_ranks(2)
+def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Path) -> None:
+    class Drops(Lit):
+        def training_step(self, tokens: Tensor, number: int) -> Tensor:
+            self.drawn = torch.rand(())
+            return super().training_step(tokens, number)
+
+    torch.manual_seed(dist.get_rank())
+    module = Drops()
+    run(strategy_of(2), tmp_path, module)
+    drawn = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(drawn, module.drawn)
+    assert torch.equal(*drawn)
+
+
+@on_ranks(2)
+def test_export_and_stream_give_whole_tensors(tmp_path: Path) -> None:
+    found = run(strategy_of(2, 3), tmp_path, max_steps=1)
+    found.trainer.strategy.export(tmp_path / "model")  # type: ignore[attr-defined]
+    streamed = {name: value.cpu().clone() for name, value in lightning_zero.stream(found.module)}
+    with on_rank_0(pytest.MonkeyPatch().context()):
+        from safetensors.torch import load_file
+
+        written = load_file(tmp_path / "model" / "model.safetensors")
+        torch.testing.assert_close(written, found.weights, rtol=0, atol=0)
+        torch.testing.assert_close(streamed, found.weights, rtol=0, atol=0)
+    again = run(strategy_of(2, 2, init_from=str(tmp_path / "model")), tmp_path, Lit(seed=4), max_steps=0)
+    torch.testing.assert_close(again.weights, found.weights, rtol=0, atol=0)
