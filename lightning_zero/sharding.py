@@ -94,11 +94,10 @@ def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer)
     them."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
-        if engine.config.tensor_parallel > 1:
+        if engine.config.splits:
             raise ConfigError(
-                f"zero.tensor_parallel: expected 1 with {type(optimizer).__name__}, which steps whole tensors (a "
-                f"rank has parts of them), got {engine.config.tensor_parallel}. Take an element-wise optimizer, such "
-                "as AdamW; if this one is, set zero.optimizer.sharding=slices."
+                f"{engine.config.splits}: expected 1 with {type(optimizer).__name__}, which steps whole tensors. Take "
+                "an element-wise optimizer, such as AdamW; if this one is, set zero.optimizer.sharding=slices."
             )
         return WholeOptimizer(
             optimizer,

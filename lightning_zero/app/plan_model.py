@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -71,7 +72,7 @@ def describe(
         return module
 
     module = on_meta(build, precision)
-    with on_paper(zero.tensor_parallel):
+    with on_paper(math.lcm(zero.tensor_parallel, zero.expert_parallel)):
         split_module(module, zero, torch.device("cpu"))
         units = describe_units(module, zero, precision)
         counted = states if states is not None else counted_states(config, units, module)
@@ -83,12 +84,12 @@ def describe(
 
 
 @contextlib.contextmanager
-def on_paper(parts: int) -> Iterator[None]:
-    """In the body let a process group without messages stand for ``parts`` ranks, so that a module can be split."""
-    if parts == 1:
+def on_paper(ranks: int) -> Iterator[None]:
+    """In the body let a process group without messages stand for ``ranks``, so that a module can be split."""
+    if ranks == 1:
         yield
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parts)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:

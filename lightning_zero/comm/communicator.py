@@ -106,6 +106,7 @@ class Communicator:
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
         self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
+        self.batches = self.world_size  # by which sums of gradients are divided: one of each rank
         self._base = weakref.ref(beside if beside is not None else self)
         self._beside: dict[Topology, Communicator] = {}
         self._transport_name = transport
@@ -118,10 +119,11 @@ class Communicator:
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
-    def over(self, topology: Topology) -> Communicator:
+    def over(self, topology: Topology, batches: int) -> Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective at first.
 
-        Only gathers and reductions differ: agreements and small messages still go over all ranks."""
+        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``batches``: how many
+        batches the gradients, summed over the ranks that share shards, are the sum of."""
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent,
@@ -132,6 +134,7 @@ class Communicator:
                 long_work=self.long_work,
                 beside=self,
             )
+            self._beside[topology].batches = batches
         return self._beside[topology]
 
     @property
@@ -140,11 +143,6 @@ class Communicator:
         base = self._base()
         assert base is not None
         return base
-
-    @property
-    def averages_over(self) -> int:
-        """Return how many ranks have gradients of the same parameters, from batches of their own."""
-        return self.shard_size if self.topology.apart else self.world_size
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
         """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective.

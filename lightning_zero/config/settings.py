@@ -61,6 +61,7 @@ class ZeroConfig:
         sequence_parallel: number of adjacent ranks that get the same batch and divide each sequence by positions
             (Ulysses). Shards are divided over all ranks as always.
         tensor_parallel: number of adjacent ranks that get the same batch and have parts of large matrices (Megatron).
+        expert_parallel: number of adjacent ranks that divide the experts of a mixture; tokens travel to them.
         tensor_plan: the style of modules for it, by name (``layers.*.q_proj: colwise``), for models without a plan.
         loss: what a step's gradients belong to. ``batches``: the mean of the micro-batches' losses, as in Lightning;
             ``tokens``: the mean over all tokens of the step, on all ranks and in all micro-batches.
@@ -88,6 +89,7 @@ class ZeroConfig:
     timeline: str | None = None
     sequence_parallel: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     tensor_plan: dict[str, TensorStyle] = field(default_factory=dict)
     loss: LossMean = LossMean.batches
     fingerprint: int | None = None
@@ -100,19 +102,14 @@ class ZeroConfig:
         check_hybrid_shard(self.comm.hybrid_shard, self.stage.name, self.offload.name)
         for key in ("prefetch_bytes", "keep_gathered_bytes"):
             positive(f"zero.{key}", getattr(self, key), zero_ok=True)
-        for key in (
-            "reduce_bucket_bytes",
-            "stall_timeout_s",
-            "vertical_chunks",
-            "sequence_parallel",
-            "tensor_parallel",
-        ):
+        sizes = ("reduce_bucket_bytes", "vertical_chunks", "sequence_parallel", "tensor_parallel", "expert_parallel")
+        for key in (*sizes, "stall_timeout_s"):
             positive(f"zero.{key}", getattr(self, key))
         if self.fingerprint is not None:
             positive("zero.fingerprint", self.fingerprint)
         self._check_vertical_chunks()
         self._check_sequence_parallel()
-        self._check_tensor_parallel()
+        self._check_splits()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
                 "zero.keep_gathered_bytes: expected 0 (parameters are never dropped below stage 3), got "
@@ -147,38 +144,37 @@ class ZeroConfig:
                 "trainer.accumulate_grad_batches goes with zero.sequence_parallel."
             )
 
-    def _check_tensor_parallel(self) -> None:
-        if self.tensor_parallel == 1:
-            if self.tensor_plan:
-                raise ConfigError(
-                    f"zero.tensor_plan has no effect with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
-                    "zero.tensor_parallel, or drop zero.tensor_plan."
-                )
+    @property
+    def splits(self) -> str:
+        """Return the keys, with their values, that split parameters among ranks; empty: none does."""
+        found = {key: getattr(self, key) for key in ("tensor_parallel", "expert_parallel")}
+        return ", ".join(f"zero.{key}={size}" for key, size in found.items() if size > 1)
+
+    def _check_splits(self) -> None:
+        if self.tensor_plan and self.tensor_parallel == 1:
+            raise ConfigError(
+                f"zero.tensor_plan has no effect with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
+                "zero.tensor_parallel, or drop zero.tensor_plan."
+            )
+        if not self.splits:
             return
         for key, got, only, why in (
             ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
             ("zero.vertical_chunks", self.vertical_chunks, 1, "chunks of split modules are not proved"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
             ("zero/stage", self.stage.name is Stage.auto, False, "auto does not measure split modules"),
-            (
-                "zero.optimizer.state_dtype",
-                self.optimizer.state_dtype,
-                StateDtype.fp32,
-                "parts of blocks are not saved",
-            ),
+            ("zero.optimizer.state_dtype", self.optimizer.state_dtype, StateDtype.fp32, "blocks are not cut"),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
             ("zero.precision.float8", self.precision.float8, Float8.none, "torchao's layers are not split"),
         ):
             if got != only:
                 raise ConfigError(
-                    f"zero.tensor_parallel: expected 1 with {key}={getattr(got, 'name', got)} ({why}), got "
-                    f"{self.tensor_parallel}. Drop one of them."
+                    f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of them."
                 )
         if self.comm.hybrid_shard not in (HybridShard.auto, HybridShard.flat):
             raise ConfigError(
-                f"zero.tensor_parallel: expected 1 with zero.comm.hybrid_shard={self.comm.hybrid_shard.name} (split "
-                f"parameters are divided over every {self.tensor_parallel}th rank), got {self.tensor_parallel}. "
-                "Drop one of them."
+                f"{self.splits}: expected 1 with zero.comm.hybrid_shard={self.comm.hybrid_shard.name} (split "
+                "parameters are divided over the ranks that have the same part). Drop one of them."
             )
 
     def _check_vertical_chunks(self) -> None:

@@ -7,7 +7,7 @@ hides the parameter of that name, is a DTensor over the leaf. So styles work unc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -45,22 +45,24 @@ def saved_shape(tensor: Tensor) -> tuple[int, ...]:
     return split.shape if split is not None else tuple(tensor.shape)
 
 
-def localize(module: nn.Module, parts: int, stays_local: Callable[[str], StaysLocal | None] = lambda _: None) -> None:
+def localize(
+    module: nn.Module, sizes: Collection[int], stays_local: Callable[[str], StaysLocal | None] = lambda _: None
+) -> None:
     """Replace the DTensor parameters of ``module`` by plain leaves, in place.
 
     Args:
-        parts: the ranks among which parameters are split.
+        sizes: the numbers of ranks among which parameters may be split.
         stays_local: returns for a module's name a function that tells before each forward whether that module computes
             with plain tensors, or None if it never does.
 
-    Raises ConfigError for a DTensor over another mesh than one of ``parts`` ranks, and for unequal parts.
+    Raises ConfigError for a DTensor over another mesh than one of so many ranks, and for unequal parts.
     """
     made: dict[int, nn.Parameter] = {}
     for name, inner in module.named_modules():
         layouts: dict[str, _Layout] = {}
         for key, param in list(inner._parameters.items()):
             if isinstance(param, DTensor):
-                layouts[key] = _layout(f"{name}.{key}" if name else key, param, parts)
+                layouts[key] = _layout(f"{name}.{key}" if name else key, param, sizes)
                 if id(param) not in made:
                     made[id(param)] = _leaf(f"{name}.{key}", param, layouts[key])
                 inner._parameters[key] = made[id(param)]
@@ -69,13 +71,13 @@ def localize(module: nn.Module, parts: int, stays_local: Callable[[str], StaysLo
             inner.register_forward_hook(partial(_lower, tuple(layouts)), always_call=True)
 
 
-def _layout(name: str, param: DTensor, parts: int) -> _Layout:
+def _layout(name: str, param: DTensor, sizes: Collection[int]) -> _Layout:
     mesh = param.device_mesh
-    if mesh.ndim != 1 or mesh.size() != parts:
+    if mesh.ndim != 1 or mesh.size() not in sizes:
         raise ConfigError(
             f"parameter {name} is a DTensor over a mesh of shape {tuple(mesh.shape)}: expected one dimension of "
-            f"zero.tensor_parallel={parts} ranks. Pass self.device_mesh['tensor_parallel'] to parallelize_module, and "
-            "leave the data-parallel dimension to lightning_zero."
+            f"{' or '.join(map(str, sorted(sizes)))} ranks, as zero.tensor_parallel and zero.expert_parallel say. Pass "
+            "self.device_mesh['tensor_parallel'] to parallelize_module, and leave data parallelism to lightning_zero."
         )
     return _Layout(mesh, param.placements[0], param.shape, param.stride())
 
@@ -87,8 +89,8 @@ def _leaf(name: str, param: DTensor, layout: _Layout) -> nn.Parameter:
         _SPLITS[leaf] = split = _split(layout)
         if len({split.shape_of(part) for part in range(split.parts)}) > 1:
             raise ConfigError(
-                f"parameter {name}: expected a multiple of zero.tensor_parallel ({split.parts}) in dimension "
-                f"{split.dim} of {split.shape}, along which it is split. Pad it (an embedding and its head: to a "
+                f"parameter {name}: expected a multiple of the {split.parts} ranks in dimension {split.dim} "
+                f"of {split.shape}, along which it is split. Pad it (an embedding and its head: to a "
                 "larger vocabulary), or leave its module out by zero.tensor_plan."
             )
     return leaf

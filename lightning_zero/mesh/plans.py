@@ -18,44 +18,58 @@ from lightning_zero.mesh.local_leaves import StaysLocal, localize, split_of
 
 
 @functools.cache
-def device_mesh(device_type: str, parts: int) -> DeviceMesh:
-    """Return the mesh of all ranks, ``data_parallel`` x ``tensor_parallel``, where ``parts`` adjacent ranks share a
-    batch. Collective at first."""
-    names = ("data_parallel", "tensor_parallel")
-    return init_device_mesh(device_type, (dist.get_world_size() // parts, parts), mesh_dim_names=names)
+def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> DeviceMesh:
+    """Return the mesh of all ranks, ``data_parallel`` x ``name``, where ``size`` adjacent ranks have different parts.
+    Collective at first."""
+    names = ("data_parallel", name)
+    return init_device_mesh(device_type, (dist.get_world_size() // size, size), mesh_dim_names=names)
 
 
-def check_tensor_parallel(parts: int, world_size: int) -> None:
-    """Raise ConfigError if the ranks cannot be divided into groups of ``parts``."""
-    if world_size % parts:
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"zero.tensor_parallel: expected a number that divides the {world_size} rank(s) of the run ({divisors}), "
-            f"got {parts}. Change zero.tensor_parallel, trainer.devices or trainer.num_nodes."
-        )
+def mesh_for(config: ZeroConfig, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh for a module's ``configure_model``, as Lightning's ``ModelParallelStrategy`` gives one: that of
+    ``zero.tensor_parallel``, else of ``zero.expert_parallel``; None if there is neither. Collective at first."""
+    for key in ("tensor_parallel", "expert_parallel"):
+        if (size := getattr(config, key)) > 1:
+            return device_mesh(device.type, size, key)
+    return None
+
+
+def check_splits(config: ZeroConfig, world_size: int) -> None:
+    """Raise ConfigError if the ranks cannot be divided into groups of ``zero.tensor_parallel`` and
+    ``zero.expert_parallel``."""
+    for key in ("tensor_parallel", "expert_parallel"):
+        if world_size % (size := getattr(config, key)):
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(
+                f"zero.{key}: expected a number that divides the {world_size} rank(s) of the run ({divisors}), got "
+                f"{size}. Change zero.{key}, trainer.devices or trainer.num_nodes."
+            )
 
 
 def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) -> None:
-    """Split ``module`` as ``zero.tensor_parallel`` says, in place. Its parameters become plain leaves. Collective.
+    """Split ``module`` as ``zero.tensor_parallel`` and ``zero.expert_parallel`` say, in place. Its parameters become
+    plain leaves. Collective.
 
     The plan is what its DTensors say if there are any (made in ``configure_model``), else ``zero.tensor_plan``, else
     the attribute ``tensor_plan`` of its modules, else those of its models of transformers. Raises ConfigError if there
     is none, or if it does not fit the module.
     """
-    parts = config.tensor_parallel
-    if parts == 1 or any(split_of(param) is not None for param in module.parameters()):  # split by an earlier run
+    if not config.splits or any(split_of(param) is not None for param in module.parameters()):  # by an earlier run
         return
-    check_tensor_parallel(parts, dist.get_world_size() if dist.is_initialized() else 1)
-    mesh = device_mesh(device.type, parts)["tensor_parallel"]
+    check_splits(config, dist.get_world_size() if dist.is_initialized() else 1)
+    tensor, expert = config.tensor_parallel, config.expert_parallel
+    mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
     if not any(isinstance(param, DTensor) for param in module.parameters()):
         ties = _ties(module)
-        if plan := config.tensor_plan or _own_plan(module):
+        plan = (config.tensor_plan or _own_plan(module)) if tensor > 1 else {}
+        if plan:
             _by_plan(module, mesh, plan)
-        else:
-            stays_local = _by_transformers(module, mesh)
+        if not plan or expert > 1:
+            experts = device_mesh(device.type, expert, "expert_parallel")["expert_parallel"]
+            stays_local = _by_transformers(module, mesh, experts, config.splits)
         _tie_again(ties)
-    localize(module, parts, stays_local.get)
+    localize(module, {tensor, expert}, stays_local.get)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -96,20 +110,22 @@ def _count(module: nn.Module) -> int:
     return sum(isinstance(param, DTensor) for param in module.parameters())
 
 
-def _by_transformers(module: nn.Module, mesh: DeviceMesh) -> dict[str, StaysLocal]:
+def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
     """Split the models of transformers in ``module``. Return, by name, which of their modules compute with plain
     tensors."""
     models = {name: inner for name, inner in module.named_modules() if hasattr(inner, "_resolve_parallel_plans")}
     models = {name: m for name, m in models.items() if not any(_is_in(name, other) for other in models)}
     if not models:
         raise ConfigError(
-            f"zero.tensor_parallel={mesh.size()}: expected a model of transformers (5.23 or later) with a tp_plan, "
-            "DTensors made in configure_model, or a zero.tensor_plan, got none of these. Set for example "
+            f"{asked}: expected a model of transformers (5.23 or later) with a tp_plan or ep_plan, DTensors made in "
+            "configure_model, or a zero.tensor_plan, got none of these. Set for example "
             '\'zero.tensor_plan={"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise}\'.'
         )
     found: dict[str, StaysLocal] = {}
     for name, model in models.items():
-        found |= {f"{name}.{inner}" if name else inner: s for inner, s in _by_tp_plan(model, mesh).items()}
+        found |= {
+            f"{name}.{inner}" if name else inner: s for inner, s in _by_their_plans(model, mesh, experts, asked).items()
+        }
     return found
 
 
@@ -117,20 +133,26 @@ def _is_in(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
-def _by_tp_plan(model: Any, mesh: DeviceMesh) -> dict[str, StaysLocal]:
+def _by_their_plans(model: Any, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
     from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     _check_heads(model, mesh.size())
     try:
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+        config = DistributedConfig(tp_size=mesh.size(), ep_size=experts.size(), fsdp_size=experts.size())
+        plan, expert_plan, _ = model._resolve_parallel_plans(config)
     except ValueError as error:
-        raise ConfigError(f"zero.tensor_parallel={mesh.size()}: {error} Or set zero.tensor_plan.") from error
+        raise ConfigError(f"{asked}: {error} Or set zero.tensor_plan.") from error
     for param in model.parameters():  # the plan cuts what each rank has built: all take that of the first
         if not param.is_meta:
-            param.data.copy_(distribute_tensor(param.data, mesh, [Replicate()]).to_local())
+            for group in (mesh, experts):
+                param.data.copy_(distribute_tensor(param.data, group, [Replicate()]).to_local())
     apply_tensor_parallelism(model, mesh, plan)
+    if expert_plan:
+        apply_expert_parallelism(model, experts, mesh, expert_plan, "all_to_all")
+    plan |= expert_plan
     modules = dict(model.named_modules())
     return {
         name: ALL_PARALLEL_STYLES[style].should_use_local_tensors for name, style in plan.items() if name in modules

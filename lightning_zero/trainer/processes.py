@@ -23,7 +23,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
-from lightning_zero.mesh.plans import check_tensor_parallel
+from lightning_zero.mesh.plans import check_splits
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
@@ -127,7 +127,7 @@ class Processes:
         assert self.cluster_environment is not None
         self._set_world_ranks()
         check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
-        check_tensor_parallel(self.config.tensor_parallel, self.num_nodes * self.num_processes)
+        check_splits(self.config, self.num_nodes * self.num_processes)
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         by_script, by_fork = self._launchers
         if self._start_method == "fork":

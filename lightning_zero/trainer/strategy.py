@@ -38,7 +38,7 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
     reset_seed,
 )
-from lightning_zero.mesh.plans import device_mesh
+from lightning_zero.mesh.plans import mesh_for
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
@@ -279,8 +279,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         reset_seed()
         if self.lightning_module is not None:
             loops.adapt_run(self.lightning_module.trainer)
-            if self.config.tensor_parallel > 1:  # for parallelize_module in configure_model, as ModelParallelStrategy
-                self.lightning_module._device_mesh = device_mesh(self.root_device.type, self.config.tensor_parallel)
+            self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,7 @@ def sgd_of(engine: Engine, module: nn.Module) -> Any:
     ids=lambda settings: next(reversed(settings)),
 )
 def test_settings_that_are_not_proved_with_parts_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="zero.tensor_parallel: expected 1 with zero"):
+    with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with zero"):
         make_config(ZeroConfig(), tensor_parallel=2, **settings)
 
 
@@ -315,23 +316,81 @@ def test_modules_that_cannot_be_split_are_refused_on_all_ranks(tmp_path: Path) -
         lightning_zero.shard(net(), tensor_parallel=3, tensor_plan=PLAN)
     module = net()
     engine = shard(module, tensor_plan=PLAN)
-    with pytest.raises(ConfigError, match="zero.tensor_parallel: expected 1 with Muon, which steps whole tensors"):
+    with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole tensors"):
         engine.add_optimizer(torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]))
     engine.release()
 
 
+@on_ranks(2, full=(4,))
+def test_experts_on_their_ranks_equal_one_process(tmp_path: Path) -> None:
+    """The mixture of the example. In the last step all tokens go to one expert, so that other ranks have none."""
+    example = load_example("expert_parallel")
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), example.MixtureOfExperts(8, 4), nn.Linear(8, 1))
+
+    def train(module: nn.Module, optimizer: Any, rows: slice) -> tuple[Tensor, Tensor]:
+        losses, norms = [], []
+        for step in range(STEPS):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            if step == STEPS - 1:
+                x = x[:1].expand(8, 4)
+            loss = (module(x[rows]).squeeze(1) - x[rows].prod(1)).square().mean()
+            loss.backward()
+            norms += [param.grad.norm() for param in module.parameters()]  # type: ignore[union-attr]
+            norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses), torch.stack(norms)
+
+    world = dist.get_world_size()
+    rows = slice(8 // world * dist.get_rank(), 8 // world * (dist.get_rank() + 1))
+    expected = make()
+    steps = sgd(expected.parameters())
+    found = train(expected, steps, slice(None))
+    for stage, size in itertools.product(range(4), {2, world}):
+        module = make()
+        module[1].split(device_mesh("cpu", size, "expert_parallel")["expert_parallel"])
+        engine = lightning_zero.shard(module, stage=stage, expert_parallel=size)
+        assert module[1].experts.up.shape[0] == 4 // size
+        optimizer = sgd_of(engine, module)
+        losses, norms = train(module, optimizer, rows)
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / world, found[0], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(norms, found[1], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        state = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
+        for number, values in steps.state_dict()["state"].items():
+            torch.testing.assert_close(state[number], values, rtol=1e-5, atol=1e-6)
+        assert not fingerprints.differing_replicas(engine).any()
+        engine.release()
+
+
+def load_example(name: str) -> Any:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.full
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_plans_of_transformers_equal_one_process(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tensor", "expert"), [("llama", 2, 1), *itertools.product(["qwen3_moe"], [1, 2], [2, 4])]
+)
+def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
     """Also without gradients, where their layers take another way; the router's gradient among all."""
     for stage in (0, 3):
         expected = of_transformers(kind)
         found = trained_by_transformers(expected, sgd(expected.parameters()), slice(None))
-        module = of_transformers(kind)
-        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2)
-        assert sum(split_of(param) is not None for param in module.parameters()) > 12
-        ours = trained_by_transformers(module, sgd_of(engine, module), own_rows(2))
+        module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
+        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=tensor, expert_parallel=expert)
+        assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
+        ours = trained_by_transformers(module, sgd_of(engine, module), own_rows(tensor))
         dist.all_reduce(ours[0])
         torch.testing.assert_close(ours[0] / 4, found[0], rtol=1e-6, atol=0)
         torch.testing.assert_close(ours[1], found[1], rtol=1e-5, atol=1e-7)
@@ -341,7 +400,7 @@ def test_plans_of_transformers_equal_one_process(kind: str, tmp_path: Path) -> N
         lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
 
 
-def of_transformers(kind: str) -> nn.Module:
+def of_transformers(kind: str, seed: int = 0) -> nn.Module:
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -349,7 +408,7 @@ def of_transformers(kind: str) -> nn.Module:
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if kind != "llama" else {}
     config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes, **more)
     config._experts_implementation = "eager"
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return made
 

@@ -21,7 +21,7 @@ from tests.trainer.test_settings import EQUAL, in_folder
 
 # Those with tests of their own, here or beside.
 ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "vertical_chunks", "sequence_parallel"}
-ELSEWHERE |= {"loss", "fingerprint", "tensor_parallel", "tensor_plan"}
+ELSEWHERE |= {"loss", "fingerprint", "tensor_parallel", "expert_parallel", "tensor_plan"}
 
 
 def test_every_field_is_tried_here_or_beside() -> None:

@@ -143,11 +143,13 @@ def test_ranks_that_share_a_batch_must_have_one(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Path) -> None:
     class Drops(Lit):
+        def on_fit_start(self) -> None:
+            torch.manual_seed(dist.get_rank())
+
         def training_step(self, tokens: Tensor, number: int) -> Tensor:
             self.drawn = torch.rand(())
             return super().training_step(tokens, number)
 
-    torch.manual_seed(dist.get_rank())
     module = Drops()
     run(strategy_of(2), tmp_path, module)
     drawn = [torch.zeros(()) for _ in range(2)]

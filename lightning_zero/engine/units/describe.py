@@ -108,8 +108,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             )
         if isinstance(param, DTensor):
             raise ConfigError(
-                f"parameter {fqns[0]} is a DTensor: expected the number of its ranks in zero.tensor_parallel. "
-                "Set zero.tensor_parallel, or pass the plain module."
+                f"parameter {fqns[0]} is a DTensor: expected the number of its ranks in zero.tensor_parallel "
+                "or zero.expert_parallel. Set it, or pass the plain module."
             )
         if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
             # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
@@ -186,7 +186,7 @@ def _group(
     precision: Precision,
 ) -> list[BucketGroup]:
     # Buckets are the same at every stage: norms are summed by bucket, so other buckets would change their last bits.
-    groups: dict[tuple[Dtypes, bool, bool, bool], list[ParamInfo]] = {}
+    groups: dict[tuple[Dtypes, bool, bool, int], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
         whole = stays_whole(param)
@@ -196,7 +196,8 @@ def _group(
         strides = strides_of(param)
         split, version = split_of(param), param._version
         info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), split, version=version)
-        groups.setdefault((dtypes, param.requires_grad, whole, split is not None), []).append(info)
+        parts = split.parts if split is not None else 1
+        groups.setdefault((dtypes, param.requires_grad, whole, parts), []).append(info)
     buckets: list[BucketGroup] = []
     for (dtypes, trainable, whole, _), infos in groups.items():
         for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):

@@ -45,18 +45,17 @@ def fingerprints(engine: Engine) -> Tensor:
 def differing_replicas(engine: Engine) -> Tensor:
     """Return ``[units] bool`` on the device: whether parameters that every rank holds whole differ between ranks.
     Collective."""
-    parts = engine.config.tensor_parallel
-    # One row for each part of split parameters, and 0 in the rows of others' parts: no rank counts them.
-    own = torch.zeros(2, 1 + parts, len(engine.units), dtype=torch.int64, device=engine.comm.device)
+    sizes = sorted({1, engine.config.tensor_parallel, engine.config.expert_parallel})  # numbers of parts
+    # A row for each part of each number of parts. Ranks with other parts leave the least number there.
+    own = torch.full((2, sum(sizes), len(engine.units)), torch.iinfo(torch.int64).min, device=engine.comm.device)
+    rows = {size: sum(sizes[:kind]) + engine.comm.rank % size for kind, size in enumerate(sizes)}
+    own[0, [*rows.values()]] = 0
     for unit in engine.units:
         for bucket in unit.buckets if not unit.reshards else ():
             unit.unshard_wait()
+            row = own[0, rows[bucket.params[0].split.parts if bucket.params[0].split is not None else 1]]
             for info in bucket.params:
-                row = 0 if info.split is None else 1 + info.split.part
-                own[0, row, unit.index] += checksum_on_device(info.flattened(info.param.data), info.slot)
-    mine = [0, 1 + engine.comm.rank % parts]
-    own[1] = torch.iinfo(torch.int64).min
-    own[1, mine] = ~own[0, mine]
-    own[0, [row for row in range(1 + parts) if row not in mine]] = torch.iinfo(torch.int64).min
+                row[unit.index] += checksum_on_device(info.flattened(info.param.data), info.slot)
+    own[1, [*rows.values()]] = ~own[0, [*rows.values()]]
     largest, smallest = engine.comm.max_(own).unbind()
     return (largest != ~smallest).any(0)

@@ -349,13 +349,13 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 def show_whole(engine: Engine) -> bool:
     """Show whole parameters on the host between Trainer runs, and return True. Collective.
 
-    Show nothing and return False if ``zero.gather_after_fit`` is false, under tensor parallelism (ranks of a host have
+    Show nothing and return False if ``zero.gather_after_fit`` is false, where modules are split (ranks of a host have
     different parts), on meta, inside `gather()`, and (with a warning) if a host lacks memory.
     """
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
-    if engine.config.tensor_parallel > 1:
+    if engine.config.splits:
         return False
     if engine.config.gather_after_fit is False or gathered_buckets(engine) or engine.comm.device.type == "meta":
         return False
