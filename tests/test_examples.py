@@ -43,6 +43,7 @@ def value(done: subprocess.CompletedProcess[str], name: str) -> float:
         ("long_sequences.py", "validation accuracy", 0.9, 1),
         ("mixture_of_experts.py", "validation error", 0, 0.05),
         ("expert_parallel.py", "validation error", 0, 0.05),
+        ("tensor_parallel.py", "validation accuracy", 0.9, 1),
         ("optional_images.py", "validation accuracy", 0.9, 1),
         ("token_means.py", "validation accuracy", 0.5, 1),
         ("gan.py", "distance from the circle", 0, 0.5),

@@ -162,7 +162,6 @@ class ZeroConfig:
             ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
             ("zero.vertical_chunks", self.vertical_chunks, 1, "chunks of split modules are not proved"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
-            ("zero/stage", self.stage.name is Stage.auto, False, "auto does not measure split modules"),
             ("zero.optimizer.state_dtype", self.optimizer.state_dtype, StateDtype.fp32, "blocks are not cut"),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
             ("zero.precision.float8", self.precision.float8, Float8.none, "torchao's layers are not split"),

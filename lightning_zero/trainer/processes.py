@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -128,6 +129,13 @@ class Processes:
         self._set_world_ranks()
         check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
         check_splits(self.config, self.num_nodes * self.num_processes)
+        if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
+            warnings.warn(
+                f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "
+                "ranks that share a batch are on several nodes, and exchange activations between these in every layer. "
+                "Choose a divisor of trainer.devices.",
+                stacklevel=2,
+            )
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         by_script, by_fork = self._launchers
         if self._start_method == "fork":

@@ -38,7 +38,7 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
     reset_seed,
 )
-from lightning_zero.mesh.plans import mesh_for
+from lightning_zero.mesh.plans import mesh_for, split_module
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.sharding import shard
@@ -326,6 +326,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if (engine := engine_of(self.model)) is not None:
             whole_params.shard_again(engine, keep=not fitting)  # a fit changes all values
         if self.lightning_module is not None:
+            split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:

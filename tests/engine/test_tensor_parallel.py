@@ -31,7 +31,7 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from tests.engine.support import adamw, sgd
+from tests.engine.support import adamw, autocast, sgd
 from tests.harness import on_ranks
 
 WIDTH, VOCABULARY, ROWS, STEPS = 16, 32, 4, 3
@@ -181,6 +181,36 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
         assert all(other == sums[0] for other in sums)
 
 
+@on_ranks(4)
+def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process(tmp_path: Path) -> None:
+    def train(module: nn.Module, optimizer: Any, rows: slice) -> Tensor:
+        losses = []
+        for step in range(STEPS):
+            with autocast("bf16"):
+                loss = loss_of(module, batch(step, rows))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    expected = net()
+    found = train(expected, sgd(expected.parameters()), slice(None))
+    weights = []
+    for row in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}):
+        module = net()
+        settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
+        engine = lightning_zero.shard(module, **settings, **row)
+        losses = train(module, sgd_of(engine, module), own_rows(2))
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / 4, found, rtol=1e-2, atol=0)
+        weights.append(engine.state_dict(only_rank_0=False))
+        torch.testing.assert_close(weights[-1], weights[0], rtol=0, atol=0)
+        engine.release()
+    torch.testing.assert_close(weights[0], expected.state_dict(), rtol=0, atol=5e-3)
+
+
 @on_ranks(4, full=(2,))
 def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
     expected = net()
@@ -195,6 +225,14 @@ def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
         engine.add_optimizer(optimizer)
         engine.load_state_dict(weights)
         load_optimizer_state(engine, optimizer, state)
+        whole = net(seed=5)
+        other = lightning_zero.shard(whole, stage=2)
+        mine = adamw(whole.parameters())
+        other.add_optimizer(mine)
+        other.load_state_dict(weights)
+        load_optimizer_state(other, mine, state)
+        assert torch.equal(fingerprints.fingerprints(engine).sum(0), fingerprints.fingerprints(other).sum(0))
+        other.release()
         ours = trained(module, optimizer, own_rows(2))
         torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
         torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
@@ -281,7 +319,6 @@ def sgd_of(engine: Engine, module: nn.Module) -> Any:
         {"sequence_parallel": 2},
         {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
         {"compile": "blocks"},
-        {"stage": "auto"},
         {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
         {"gather_after_fit": True},
         {"comm": {"hybrid_shard": "node"}},

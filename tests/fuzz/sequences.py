@@ -181,8 +181,9 @@ def run(program: Program) -> str:
     return "equal"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.sequences", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+def main(name: str, about: str, draw: Callable[[random.Random], Any], run: Callable[[Any], str], ranks: int) -> int:
+    """Draw programs and run each on ``ranks`` ranks, until the time is over."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.fuzz.{name}", description=about.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
     parser.add_argument("--program", metavar="SEED:NUMBER", help="this one alone")
@@ -196,7 +197,7 @@ def main() -> int:
     until, number, pool = time.monotonic() + 60 * given.minutes, only or 0, None
     while (time.monotonic() < until and only is None) or number == only:
         program = draw(random.Random(f"{seed} {number}"))
-        pool = pool or harness.Pool(2)
+        pool = pool or harness.Pool(ranks)
         try:
             verdict = max(pool.run(pickle.dumps((run, (program,), {})), LIMIT_S), key=len)
         except Exception as error:
@@ -215,4 +216,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("sequences", __doc__ or "", draw, run, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
 from tests.engine.test_tensor_parallel import PLAN, STEPS, batch, loss_of, net, parallelized
 from tests.harness import on_ranks
-from tests.trainer.toys import Run, on_rank_0, record, trainer
+from tests.trainer.toys import Run, TwoNodes, on_rank_0, record, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not resumable")
 
@@ -63,7 +64,7 @@ class Lit(pl.LightningModule):
     val_dataloader = train_dataloader
 
 
-def strategy_of(parts: int, stage: int = 3, **settings: Any) -> ZeroStrategy:
+def strategy_of(parts: int, stage: int | str = 3, **settings: Any) -> ZeroStrategy:
     plan = (
         {}
         if settings.pop("by_hand", False) or parts == 1
@@ -155,6 +156,29 @@ def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Pat
     drawn = [torch.zeros(()) for _ in range(2)]
     dist.all_gather(drawn, module.drawn)
     assert torch.equal(*drawn)
+
+
+@on_ranks(2)
+def test_auto_measures_the_parts(tmp_path: Path) -> None:
+    found = run(strategy_of(2, "auto"), tmp_path, max_steps=2)
+    expected = run(strategy_of(2, 1), tmp_path, max_steps=2)
+    assert found.trainer.strategy.config.stage.name.name == "zero1"  # type: ignore[attr-defined]
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("devices", "warns"), [(3, True), (4, False)])
+def test_ranks_of_one_batch_on_several_nodes_are_warned_of(devices: int, warns: bool, tmp_path: Path) -> None:
+    if dist.get_rank():
+        return
+    strategy = strategy_of(2)
+    strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * devices
+    strategy.cluster_environment = TwoNodes()
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setenv("NODE_RANK", "0")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.warns(UserWarning, match="on several nodes") if warns else contextlib.nullcontext():
+            strategy._configure_launcher()
 
 
 @on_ranks(2)
