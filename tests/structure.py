@@ -187,7 +187,7 @@ def theirs() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def traced_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], root: Path) -> Step:
-    """Trace the fourth to the eighth step of a small model on this rank, and return the one of the fewest calls.
+    """Trace twenty steps of a small model after the third on this rank, and return the one of the fewest calls.
 
     A rank that waits for a late one asks more often. Collective: every rank must call it."""
     model, optimizer = make()
@@ -201,7 +201,7 @@ def traced_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], roo
     for _ in range(3):
         step()
     traced = []
-    for _ in range(5):
+    for _ in range(20):
         with Step(root) as one:
             step()
         traced.append(one)
