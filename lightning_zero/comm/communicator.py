@@ -120,10 +120,11 @@ class Communicator:
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
     def over(self, topology: Topology, batches: int) -> Communicator:
-        """Return a communicator of the same ranks for buckets with another ``topology``. Collective at first.
+        """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
 
-        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``batches``: how many
-        batches the gradients, summed over the ranks that share shards, are the sum of."""
+        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``batches``: divides
+        sums of gradients; how many batches the ranks compute at a time.
+        """
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent,

@@ -95,7 +95,7 @@ class _Small(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Describes a parameter. A trial steps the same tensors for all parameters that agree in these fields."""
+    """Describes a parameter. Tensors of a trial stand for all parameters that agree in these fields."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried

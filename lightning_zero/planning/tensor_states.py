@@ -96,7 +96,7 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _window(tensors: Sequence[_Tensor], own: Sequence[bool], buckets: Sequence[BucketPlan]) -> WindowBytes:
-    """Estimate a rank's bytes in a window, as if each tensor were cut evenly. ``own``: whether the rank owns each."""
+    """Estimate a rank's bytes in a window if ranks hold equal parts of each tensor. ``own``: whether it owns each."""
     there = arriving = back = tensors_nbytes = values = 0
     for tensor, is_own in zip(tensors, own, strict=True):
         bucket = buckets[tensor.bucket]

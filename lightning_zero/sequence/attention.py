@@ -82,7 +82,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat key or value heads if ``size`` does not divide their number: ranks need those of their query heads."""
+    """Repeat key or value heads that ``size`` ranks cannot share evenly, to ``size`` or else ``queries`` heads."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor

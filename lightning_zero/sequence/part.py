@@ -171,7 +171,7 @@ class SequencePart:
 
 
 class WholeBatch(SequencePart):
-    """Stands for a whole batch in the place of a part, where only the tokens of the batch's losses are counted."""
+    """Takes a part's place where sequences are not divided. It only counts the tokens of a batch's losses."""
 
     def __init__(self) -> None:
         super().__init__(OnPaper(1))

@@ -30,7 +30,7 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 class IssuedReductions:
     """Counts the reductions issued in a pass: this rank has issued ``here``, and each rank at least ``everywhere``.
 
-    ``one_path``: whether all ranks follow an order of gathers, recorded while all ranks used the same units.
+    ``one_path``: whether all ranks used the same units when this pass's plan was made, and seem to still.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Reducer:
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor that turns a bucket's local buffer into this rank's gradients, without the loss scale."""
+        """Return the factor that turns a bucket's local buffer into this rank's gradients before loss scaling."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 

@@ -297,7 +297,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """After an optimizer step outside of :meth:`scope`, number the following passes from 0 again."""
+        """Note an optimizer step. Outside of :meth:`scope`, passes are then numbered from 0 again."""
         if self._scope is None:
             self._ordinal = 0
 
