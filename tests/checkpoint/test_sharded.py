@@ -99,6 +99,21 @@ def test_values_that_are_not_sharded_are_read_back(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "a.ckpt" / "meta.pt") == {"epoch": 3}
 
 
+def test_a_file_of_values_has_all_of_its_bytes_when_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another node's file rank 0 may sync what it sees, later; what that node holds back is not on the disk then."""
+    synced: dict[str, int] = {}
+
+    def sync(fd: int) -> None:
+        synced.setdefault(Path(os.readlink(f"/proc/self/fd/{fd}")).name, os.fstat(fd).st_size)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    save_folder({"a": {"plain": torch.arange(3)}}, {}, tmp_path / "a.ckpt")
+    (file,) = (tmp_path / "a.ckpt").glob("*.distcp")
+    assert synced[file.name] == file.stat().st_size
+
+
 def test_a_stored_tensor_reads_what_is_used() -> None:
     read: list[tuple[int, int]] = []
     values = torch.arange(12.0)

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import agreements, groups
+from lightning_zero.comm import agreements, communicator, groups
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.groups import GroupKind, Groups, backend_for, make_group
+from lightning_zero.comm.groups import GroupKind, GroupPool, Groups, backend_for, make_group
 from lightning_zero.planning.topology import flat
 from tests.harness import on_ranks
 
@@ -100,3 +100,14 @@ def test_what_was_done_is_undone_where_the_other_ranks_cannot_be_asked() -> None
         comm.together("a test", lambda: "a file", undo=undone.append)
     assert undone == ["a file"]
     comm.close()
+
+
+@on_ranks(2)
+def test_groups_on_which_nothing_was_sent_are_used_again() -> None:
+    found: list[Groups | None] = []
+    with mock.patch.object(communicator, "GROUP_POOL", GroupPool()):
+        for _ in range(2):
+            comm = Communicator(dist.group.WORLD, CPU)
+            found.append(comm._groups)
+            comm.close()
+    assert found[0] is found[1] is not None

@@ -7,6 +7,7 @@ import errno
 import re
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +17,14 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.share import Share
+from lightning_zero.config import ConfigError, OffloadConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import state_dicts
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
@@ -59,6 +64,15 @@ def test_a_budget_replaces_the_look_at_free_memory() -> None:
     with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
         accumulate(side, 0, 1)
         side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
+
+
+def test_what_the_ranks_of_a_host_hold_counts_as_free_for_each_of_them() -> None:
+    comm = Communicator(None, torch.device("cpu"))
+    held = Counter({(Role.master_param, Tier.host): 900})
+    with available(200):
+        found = capacity._budgets(OffloadConfig(), None, comm, Share(local_ranks=2), held)
+    assert found.host == 900  # 90 % of 200 + 2 * 900, for two
+    comm.close()
 
 
 def drop_optimizers(engine: Engine) -> None:

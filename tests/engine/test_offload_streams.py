@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 import lightning_zero.device
+from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import grad_store
+from lightning_zero.engine.units import grad_store, master_storage
+from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
+from lightning_zero.tiers.host import HostTier
 from tests.engine.support import MakeOptimizer, Model, Sharded, accumulate, adamw, assert_equal, autocast, sgd
 from tests.engine.test_offload import offload, whole
 from tests.harness import on_ranks
@@ -153,3 +157,30 @@ def test_norms_are_taken_on_the_way_once_they_have_been_asked_for() -> None:
             side.zero_grad()
     buckets = len(looks) // 3
     assert looks == ["on the host"] * buckets + ["on its way"] * 2 * buckets
+
+
+def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:
+    land = Landing._land
+
+    def late(self: Landing, piece: Any) -> None:
+        time.sleep(0.1)
+        land(self, piece)
+
+    landing = Landing(Streams(AtOnce(torch.device("cpu"))), threads=1)
+    with contextlib.closing(HostTier()) as tier, mock.patch.object(Landing, "_land", late):
+        store = grad_store.OnHost(tier, "unit", 100, torch.float32, landing)
+        for _ in range(2):
+            store.add(torch.ones(100))
+        store.clear()
+        store.add(torch.full((100,), 3.0))
+        landing.close()  # the thread has ended
+        assert store.value is not None and store.value.eq(3).all()
+
+
+@pytest.mark.parametrize(("source", "target"), [("cpu", "meta"), ("meta", "cpu")])
+def test_values_that_are_cast_between_devices_are_copied_in_pieces(source: str, target: str) -> None:
+    found: list[list[int]] = []
+    copy = mock.patch.object(Tensor, "copy_", lambda *tensors: found.append([t.numel() for t in tensors]))
+    with mock.patch.object(master_storage, "CAST_CHUNK", 2), copy:
+        master_storage.copy_cast(torch.empty(5, device=source), torch.empty(5, dtype=torch.bfloat16, device=target))
+    assert found == [[2, 2], [2, 2], [1, 1]]

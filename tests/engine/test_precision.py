@@ -305,6 +305,37 @@ def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) ->
         assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
 
 
+class Product(torch.autograd.Function):
+    """A product with a weight that is decoded from bytes. Its backward decodes bytes that autograd does not know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.packed = packed
+        return x @ (packed.to(x.dtype) - 127.5) / Packed.quant_state
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad @ (ctx.packed.to(grad.dtype) - 127.5).t() / Packed.quant_state, None
+
+
+@on_ranks(2)
+def test_bytes_that_a_backward_reads_without_autograd_are_there() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[decodes() for _ in range(3)])
+        for layer in layers:  # the backward of what comes last is the first
+            layer.act = lambda m, x: m.adapter(x) + Product.apply(x, m.weight.view(torch.uint8))
+        return layers
+
+    module, twin = build(), build()
+    x = floats(0, 4, WIDTH, rank=0)  # for all ranks
+    twin(x).square().mean().backward()
+    with Sharded(module, stage=3, optimizer=sgd) as side:
+        side.backward(module(x).square().mean())
+        with lightning_zero.gather(module, grads=True):
+            torch.testing.assert_close(module[0].adapter.weight.grad, twin[0].adapter.weight.grad)
+
+
 # -- the scale of the loss --------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,9 @@ def test_each_host_has_all_values(stage: int, hosts: str) -> None:
             assert whole_params.shard_again(side.engine, keep=bool(step))
             assert whole(side)[-1].eq(7.0 + step).all()
             assert all(map(torch.equal, whole(side)[:-1], expected[:-1]))
+        kept = side.engine.host_copy
         assert whole_params.show_whole(side.engine)  # the copy that was kept, with what was written
+        assert side.engine.host_copy is kept is not None
         assert side.module.head.bias.eq(8.0).all()
         whole_params.shard_again(side.engine)
 

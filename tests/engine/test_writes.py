@@ -343,6 +343,15 @@ def test_writes_that_differ_are_refused_before_values_are_saved_or_the_sharding_
 
 
 @on_ranks(2)
+def test_writes_between_steps_that_differ_are_refused_before_values_are_saved() -> None:
+    with Sharded(Model(), stage=1) as side:
+        with torch.no_grad():
+            side.module.head.weight.fill_(float(dist.get_rank()))
+        with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
+            side.engine.state_dict()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():

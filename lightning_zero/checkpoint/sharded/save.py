@@ -173,7 +173,6 @@ class _RankFile:
                             entries.append(self._write(item, self._file))
                             did(item.nbytes)
                             self.count.did(item.nbytes)
-                self._file.flush()
             long_work.call(partial(os.fsync, self._file.fileno()), f"{self._target.name}, to the disk")
         return entries
 

@@ -257,6 +257,7 @@ class Passes:
 
         After an exception ranks first agree on whether their process groups can still be used.
         """
+        self.forget_failed()
         self.recover()
         self.after_step.wait_for_all()
 

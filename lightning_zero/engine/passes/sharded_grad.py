@@ -327,12 +327,10 @@ class ShardedGrads:
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
 
-    def finish_pending(self, *, reads: bool = True) -> None:
-        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared.
-        ``reads``: their values are shown, so they may not be undivided."""
+    def finish_pending(self) -> None:
+        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
         self._forget_failed()
-        if reads:
-            self.refuse_undivided()
+        self.refuse_undivided()
         self._after_step.wait_for_steps()
         self.forget_cleared()
 

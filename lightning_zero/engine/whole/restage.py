@@ -68,7 +68,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
     passes, comm = engine.passes, engine.comm
     passes.leave()
     take_writes_over(engine)
-    engine.passes.sharded_grads.finish_pending(reads=False)
+    engine.passes.sharded_grads.forget_cleared()
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()

@@ -136,8 +136,9 @@ def _refuse_replaced(engine: Engine) -> None:
 def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show full masters in ``buckets``, with ``grads`` also full gradients. Add both to ``shown``. Collective."""
     take_writes_over(engine)
-    engine.passes.sharded_grads.finish_pending(reads=grads)
+    engine.passes.sharded_grads.forget_cleared()
     if grads:
+        engine.passes.sharded_grads.refuse_undivided()
         engine.passes.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
         full = bucket.full_master()
