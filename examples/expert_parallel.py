@@ -3,7 +3,8 @@ their experts and back, and no rank ever holds all experts.
 
 ``configure_model`` splits the experts' tensors over ``self.device_mesh["expert_parallel"]``; torch has the all-to-all
 that gradients can pass. lightning_zero shards what is left: experts over the ranks that have the same ones, all other
-parameters over all ranks. Models of transformers with an ``ep_plan`` (Qwen3-MoE and others) need none of this code.
+parameters over all ranks. Beside ``zero.tensor_parallel`` the ranks that share a batch would send the same tokens: send
+each rank's share only. Models of transformers with an ``ep_plan`` (Qwen3-MoE and others) need none of this code.
 
 python examples/expert_parallel.py
 """

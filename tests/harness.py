@@ -198,11 +198,16 @@ def _as_command(
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _show_warning  # pytest would keep them for its report
+    _log_here()
+    call()
+
+
+def _log_here() -> None:
+    """Let handlers write to where stderr is now: a test that took its output may have made them, and have ended."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:  # one that pytest has not made
                 handler.stream = sys.stderr  # the old one may be closed, and would be flushed by ``setStream``
-    call()
 
 
 def _show_warning(
@@ -420,6 +425,7 @@ def _undone() -> Iterator[None]:
     """Every case starts with the same seeds, and its changes to the process are undone."""
     environ, folder = dict(os.environ), os.getcwd()
     dtype = torch.get_default_dtype()
+    _log_here()
     torch.set_num_threads(1)
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack three times, for devices to come
     if torch.cuda.is_initialized():

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError, Precision, nearest
-from lightning_zero.mesh.plans import check_splits
-from lightning_zero.planning.topology import check_sequence_parallel
+from lightning_zero.planning.topology import check_groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -140,8 +139,7 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
     from lightning_zero.data.text import TextData
 
     n = config.zero.sequence_parallel
-    check_sequence_parallel(n, world_size)
-    check_splits(config.zero, world_size)
+    check_groups(config.zero, world_size)
     if config.data.get("_target_") not in OUR_DATA:
         return
     block_size = config.data["block_size"]

@@ -24,14 +24,13 @@ from lightning_zero.app.plan_picture import check_picture, draw
 from lightning_zero.app.plan_tables import TIER_NAMES, Described, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
-from lightning_zero.mesh.plans import check_splits
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.choose import Choice, choose_row
 from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
-from lightning_zero.planning.topology import check_sequence_parallel
+from lightning_zero.planning.topology import check_groups
 
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "dark")
 
@@ -188,8 +187,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         activations=extras["activations"],
     )
     model, machine = described.model, find_machine(asked, config)
-    check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
-    check_splits(config.zero, machine.world_size)
+    check_groups(config.zero, machine.world_size)
     given = {key: value for key, value in asked.rates.items() if value is not None}
     rates = replace(CPU_RATES if machine.shared else GPU_RATES, **given)
     candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]

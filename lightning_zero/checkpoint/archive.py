@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file that still lacks its tensors' values. ``holes``: the record of each storage, by ``_cdata``."""
+    """A checkpoint file that lacks its tensors' values. ``holes``: where each storage's go, by its ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
         """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""

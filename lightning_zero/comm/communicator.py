@@ -17,7 +17,6 @@ queued."""
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -107,7 +106,6 @@ class Communicator:
         self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
         self.batches = self.world_size  # by which sums of gradients are divided: one of each rank
-        self._base = weakref.ref(beside if beside is not None else self)
         self._beside: dict[Topology, Communicator] = {}
         self._transport_name = transport
         self._units: list[tuple[Sends, ...]] = []
@@ -137,13 +135,6 @@ class Communicator:
             )
             self._beside[topology].batches = batches
         return self._beside[topology]
-
-    @property
-    def base(self) -> Communicator:
-        """Return the engine's own communicator, from which :meth:`over` may have made this one."""
-        base = self._base()
-        assert base is not None
-        return base
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
         """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective.

@@ -81,6 +81,7 @@ class TensorStyle(Enum):
     rowwise = "rowwise"  # a linear layer by its inputs, which are split already
     colwise_gather_output = "colwise_gather_output"  # by its outputs, which every rank gets whole: a head
     embedding_rowwise = "embedding_rowwise"  # an embedding by its rows
+    replicated_with_grad_allreduce = "replicated_with_grad_allreduce"  # whole, used for a rank's own heads: a q norm
 
 
 class DType(Enum):

@@ -239,6 +239,11 @@ class _Accumulation:
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     check_decided(config)
+    if config.splits:
+        raise ConfigError(
+            f"{config.splits}: expected 1 with Fabric, whose optimizers are made before a module is split. Train with "
+            "ZeroStrategy, or shard the module by lightning_zero.shard."
+        )
     if config.checkpoint.background:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "

@@ -7,19 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.sequence import open_sequence_group
+from lightning_zero.config import ConfigError
 from lightning_zero.sequence.step import check_alike
 
 KEY = "zero.tensor_parallel"
+TOLERANCE = 0.1  # relative; gradients that are parts of a sum differ by more than their size
 
 
 class SharedBatches:
-    """Compares batches and random numbers of the ``size`` adjacent ranks that share a batch. Opening is collective."""
+    """Compares batches, random numbers and gradients of the ``size`` adjacent ranks that share a batch. Opening is
+    collective."""
 
     def __init__(self, comm: Communicator, size: int) -> None:
         self._group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
+        self._sums: dict[str, Tensor] | None = {}  # of gradients of the first backward, by parameter
 
     def check_alike(self, batch: Any) -> None:
         """Raise ConfigError on all ranks that should have one batch if theirs differ. Collective."""
@@ -33,3 +39,34 @@ class SharedBatches:
         found = self._group.gather_objects((state, torch.initial_seed()), f"random numbers ({KEY})")
         if any(other != found[0] for other in found):
             torch.manual_seed(found[0][1])
+
+    def note(self, name: str, grad: Tensor) -> None:
+        """Take a gradient of a parameter that every rank has whole, for :meth:`check_grads`."""
+        if self._sums is not None:
+            flat = grad.detach().float().flatten()
+            self._sums[name] = self._sums.get(name, 0.0) + F.pad(flat, (0, -len(flat) % 8)).view(-1, 8).sum(0)
+
+    def check_grads(self) -> None:
+        """Raise ConfigError on all ranks if gradients of the first backward should be equal on ranks that share a
+        batch, and are not: each would train a sum of which it has a part. Collective in the first call."""
+        if self._sums is None:
+            return
+        own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, None
+        table = [
+            {name: torch.tensor(total) for name, total in sums.items()}
+            for sums in self._group.gather_objects(own, f"gradients of the first backward ({KEY})")
+        ]
+        first = table[0]
+        differ = [
+            name
+            for name in first
+            if any(
+                (first[name] - other[name]).norm() > TOLERANCE * first[name].norm() for other in table if name in other
+            )
+        ]
+        if differ:
+            raise ConfigError(
+                f"{KEY}: expected one gradient of {differ[0]} (and {len(differ) - 1} others) on ranks that share a "
+                "batch, got another on each: it is not split, but used for a rank's own heads or features. Give its "
+                "module the style replicated_with_grad_allreduce in zero.tensor_plan."
+            )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -33,10 +34,15 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-def split_of(param: nn.Parameter) -> Split | None:
-    """Return how ``param`` is split; None: every rank has all of it."""
-    found: Split | None = _SPLITS.get(param)
+def split_of(tensor: Tensor) -> Split | None:
+    """Return how a parameter is split; None: every rank has all of it, as of any other tensor."""
+    found: Split | None = _SPLITS.get(tensor)
     return found
+
+
+def sizes_of(module: nn.Module) -> set[int]:
+    """Return the numbers of ranks among which parameters of ``module`` are split."""
+    return {split.parts for param in module.parameters() if (split := split_of(param)) is not None}
 
 
 def saved_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -66,6 +72,14 @@ def localize(
                 if id(param) not in made:
                     made[id(param)] = _leaf(f"{name}.{key}", param, layouts[key])
                 inner._parameters[key] = made[id(param)]
+        for key, buffer in inner._buffers.items():
+            if isinstance(buffer, DTensor):
+                if not isinstance(buffer.placements[0], Replicate):
+                    raise ConfigError(
+                        f"buffer {name}.{key} is split: expected a whole one, as all ranks get rank 0's buffers. Cut "
+                        "it in forward."
+                    )
+                inner._buffers[key] = buffer.to_local()
         if layouts:
             inner.register_forward_pre_hook(partial(_lift, layouts, stays_local(name)), prepend=True)
             inner.register_forward_hook(partial(_lower, tuple(layouts)), always_call=True)
@@ -73,11 +87,13 @@ def localize(
 
 def _layout(name: str, param: DTensor, sizes: Collection[int]) -> _Layout:
     mesh = param.device_mesh
-    if mesh.ndim != 1 or mesh.size() not in sizes:
+    first = dist.get_rank() // mesh.size() * mesh.size()
+    if mesh.size() not in sizes or mesh.mesh.tolist() != [*range(first, first + mesh.size())]:
         raise ConfigError(
-            f"parameter {name} is a DTensor over a mesh of shape {tuple(mesh.shape)}: expected one dimension of "
-            f"{' or '.join(map(str, sorted(sizes)))} ranks, as zero.tensor_parallel and zero.expert_parallel say. Pass "
-            "self.device_mesh['tensor_parallel'] to parallelize_module, and leave data parallelism to lightning_zero."
+            f"parameter {name} is a DTensor over ranks {mesh.mesh.tolist()}: expected "
+            f"{' or '.join(map(str, sorted(sizes)))} adjacent ones, as zero.tensor_parallel and zero.expert_parallel "
+            "say. Pass self.device_mesh['tensor_parallel'] to parallelize_module, and leave data parallelism to "
+            "lightning_zero."
         )
     return _Layout(mesh, param.placements[0], param.shape, param.stride())
 

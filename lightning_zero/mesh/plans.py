@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_zero.config import ConfigError, TensorStyle, ZeroConfig
-from lightning_zero.mesh.local_leaves import StaysLocal, localize, split_of
+from lightning_zero.mesh.local_leaves import StaysLocal, localize, sizes_of
+from lightning_zero.planning.topology import check_groups
 
 
 @functools.cache
@@ -26,24 +27,13 @@ def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> D
 
 
 def mesh_for(config: ZeroConfig, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh for a module's ``configure_model``, as Lightning's ``ModelParallelStrategy`` gives one: that of
-    ``zero.tensor_parallel``, else of ``zero.expert_parallel``; None if there is neither. Collective at first."""
+    """Return the mesh for a module's ``configure_model``, as Lightning's ``ModelParallelStrategy`` does: that of
+    ``zero.tensor_parallel``, else of ``zero.expert_parallel``, else None. The first call is collective.
+    """
     for key in ("tensor_parallel", "expert_parallel"):
         if (size := getattr(config, key)) > 1:
             return device_mesh(device.type, size, key)
     return None
-
-
-def check_splits(config: ZeroConfig, world_size: int) -> None:
-    """Raise ConfigError if the ranks cannot be divided into groups of ``zero.tensor_parallel`` and
-    ``zero.expert_parallel``."""
-    for key in ("tensor_parallel", "expert_parallel"):
-        if world_size % (size := getattr(config, key)):
-            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-            raise ConfigError(
-                f"zero.{key}: expected a number that divides the {world_size} rank(s) of the run ({divisors}), got "
-                f"{size}. Change zero.{key}, trainer.devices or trainer.num_nodes."
-            )
 
 
 def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) -> None:
@@ -54,10 +44,18 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
     the attribute ``tensor_plan`` of its modules, else those of its models of transformers. Raises ConfigError if there
     is none, or if it does not fit the module.
     """
-    if not config.splits or any(split_of(param) is not None for param in module.parameters()):  # by an earlier run
-        return
-    check_splits(config, dist.get_world_size() if dist.is_initialized() else 1)
     tensor, expert = config.tensor_parallel, config.expert_parallel
+    if before := sizes_of(module):
+        if not before <= {tensor, expert}:
+            raise ConfigError(
+                f"the module is split among {sorted(before)} ranks by an earlier run: expected the same "
+                f"zero.tensor_parallel and zero.expert_parallel, got {tensor} and {expert}. Build the module anew, and "
+                "load a checkpoint."
+            )
+        return
+    if not config.splits:
+        return
+    check_groups(config, dist.get_world_size() if dist.is_initialized() else 1)
     mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
     if not any(isinstance(param, DTensor) for param in module.parameters()):
@@ -69,7 +67,12 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
             experts = device_mesh(device.type, expert, "expert_parallel")["expert_parallel"]
             stays_local = _by_transformers(module, mesh, experts, config.splits)
         _tie_again(ties)
-    localize(module, {tensor, expert}, stays_local.get)
+    localize(module, {tensor, expert} - {1}, stays_local.get)
+    if lacking := {tensor, expert} - {1} - sizes_of(module):
+        raise ConfigError(
+            f"{config.splits}: expected configure_model to split parameters among {lacking.pop()} ranks too, got "
+            "DTensors over other numbers of ranks only. Split them there, or drop the setting."
+        )
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -85,6 +88,8 @@ def _style(style: TensorStyle) -> ParallelStyle:
             return ColwiseParallel(output_layouts=Replicate())
         case TensorStyle.embedding_rowwise:
             return RowwiseParallel(input_layouts=Replicate())
+        case TensorStyle.replicated_with_grad_allreduce:
+            return _SummedGradients()
 
 
 def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
@@ -95,10 +100,33 @@ def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
     }
 
 
+class _SummedGradients(ParallelStyle):
+    """Sums the gradients of parameters that every rank has whole, but uses for its own heads or features only."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for key, param in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(param.detach(), device_mesh, [Replicate()])
+            module.register_parameter(key, nn.Parameter(whole, requires_grad=param.requires_grad))
+        module.register_forward_pre_hook(self._lower)
+        return module
+
+    @staticmethod
+    def _lower(module: nn.Module, args: object) -> None:
+        for key in module._parameters:
+            if isinstance(param := getattr(module, key), DTensor):
+                module.__dict__[key] = param.to_local(grad_placements=[Partial()])
+
+
 def _by_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle]) -> None:
     for pattern, style in plan.items():
         before = _count(module)
-        parallelize_module(module, mesh, {pattern: _style(style)})
+        try:
+            parallelize_module(module, mesh, {pattern: _style(style)})
+        except (NotImplementedError, RuntimeError, KeyError) as error:
+            raise ConfigError(
+                f"zero.tensor_plan: expected {style.name} for nn.Linear or nn.Embedding, each split once, got "
+                f"{pattern!r}: {type(error).__name__}: {error}"
+            ) from error
         if _count(module) == before:
             raise ConfigError(
                 f"zero.tensor_plan: expected names of linear layers and embeddings, '*' for a part between dots, got "
@@ -113,7 +141,7 @@ def _count(module: nn.Module) -> int:
 def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
     """Split the models of transformers in ``module``. Return, by name, which of their modules compute with plain
     tensors."""
-    models = {name: inner for name, inner in module.named_modules() if hasattr(inner, "_resolve_parallel_plans")}
+    models = {name: inner for name, inner in module.named_modules() if hasattr(type(inner), "_resolve_parallel_plans")}
     models = {name: m for name, m in models.items() if not any(_is_in(name, other) for other in models)}
     if not models:
         raise ConfigError(

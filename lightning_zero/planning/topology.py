@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, Transport
+from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, Transport, ZeroConfig
 
 EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 
@@ -113,11 +113,12 @@ def sequence_group_of(rank: int, size: int) -> range:
     return range(first, first + size)
 
 
-def check_sequence_parallel(size: int, world_size: int) -> None:
-    """Raise ConfigError if the ranks cannot be divided into groups of ``size``."""
-    if world_size % size:
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"zero.sequence_parallel: expected a number that divides the {world_size} rank(s) of the run ({divisors}), "
-            f"got {size}. Change zero.sequence_parallel, trainer.devices or trainer.num_nodes."
-        )
+def check_groups(config: ZeroConfig, world_size: int) -> None:
+    """Raise ConfigError if the ranks cannot be divided into groups as sequence, tensor and expert parallelism ask."""
+    for key in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
+        if world_size % (size := getattr(config, key)):
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(
+                f"zero.{key}: expected a number that divides the {world_size} rank(s) of the run ({divisors}), got "
+                f"{size}. Change zero.{key}, trainer.devices or trainer.num_nodes."
+            )

@@ -16,7 +16,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine
 from lightning_zero.mesh.batches import SharedBatches
-from lightning_zero.planning.topology import check_sequence_parallel
+from lightning_zero.planning.topology import check_groups
 from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
 from lightning_zero.trainer.sequence_check import SequenceCheck
@@ -44,11 +44,12 @@ class LongSequences(SequenceSteps):
         self._shared_batches: SharedBatches | None = None
         size = config.sequence_parallel if config is not None else 1
         if engine is not None and config is not None and config.tensor_parallel > 1:
-            self._shared_batches = SharedBatches(engine.comm, config.tensor_parallel)
-        if engine is None or size == 1:
+            self._shared_batches = shared = SharedBatches(engine.comm, config.tensor_parallel)
+            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
+        if engine is None or config is None or size == 1:
             super().__init__(module, None)
             return
-        check_sequence_parallel(size, engine.comm.world_size)
+        check_groups(config, engine.comm.world_size)
         if engine.forwards.compiled.are_there:
             raise ConfigError(
                 "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
@@ -65,6 +66,13 @@ class LongSequences(SequenceSteps):
             check_alike(batch, self.group)
         if self._shared_batches is not None:
             self._shared_batches.check_alike(batch)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        with super().backward():
+            yield
+        if self._shared_batches is not None:
+            self._shared_batches.check_grads()
 
     def seed_alike(self) -> None:
         if self._shared_batches is not None:

@@ -24,8 +24,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
-from lightning_zero.mesh.plans import check_splits
-from lightning_zero.planning.topology import check_sequence_parallel
+from lightning_zero.planning.topology import check_groups
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
@@ -127,8 +126,7 @@ class Processes:
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._set_world_ranks()
-        check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
-        check_splits(self.config, self.num_nodes * self.num_processes)
+        check_groups(self.config, self.num_nodes * self.num_processes)
         if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
             warnings.warn(
                 f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as SplitAlong
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -31,6 +31,8 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
+from lightning_zero.trainer.callbacks.flops import FlopCount
+from lightning_zero.trainer.memory.activations import LiveBytes
 from tests.engine.support import adamw, autocast, sgd
 from tests.harness import on_ranks
 
@@ -140,6 +142,11 @@ def trained(module: nn.Module, optimizer: Any, rows: slice, *, micro: int = 1, e
     return found
 
 
+def damped_adam(params: Any) -> torch.optim.Optimizer:
+    """Without whole steps where a gradient is nothing but roundings."""
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
 def twin(make: Any, *, micro: int, tied: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
     module = net(tied=tied)
     optimizer = make(module.parameters())
@@ -155,7 +162,7 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
     rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     rows += [{"stage": 1, "offload": "optimizer_cpu"}, {"stage": 3, "offload": "cpu"}]
     rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
-    for make, tied in ((adamw, False), (sgd, True)):
+    for make, tied in ((damped_adam, False), (sgd, True)):
         expected, steps, found = twin(make, micro=micro, tied=tied)
         weights = expected.state_dict()
         sums = []
@@ -170,7 +177,7 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
             losses = torch.stack(ours["losses"])
             dist.all_reduce(losses)
             torch.testing.assert_close(losses / dist.get_world_size(), torch.stack(found["losses"]), rtol=1e-6, atol=0)
-            torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(engine.state_dict(only_rank_0=False), weights, rtol=0, atol=2e-6)
             states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
             for number, state in steps.state_dict()["state"].items():
@@ -239,6 +246,83 @@ def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
         engine.restage("zero1" if stage else "zero3", "cpu" if not stage else None)
         torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
         engine.release()
+
+
+class Scaled(nn.Module):
+    """Heads are normed and scaled between two split layers: what is whole has a part of its gradient on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 16), nn.LayerNorm(4), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+STYLES = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "rowwise"}
+
+
+@on_ranks(4)
+def test_gradients_of_whole_parameters_of_a_ranks_own_heads_are_summed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected, x = Scaled(), torch.randn(4, WIDTH)
+    expected(x).square().mean().backward()
+    for stage in (0, 3):
+        module = copy.deepcopy(expected)
+        module.zero_grad()
+        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2, tensor_plan=STYLES)
+        module(x[own_rows(2)]).square().mean().backward()
+        for (name, param), (_, other) in zip(module.named_parameters(), expected.named_parameters(), strict=True):
+            assert param.grad is not None and other.grad is not None
+            torch.testing.assert_close(param.grad.norm(), other.grad.norm(), rtol=1e-5, atol=1e-7, msg=name)
+        engine.release()
+
+
+@on_ranks(4)
+def test_meshes_that_are_not_the_runs_are_refused(tmp_path: Path) -> None:
+    def split(module: nn.Module, mesh: Any) -> nn.Module:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return parallelize_module(module, mesh, styles)
+
+    with pytest.raises(ConfigError, match=r"up.weight is a DTensor over ranks \[[01], [23]\]: expected 2 adj"):
+        lightning_zero.shard(split(Scaled(), device_mesh("cpu", 2)["data_parallel"]), tensor_parallel=2)
+    module = split(Scaled(), device_mesh("cpu", 2)["tensor_parallel"])
+    with pytest.raises(ConfigError, match="zero.expert_parallel=4: expected configure_model to split .* among 4 ranks"):
+        lightning_zero.shard(module, tensor_parallel=2, expert_parallel=4)
+    module = Scaled()
+    engine = lightning_zero.shard(module, tensor_parallel=2, tensor_plan=STYLES)
+    with (
+        pytest.raises(RuntimeError, match="from_rank=.: expected parameters that a rank has whole"),
+        lightning_zero.gather(module, from_rank=0),
+    ):
+        pass
+    engine.release()
+    for other in ({}, {"tensor_parallel": 4, "tensor_plan": STYLES}):
+        with pytest.raises(ConfigError, match=r"the module is split among \[2\] ranks by an earlier run"):
+            lightning_zero.shard(module, **other)
+    module = Scaled()
+    mesh = device_mesh("cpu", 2)["tensor_parallel"]
+    module.register_buffer("slopes", distribute_tensor(torch.ones(4), mesh, [SplitAlong(0)]))
+    with pytest.raises(ConfigError, match=r"buffer .slopes is split: expected a whole one"):
+        lightning_zero.shard(split(module, mesh), tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"zero.tensor_plan: expected colwise for nn.Linear or nn.Embedding, .*norm"):
+        lightning_zero.shard(Scaled(), tensor_parallel=2, tensor_plan={"norm": "colwise"})
+
+
+@on_ranks(2)
+def test_flops_and_bytes_of_a_split_module_are_those_of_its_parts(tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, {"tensor_parallel": 2, "tensor_plan": STYLES}):
+        module = Scaled()
+        engine = lightning_zero.shard(module, stage=0, **settings)
+        flops, live = FlopCount(), LiveBytes()
+        for counter in (flops, live):
+            with counter:
+                module(torch.randn(4, WIDTH)).sum().backward()
+        found.append((flops.forward + flops.backward, live.flops))
+        engine.release()
+    assert found[0] == (2 * found[1][0], 2 * found[1][1])
+    assert found[1][0] > 0
 
 
 @on_ranks(4)

@@ -336,7 +336,7 @@ def test_module_stays_sharded_if_memory_cannot_be_had(tmp_path: Path) -> None:
     of.test(module, loader(), verbose=False)
     assert engine.host_copy is not None and engine.host_copy.is_shown
     of.fit_loop.max_epochs = 2
-    with mock.patch.object(whole_params, "_open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
+    with mock.patch.object(whole_params.os, "open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
         of.fit(module, loader())
     assert engine.host_copy is None
 

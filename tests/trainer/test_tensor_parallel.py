@@ -19,7 +19,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
-from tests.engine.test_tensor_parallel import PLAN, STEPS, batch, loss_of, net, parallelized
+from tests.engine.test_tensor_parallel import PLAN, STEPS, WIDTH, Scaled, batch, loss_of, net, parallelized
 from tests.harness import on_ranks
 from tests.trainer.toys import Run, TwoNodes, on_rank_0, record, trainer
 
@@ -156,6 +156,26 @@ def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Pat
     drawn = [torch.zeros(()) for _ in range(2)]
     dist.all_gather(drawn, module.drawn)
     assert torch.equal(*drawn)
+
+
+@on_ranks(2)
+def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> None:
+    class Heads(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Scaled()
+
+        def training_step(self, tokens: Tensor, number: int) -> Tensor:
+            return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()  # type: ignore[no-any-return]
+
+        configure_optimizers, train_dataloader = Lit.configure_optimizers, Lit.train_dataloader
+        shuffled = False
+
+    plan = {"net.up": "colwise", "net.down": "rowwise"}
+    with pytest.raises(ConfigError, match=r"expected one gradient of net.norm.weight \(and 1 others\) on ranks that"):
+        run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads())
+    plan["net.norm"] = "replicated_with_grad_allreduce"
+    run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads())
 
 
 @on_ranks(2)

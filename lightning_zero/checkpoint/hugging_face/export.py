@@ -113,7 +113,7 @@ class _Tensors:
             self._gathered = None  # first, so that two are never held
             with self._engine.comm.at("export or lightning_zero.stream, of which all ranks take all tensors"):
                 self._gathered = place.bucket, place.bucket.full_master()
-        return joined(place.bucket, place.info, place.bucket.part_of(self._gathered[1], place.info))
+        return joined(self._engine.comm, place.info, place.bucket.part_of(self._gathered[1], place.info))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         state, like, plan = self._plan()

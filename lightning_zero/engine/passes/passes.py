@@ -125,6 +125,7 @@ class Passes:
         self.calls_meet = False
         self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
+        self.on_grad: Callable[[ParamInfo, Tensor], None] | None = None  # sees each gradient of this rank
 
     @property
     def key(self) -> str | None:
@@ -488,6 +489,8 @@ class Passes:
             return
         if recording.recorder is not None:
             self.lane.arrived(f"{unit.title} backward")
+        if self.on_grad is not None:
+            self.on_grad(bucket.params[slot], grad)
         if self.look is None:
             self.reducer.take(bucket, slot, grad)
         else:

@@ -485,15 +485,15 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
         return comm.all_gather_together(prepared, of_node=of_node)
 
 
-def joined(bucket: Bucket, info: ParamInfo, part: Tensor) -> Tensor:
-    """Return the whole tensor of which ``part`` is this rank's: ``part``, unless tensor parallelism splits the
-    parameter. Collective if it does."""
+def joined(comm: Communicator, info: ParamInfo, part: Tensor) -> Tensor:
+    """Return the whole tensor of which ``part`` is this rank's: ``part``, unless the parameter is split. Collective if
+    it is. ``comm``: the engine's."""
     split = info.split
     if split is None:
         return part
     parts = [part.contiguous() if n == split.part else part.new_empty(split.shape_of(n)) for n in range(split.parts)]
     for rank, values in enumerate(parts):
-        bucket.comm.base.broadcast(values, rank)
+        comm.broadcast(values, rank)
     return split.join(parts)
 
 

@@ -22,7 +22,7 @@ from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.packed import replicate_beside
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.mesh.local_leaves import saved_shape, split_of
+from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
 from lightning_zero.planning.topology import by_part
@@ -76,11 +76,9 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
             "source in zero.init_from. Give it that method, a source, or build it off meta."
         )
     for key, tensor in lacking.items():
-        # Of a split parameter the whole tensor for now: first values depend on sizes.
-        whole = tensor.shape != (shape := saved_shape(tensor))
-        value = (
-            torch.empty(shape, dtype=tensor.dtype, device=device) if whole else torch.empty_like(tensor, device=device)
-        )
+        split = split_of(tensor)  # of a split parameter the whole tensor for now: first values depend on sizes
+        like = tensor if split is None else torch.empty(split.shape, dtype=tensor.dtype, device="meta")
+        value = torch.empty_like(like, device=device)
         if value.is_floating_point():
             value.fill_(torch.nan)  # so that missing initialisation is found
         if isinstance(tensor, nn.Parameter):
@@ -90,7 +88,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
     with torch.no_grad():
         reset()
         for tensor in lacking.values():
-            if isinstance(tensor, nn.Parameter) and (split := split_of(tensor)) is not None:
+            if (split := split_of(tensor)) is not None:
                 tensor.data = split.of(tensor.data).contiguous()
 
 

@@ -263,7 +263,7 @@ def placed(
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
     """Return a byte budget for each tier, equal on all ranks. Collective.
 
-    It is the user's, or follows from the rank with the fewest free bytes, where this rank's `held` bytes count as free.
+    Where the user sets none, it follows from the rank with the fewest free bytes; `held` bytes count as free.
     """
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)

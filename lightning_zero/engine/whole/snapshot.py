@@ -24,10 +24,11 @@ class _Span:
 
 
 class Snapshot:
-    """Copies to the host the values that the slices in ``wanted`` have now. :meth:`stage` makes most of these copies.
+    """Copies to the host what the slices in ``wanted`` hold now: at once if user code can change it, else in
+    :meth:`stage`.
 
-    Writes to the storages wait until :meth:`stage` has copied everything, or until :meth:`close`. ``spare`` has buffers
-    of earlier snapshots for reuse: new memory would double the time of a copy.
+    Writes to the storages wait for :meth:`stage` or :meth:`close`. ``spare`` has buffers of earlier snapshots for
+    reuse: new memory would double the time of a copy.
     """
 
     def __init__(

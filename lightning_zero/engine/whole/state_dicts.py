@@ -119,7 +119,7 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()
         for info in bucket.params:
-            values = joined(bucket, info, bucket.part_of(full, info))
+            values = joined(engine.comm, info, bucket.part_of(full, info))
             if wanted:
                 result[id(info.param)] = values.to(device="cpu", dtype=info.dtype, copy=True)
     return result
@@ -186,8 +186,8 @@ def optimizer_state(
         work = engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
         for number, bucket in enumerate(work):
 
-            def keep(info: ParamInfo, part: Tensor, bucket: Bucket = bucket) -> Tensor | None:
-                whole = joined(bucket, info, part)
+            def keep(info: ParamInfo, part: Tensor) -> Tensor | None:
+                whole = joined(engine.comm, info, part)
                 return whole.to("cpu", copy=True) if wanted else None
 
             full = full_entries(bucket, sharded, known.get(number, {}), keep)

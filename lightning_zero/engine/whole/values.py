@@ -144,7 +144,7 @@ def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies:
                 full = bucket.full_master()
             for info in bucket.params:
                 if (value := Value(number, info.slot, index, name)) in wanted:
-                    yield Range(value, 0, _flat(joined(bucket, info, bucket.part_of(full, info))))
+                    yield Range(value, 0, _flat(joined(engine.comm, info, bucket.part_of(full, info))))
         for index, sharded in enumerate(engine.optimizers):
             leaves = {
                 slot: [leaf for leaf in leaves_in(entry) if Value(number, slot, index, leaf.name) in wanted]
@@ -152,7 +152,7 @@ def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies:
             }
             for slot, leaf, values in sharded.gathered(bucket, leaves):
                 yield Range(
-                    Value(number, slot, index, leaf.name), 0, _flat(joined(bucket, bucket.params[slot], values))
+                    Value(number, slot, index, leaf.name), 0, _flat(joined(engine.comm, bucket.params[slot], values))
                 )
 
 

@@ -103,6 +103,11 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
             "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
             "Give these arguments to the outer one."
         )
+    if from_rank is not None and any(info.split is not None for bucket in wanted for info in bucket.params):
+        raise RuntimeError(
+            "gather(from_rank=): expected parameters that a rank has whole, got split ones. Write this rank's part on "
+            "all ranks, or load a state dict."
+        )
     buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
     shown: dict[Bucket, _Full] = {}
     put_back: Callable[[], None] = lambda: None  # noqa: E731

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -31,8 +33,10 @@ class FlopCount(TorchDispatchMode):
         return self.forward + min(self.backward, 2 * self.forward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operations come here next
         result = func(*args, **(kwargs or {}))
-        if is_trying():
+        if is_trying() or any(issubclass(kind, FakeTensor) for kind in types):  # DTensor asks for shapes only
             return result
         flops = flops_of(func, args, kwargs or {}, result)
         if torch._C._current_graph_task_id() == -1:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -72,6 +73,8 @@ class LiveBytes(TorchDispatchMode):
                 self._add(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operations come here next
         reads = func is torch.ops.aten._local_scalar_dense.default
         if reads and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
             return 1.0  # a stand-in for a loss that is logged; reading a length or a condition fails
