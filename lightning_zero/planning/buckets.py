@@ -217,6 +217,8 @@ def place(
 ) -> BucketPlan:
     """Plan the bucket ``shape`` over ``world_size`` ranks, at the stage ``row`` and with the offload setting ``tiers``.
     ``even_alone``: run the bucket's collectives on a single rank too."""
+    # A split bucket of one rank, beside sharded ones in its unit, is dropped and gathered with them after its step.
+    even_alone |= shape.parts > 1 and tiers.steps_on_host
     return BucketPlan(
         shape.unit,
         lay_out(shape.numels, world_size // shape.parts, param_align(shape.itemsizes.state)),

@@ -161,6 +161,7 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
         return
     rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     rows += [{"stage": 1, "offload": "optimizer_cpu"}, {"stage": 3, "offload": "cpu"}]
+    rows += [{"stage": 3, "offload": "optimizer_cpu"}]
     rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
     for make, tied in ((damped_adam, False), (sgd, True)):
         expected, steps, found = twin(make, micro=micro, tied=tied)
