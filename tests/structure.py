@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 39_563,
-    "lines of the engine": 11_114,
+    "lines of the package": 39_594,
+    "lines of the engine": 11_121,
     "files of the engine": 44,
     "lines of the longest file": 600,
-    "lines of tests": 51_483,
+    "lines of tests": 51_519,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 10,
     "keys of zero": 44,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 25_835,
+    "words of README and docs": 25_871,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,

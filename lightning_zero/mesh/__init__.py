@@ -4,7 +4,6 @@
 
     split         which part of a tensor a rank has, in the coordinates of both
     local_leaves  the engine's view of a split parameter: a plain tensor, which is a DTensor in its module's forward
-    batches       checks what ranks that share a batch must have in common
     plans         splits a module: by transformers' plan, by zero.tensor_plan, or as its configure_model has done it
 
 ::

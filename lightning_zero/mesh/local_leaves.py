@@ -66,17 +66,18 @@ def localize(
     made: dict[int, nn.Parameter] = {}
     for name, inner in module.named_modules():
         layouts: dict[str, _Layout] = {}
+        prefix = f"{name}." if name else ""
         for key, param in list(inner._parameters.items()):
             if isinstance(param, DTensor):
-                layouts[key] = _layout(f"{name}.{key}" if name else key, param, sizes)
+                layouts[key] = _layout(f"{prefix}{key}", param, sizes)
                 if id(param) not in made:
-                    made[id(param)] = _leaf(f"{name}.{key}", param, layouts[key])
+                    made[id(param)] = _leaf(f"{prefix}{key}", param, layouts[key])
                 inner._parameters[key] = made[id(param)]
         for key, buffer in inner._buffers.items():
             if isinstance(buffer, DTensor):
                 if not isinstance(buffer.placements[0], Replicate):
                     raise ConfigError(
-                        f"buffer {name}.{key} is split: expected a whole one, as all ranks get rank 0's buffers. Cut "
+                        f"buffer {prefix}{key} is split: expected a whole one, as all ranks get rank 0's buffers. Cut "
                         "it in forward."
                     )
                 inner._buffers[key] = buffer.to_local()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +23,7 @@ from lightning_zero.planning.topology import check_groups
 @functools.cache
 def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> DeviceMesh:
     """Return the mesh of all ranks, ``data_parallel`` x ``name``, where ``size`` adjacent ranks have different parts.
-    Collective at first."""
+    The first call is collective."""
     names = ("data_parallel", name)
     return init_device_mesh(device_type, (dist.get_world_size() // size, size), mesh_dim_names=names)
 
@@ -58,21 +60,27 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
     check_groups(config, dist.get_world_size() if dist.is_initialized() else 1)
     mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
-    if not any(isinstance(param, DTensor) for param in module.parameters()):
+    is_split = any(isinstance(param, DTensor) for param in module.parameters())
+    plan = (config.tensor_plan or _own_plan(module)) if tensor > 1 else {}
+    if is_split and config.tensor_plan:
+        raise ConfigError(
+            f"zero.tensor_plan: expected none for a module that configure_model has split, got {len(plan)} names. "
+            "Drop one."
+        )
+    if (is_split or plan) and tensor > 1 and expert > 1:
+        raise ConfigError(
+            f"{config.splits}: expected one of the two with DTensors of configure_model or a tensor plan (ranks that "
+            "share a batch would send the same tokens twice), got both. Drop one; both go with transformers' plans."
+        )
+    if not is_split:
         ties = _ties(module)
-        plan = (config.tensor_plan or _own_plan(module)) if tensor > 1 else {}
         if plan:
             _by_plan(module, mesh, plan)
-        if not plan or expert > 1:
+        else:
             experts = device_mesh(device.type, expert, "expert_parallel")["expert_parallel"]
             stays_local = _by_transformers(module, mesh, experts, config.splits)
         _tie_again(ties)
     localize(module, {tensor, expert} - {1}, stays_local.get)
-    if lacking := {tensor, expert} - {1} - sizes_of(module):
-        raise ConfigError(
-            f"{config.splits}: expected configure_model to split parameters among {lacking.pop()} ranks too, got "
-            "DTensors over other numbers of ranks only. Split them there, or drop the setting."
-        )
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -121,7 +129,8 @@ def _by_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle
     for pattern, style in plan.items():
         before = _count(module)
         try:
-            parallelize_module(module, mesh, {pattern: _style(style)})
+            with warnings.catch_warnings(action="ignore"):  # of a name without a module: an error of ours, below
+                parallelize_module(module, mesh, {pattern: _style(style)})
         except (NotImplementedError, RuntimeError, KeyError) as error:
             raise ConfigError(
                 f"zero.tensor_plan: expected {style.name} for nn.Linear or nn.Embedding, each split once, got "
@@ -130,8 +139,14 @@ def _by_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle
         if _count(module) == before:
             raise ConfigError(
                 f"zero.tensor_plan: expected names of linear layers and embeddings, '*' for a part between dots, got "
-                f"{pattern!r}, which splits nothing. Names of modules are those of module.named_modules()."
+                f"{pattern!r}, which splits nothing. There are {', '.join(_patterns(module))}."
             )
+
+
+def _patterns(module: nn.Module) -> list[str]:
+    """Return the names of linear layers and embeddings, with ``*`` for numbers."""
+    named = ((name, inner) for name, inner in module.named_modules() if isinstance(inner, (nn.Linear, nn.Embedding)))
+    return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named))
 
 
 def _count(module: nn.Module) -> int:
@@ -147,7 +162,7 @@ def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, a
         raise ConfigError(
             f"{asked}: expected a model of transformers (5.23 or later) with a tp_plan or ep_plan, DTensors made in "
             "configure_model, or a zero.tensor_plan, got none of these. Set for example "
-            '\'zero.tensor_plan={"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise}\'.'
+            "'+zero.tensor_plan={layers.*.q_proj: colwise, layers.*.o_proj: rowwise}'."
         )
     found: dict[str, StaysLocal] = {}
     for name, model in models.items():

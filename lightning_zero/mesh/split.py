@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has if tensor parallelism splits the tensor along one dimension.
+"""Which part of a tensor a rank has if tensor or expert parallelism splits the tensor along one dimension.
 
 A part is one run of indices, or several where a tensor packs others (``gate`` and ``up`` in one)::
 

@@ -8,11 +8,12 @@ disk in order, through a ring of buffers of fixed size::
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class _Job(NamedTuple):
     extent: Extent
     tensor: Tensor
     write: bool
-    previous: Future[Any] | None
+    previous: threading.Event | None
     joined: Joined
     pieces: Sequence[range]
 
@@ -86,11 +87,12 @@ class NvmeTier:
             undo.pop_all()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
         self._regions = Regions()
-        self._last: dict[Extent, Future[Any] | None] = {}  # of every reserved extent
+        # What stays holds no raised error: its traceback leads to the engine, whose end this object has to see.
+        self._last: dict[Extent, threading.Event | None] = {}  # of every reserved extent: its last operation has ended
         self._spoiled: dict[Extent, BaseException] = {}  # extents whose last write failed
         self._nbytes = 0
         self._lock, self._behind = threading.Lock(), threading.Lock()
-        self._last_behind: Future[Any] | None = None
+        self._last_behind: threading.Event | None = None
         self._closed = False
 
     @property
@@ -140,17 +142,19 @@ class NvmeTier:
         """Wait for the write that this method started last, then start :meth:`stage_out`. If that write fails, the next
         read of the extent raises its error too."""
         with self._behind:
-            if self._last_behind is not None and not self._last_behind.done():
+            if self._last_behind is not None and not self._last_behind.is_set():
                 with recording.stands("disk", extent.label, on_host=True):
-                    wait([self._last_behind])
-            self._last_behind = self.stage_out(extent, value)
-            return self._last_behind
+                    self._last_behind.wait()
+            future = self.stage_out(extent, value)
+            self._last_behind = self._last[extent]
+            return future
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Wait for operations in flight on ``extents``, then free their space in the file."""
         for extent in extents:
             # Another extent may get the region at once, and a write in flight would overwrite its values.
-            wait([future] if (future := self._last[extent]) is not None else [])
+            if (ended := self._last[extent]) is not None:
+                ended.wait()
             with self._lock:
                 del self._last[extent]
                 self._spoiled.pop(extent, None)
@@ -186,23 +190,24 @@ class NvmeTier:
         recording.moved("disk_write" if write else "disk_read", extent.nbytes)
         step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
         pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
-        joined = Joined(len(pieces))
+        joined, ended = Joined(len(pieces)), threading.Event()
+        joined.future.add_done_callback(lambda _: ended.set())
         # Under one lock: the single stager waits for ``previous``, which must be in its queue first. Otherwise another
         # thread could get the same ``previous``, and the two would run in any order.
         with self._lock:
             job = _Job(extent, tensor, write, self._last[extent], joined, pieces)
             self._stager.submit(self._run, job)
-            self._last[extent] = joined.future
+            self._last[extent] = ended
         return joined.future
 
     def _run(self, job: _Job) -> None:
         if job.previous is not None:
-            wait([job.previous])
+            job.previous.wait()
         if (span := recording.begin("disk", f"{_VERBS[job.write]} {job.extent.label}", on_host=True)) is not None:
             job.joined.future.add_done_callback(lambda _: span.end())
         if job.write:
             self._spoiled.pop(job.extent, None)
-        lost = None if job.write else self._spoiled.get(job.extent)
+        lost = None if job.write else copy.copy(self._spoiled.get(job.extent))
         # After an error count the other pieces too, or the job's future would never be done.
         for piece in job.pieces:
             error = job.joined.error or lost
@@ -246,7 +251,7 @@ class NvmeTier:
         # Before the future is done: the extent's next read waits for it, then looks for this error. Without the error
         # it would return stale bytes.
         if error is not None and job.write:
-            self._spoiled[job.extent] = error
+            self._spoiled[job.extent] = copy.copy(error)
         job.joined.part_done(error)
 
 

@@ -220,6 +220,17 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
 
 
 @pytest.mark.full
+def test_a_tensor_plan_is_taken_and_its_typo_named(tmp_path: Path) -> None:
+    split = (*SMALL, "logger=none", "zero.tensor_parallel=2", "trainer.limit_train_batches=2")
+    done = run(tmp_path, *split, "+zero.tensor_plan={gpt.blocks.*.up: colwise, gpt.blocks.*.down: rowwise}")
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *split, "+zero.tensor_plan={gpt.blocks.*.upp: colwise}")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "got 'gpt.blocks.*.upp', which splits nothing. There are gpt.embed, gpt.blocks.*.qkv, " in done.stderr
+    assert "gpt.blocks.*.up, gpt.blocks.*.down, gpt.head." in done.stderr and "skipping this plan" not in done.stderr
+
+
+@pytest.mark.full
 def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL.replace("if self.global_rank", "x, y = batch\n        if self"))
     overrides = ("experiment=tiny", "debug=fast", "trainer.accelerator=cpu", "model._target_=users_model.Lit")

@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,7 +39,7 @@ from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
 from tests.engine.test_offload import late_steps, offload, slow_steps, train
-from tests.harness import on_ranks, run
+from tests.harness import assert_gone, on_ranks, run
 from tests.models import Clamped
 from tests.rows import IN_FILES, PARAMS_IN_FILES, PLACES, STATE_IN_FILES
 
@@ -433,6 +434,12 @@ def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Ca
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize(("row", "stage"), [place for place in PLACES if place[0] in IN_FILES], ids=str)
 def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -> None:
+    engine = meets_an_error(row, stage, kind, tmp_path)
+    train(Sharded(Model(), stage=0), 2)  # whose waits call what the failed engine has left to do
+    assert_gone([engine])
+
+
+def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.ref[Engine]:
     broken = False
     side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
     assert side.engine.tiers.nvme is not None
@@ -456,6 +463,17 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
         with pytest.raises(DiskError):
             accumulate(side, 3, 1)
     close_all(side.engine)
+    return weakref.ref(side.engine)
+
+
+@on_ranks(1)
+def test_a_failed_step_is_not_raised_in_the_waits_of_others() -> None:
+    side = Sharded(Model(), stage=1)
+    unit, error = side.engine.units[0], RuntimeError("a step has failed")
+    unit.buckets[0].awaited_step.ask(None).set_exception(error)
+    side.engine.passes.after_step._pending_syncs.append((unit, unit.buckets[:1]))
+    assert not side.engine.passes.after_step.go_on()
+    assert error.__traceback__ is None
 
 
 class _OfBucket:

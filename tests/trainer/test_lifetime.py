@@ -40,14 +40,7 @@ def train_and_test(row: str, averages: bool, folder: Path) -> list[weakref.ref[A
 def test_engine_module_and_threads_go_with_their_trainer(row: str, averages: bool, tmp_path: Path) -> None:
     before, threads = len(engines()), []
     for _ in range(4):
-        references = train_and_test(row, averages, tmp_path)
-        try:
-            assert_gone(references)
-        except AssertionError:
-            # In a process of many tests something may keep what the last pass was made of, seen twice, until the next
-            # run: no leak that grows.
-            train_and_test(row, averages, tmp_path)
-            assert_gone(references)
+        assert_gone(train_and_test(row, averages, tmp_path))
         assert len(engines()) == before and not list(tmp_path.rglob(f"*{dist.get_rank()}.bin"))
         threads.append(_threads())
     # Process groups are used again. Threads that have done their work (a backward's, say) may take a while to end.

@@ -238,6 +238,9 @@ class AfterStep:
         False too if a step has failed, or this rank is issuing syncs already."""
         if self._failed is not None or self._issuing:
             return False
+        # Not to be raised here: each raise makes the error's traceback longer, and it would hold what waits.
+        if any(bucket.awaited_step.has_failed for _, buckets in self._pending_syncs for bucket in buckets):
+            return False
         try:
             self.sync_params()
         except Exception:

@@ -56,6 +56,10 @@ class AwaitedStep:
     def is_done(self) -> bool:
         return self.future is None or self.future.done()
 
+    @property
+    def has_failed(self) -> bool:
+        return self.future is not None and self.future.done() and self.future.exception() is not None
+
     def wait(self) -> None:
         """Wait for the step, and raise its error if it failed."""
         if self.future is not None:

@@ -58,7 +58,7 @@ class BucketGroup:
 
     @property
     def parts(self) -> int:
-        """Return among how many ranks the parameters are split by tensor parallelism."""
+        """Return among how many ranks tensor or expert parallelism splits the parameters; 1: it does not."""
         split = self.params[0].split
         return split.parts if split is not None else 1
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.sequence import open_sequence_group
 from lightning_zero.config import ConfigError
@@ -24,6 +25,7 @@ class SharedBatches:
     collective."""
 
     def __init__(self, comm: Communicator, size: int) -> None:
+        self._device = comm.device
         self._group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
         self._sums: dict[str, Tensor] | None = {}  # of gradients of the first backward, by parameter
 
@@ -35,8 +37,9 @@ class SharedBatches:
         """Give torch's generators of these ranks one seed unless they are in one state: dropout must agree. Collective.
 
         Without ``seed_everything`` every process starts with a seed of its own."""
-        state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-        found = self._group.gather_objects((state, torch.initial_seed()), f"random numbers ({KEY})")
+        now = Generators.now(self._device)
+        states = [zlib.crc32(state.numpy().tobytes()) for state in (now.torch, now.cuda) if state is not None]
+        found = self._group.gather_objects((states, torch.initial_seed()), f"random numbers ({KEY})")
         if any(other != found[0] for other in found):
             torch.manual_seed(found[0][1])
 
