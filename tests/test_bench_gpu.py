@@ -220,8 +220,8 @@ def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     ("offload", "expected"),
     [
         ("none", {"compute": 1 + 28 / 4e3}),
-        ("optimizer_cpu", {"compute": 1, "link to the device": 2 / 50, "link from the device": 4 / 50}),
-        ("cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50}),
+        ("optimizer_cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50}),
+        ("cpu", {"compute": 1, "link to the device": 8 / 50, "link from the device": 4 / 50}),
         ("nvme", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50, "disk": (12 + 4) / 2}),
     ],
 )

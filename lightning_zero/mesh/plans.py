@@ -157,7 +157,8 @@ def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, a
     """Split the models of transformers in ``module``. Return, by name, which of their modules compute with plain
     tensors."""
     models = {name: inner for name, inner in module.named_modules() if hasattr(type(inner), "_resolve_parallel_plans")}
-    models = {name: m for name, m in models.items() if not any(_is_in(name, other) for other in models)}
+    outer = tuple(f"{name}." for name in models if name)  # a model inside of another is split with it
+    models = {name: m for name, m in models.items() if not (name.startswith(outer) or (name and "" in models))}
     if not models:
         raise ConfigError(
             f"{asked}: expected a model of transformers (5.23 or later) with a tp_plan or ep_plan, DTensors made in "
@@ -170,10 +171,6 @@ def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, a
             f"{name}.{inner}" if name else inner: s for inner, s in _by_their_plans(model, mesh, experts, asked).items()
         }
     return found
-
-
-def _is_in(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
 
 
 def _by_their_plans(model: Any, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:

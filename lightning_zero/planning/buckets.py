@@ -118,6 +118,18 @@ class BucketPlan:
         """Return whether compute parameters are gathered for each use and dropped after it."""
         return self.params_rest in (ParamsRest.storage, ParamsRest.shard)
 
+    @property
+    def brought_to_gather(self) -> int:
+        """Return the bytes that this rank brings to the device for each gather. 0: its shard is on the device."""
+        away = self.reshards and self.tiers.compute_param is not Tier.device
+        return away * self.owned_numel * self.sent_itemsize
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Return the bytes per element of what is sent to the device. Masters in host memory are cast only there."""
+        as_master = self.trainable and self.tiers.master is Tier.host and self.tiers.compute_param is not Tier.nvme
+        return self.itemsizes.master if as_master else self.itemsizes.compute
+
     @cached_property
     def gathers_after_step(self) -> bool:
         """Return whether compute parameters stay gathered and are updated from the masters after each step."""

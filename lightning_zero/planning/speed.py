@@ -106,8 +106,7 @@ def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int =
         work.host_memory += step
         reductions = micro_batches if bucket.row.grad is Placement.sharded else 1
         work.to_host += reductions * n * sizes.grad * bucket.grads_on_host
-        elsewhere = tiers.compute_param is not Tier.device and bucket.reshards
-        work.to_device += n * sizes.compute * (gathers if elsewhere else 1)
+        work.to_device += gathers * bucket.brought_to_gather or n * bucket.sent_itemsize
         if tiers.master is Tier.nvme:
             work.disk_read += n * sizes.master + state
             work.disk_write += n * sizes.master + state

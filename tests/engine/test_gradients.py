@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import time
@@ -260,6 +261,19 @@ def test_ranks_that_ask_for_other_types_of_norm_get_an_error() -> None:
         side.module.head.weight.grad.norm(norm_type)
     assert side.module.head.weight.grad.norm() > 0  # nothing was lost
     side.engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_norms_after_a_backward_in_no_sync_are_of_this_ranks_gradients(stage: int) -> None:
+    torch.manual_seed(0)
+    alone = Model()
+    with Sharded(copy.deepcopy(alone), stage=stage) as side:
+        with side.no_sync():
+            language_work(side, 0)
+        language_loss(alone, tokens(0)).backward()
+        for own, param in zip(side.module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.norm(), param.grad.norm())
 
 
 @on_ranks(2)

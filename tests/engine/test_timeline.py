@@ -214,6 +214,29 @@ def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "cpu", "optimizer_nvme", "nvme"])
+def test_bytes_to_the_device_are_those_that_are_sent(row: str, tmp_path: Path) -> None:
+    """Masters in host memory are sent as they are; what files hold is sent in bf16."""
+    with Sharded(Model(), stage=3, precision="bf16", **offload(row, tmp_path)) as side:
+        steps(side, 1)
+        side.engine.passes.wait_for_all()
+        recorder = recording.listen(side.engine.comm.streams.accelerator)
+        before, counted = recorder.moved_so_far(), Counter(side.engine.comm.counts)
+        steps(side, 1)
+        side.engine.passes.wait_for_all()
+        moved = recorder.moved_so_far()["h2d"] - before["h2d"]
+        recording.stop()
+        gathers = Counter(side.engine.comm.counts) - counted
+        expected = 0
+        for bucket in side.engine.buckets:
+            on_host, size = row in ("optimizer_cpu", "cpu"), bucket.dtypes.compute.itemsize
+            each = bucket.owned_numel * (4 if on_host else size)
+            steps_here = bucket.plan.state_numel(dist.get_rank()) > 0  # not if this rank has padding only
+            expected += each * (steps_here if "optimizer" in row else gathers["all_gather", bucket.label])
+        assert moved == expected > 0
+
+
+@on_ranks(2)
 def test_where_nobody_records_nothing_is_kept(tmp_path: Path) -> None:
     with Sharded(Model()) as side, mock.patch.object(recording, "Recorder", side_effect=AssertionError):
         steps(side, 2)

@@ -48,8 +48,8 @@ UNIT = Rates(
     ("row", "expected"),
     [
         (Offload.none, {"device_memory": 28}),
-        (Offload.optimizer_cpu, {"host_memory": 28, "to_host": 4, "to_device": 2}),
-        (Offload.cpu, {"host_memory": 28, "to_host": 4, "to_device": 4}),
+        (Offload.optimizer_cpu, {"host_memory": 28, "to_host": 4, "to_device": 4}),
+        (Offload.cpu, {"host_memory": 28, "to_host": 4, "to_device": 8}),
         (Offload.optimizer_nvme, {"host_memory": 28, "to_host": 4, "to_device": 2, "disk": 12 + 6}),
         (Offload.nvme, {"host_memory": 28, "to_host": 4, "to_device": 4, "disk": 12 + 6 + 4 + 1}),
     ],

@@ -341,6 +341,5 @@ def _weights_needed(passes_ref: ReferenceType[Passes], index: int, _: Tensor) ->
 
 
 def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
-    passes = passes_ref()
-    if passes is not None:
+    if (passes := passes_ref()) is not None:
         passes.backward_begins()

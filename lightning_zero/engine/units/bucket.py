@@ -317,15 +317,18 @@ class Bucket:
         # event of when the step was asked for, and uses its own stream: gathers of other buckets, which may be needed
         # sooner, would queue behind it.
         streams = self.comm.streams
-        with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
+        with (
+            streams.on("push", after=self.awaited_step.event),
+            self._moves("h2d", target.numel() * self.plan.sent_itemsize),
+        ):
             self.storage.copy_to(target)
             self._copied = streams.mark()
         self.storage.read_until(self._copied)
 
     @contextlib.contextmanager
-    def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
-        """Record the copy between tiers to `target` that the body makes. Without streams record the host's wait too."""
-        recording.moved(lane, target.nbytes)
+    def _moves(self, lane: str, nbytes: int) -> Iterator[None]:
+        """Record the copy of `nbytes` between tiers that the body makes. Without streams record the host's wait too."""
+        recording.moved(lane, nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
             yield
@@ -395,7 +398,7 @@ class Bucket:
         # Issued from the host-to-device stream, the gather waits for the copies of the last step and of `prepare`. From
         # the compute stream it would send the shard before these copies have arrived.
         with recording.profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
-            with self._moves("h2d", self._own_part):
+            with self._moves("h2d", self.plan.brought_to_gather):
                 self.param_store.prepare(self._own_part)
             self.storage.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)

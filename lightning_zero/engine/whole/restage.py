@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
-from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import default_threads
@@ -176,13 +175,9 @@ def _make_tiers(
         own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
         now = sum(counts[sharded] for sharded in own if sharded.has_stepped(bucket))
         later = sum(counts[sharded] for sharded in own)
-        whole = sum(sharded.whole_state(bucket) for sharded in own)
-        held.append(Held(bucket.plan, now, later, whole, partial(_whole_state, own, bucket)))
+        under = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
+        held.append(Held(bucket.plan, now, later, under(None), under))
     return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
-
-
-def _whole_state(own: Sequence[Stepper], bucket: Bucket, plan: BucketPlan) -> int:
-    return sum(sharded.whole_state(bucket, plan) for sharded in own)
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
