@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.config import ConfigError
 from lightning_zero.device.accelerator import Accelerator
 
 
@@ -16,6 +18,11 @@ class Cuda(Accelerator):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(with_index(device))
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ConfigError(
+                "CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or at least 8, got 1: all streams would share one "
+                "queue, so that gathers hold up compute. Unset it."
+            )
 
     @property
     def name(self) -> str:
@@ -32,7 +39,9 @@ class Cuda(Accelerator):
         return torch.cuda.stream(stream)
 
     def record(self) -> Any:
-        return self.current_stream().record_event()
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves its core to the steps
+        event.record(self.current_stream())
+        return event
 
     def wait(self, event: Any) -> None:
         self.current_stream().wait_event(event)

@@ -46,7 +46,7 @@ from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.units.after_step import AfterStep, default_threads
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.build import BufferSync, build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
@@ -125,7 +125,7 @@ class Engine:
         share = self._shard(module, group, device, node, sources, has_values, precision, long_work)
         self.optimizers: list[Stepper] = []
         issued = IssuedReductions()
-        after_step = AfterStep(self.units, self.comm.streams, default_threads(share.cpus))
+        after_step = AfterStep(self.units, self.comm.streams, share.cpus)
         self.passes = Passes(
             self.units,
             self.comm,

@@ -175,7 +175,9 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> No
     found = []
     for threads in (None, 1, 3):
         torch.manual_seed(3)
-        with mock.patch("lightning_zero.engine.engine.default_threads", lambda _, count=threads: count):
+        with mock.patch(
+            "lightning_zero.engine.units.after_step.threads_of_steps", lambda *_, count=threads, **__: count
+        ):
             row = "none" if threads is None else "cpu"
             side = Sharded(Model(width=301, depth=1), optimizer=OPTIMIZERS[optimizer], offload=row)
         with side:

@@ -25,7 +25,7 @@ import lightning_zero
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units.after_step import StepJob, StepWorker
+from lightning_zero.engine.units.after_step import StepJob, StepWorker, threads_of_steps
 from lightning_zero.engine.units.bucket import AwaitedStep
 from lightning_zero.engine.units.master_storage import FileStorage, MasterStorage, Tiers, make_storage, opened
 from lightning_zero.engine.units.param_store import FileShard
@@ -474,6 +474,11 @@ def test_a_failed_step_is_not_raised_in_the_waits_of_others() -> None:
     side.engine.passes.after_step._pending_syncs.append((unit, unit.buckets[:1]))
     assert not side.engine.passes.after_step.go_on()
     assert error.__traceback__ is None
+
+
+def test_cores_are_left_beside_the_step() -> None:
+    assert [threads_of_steps(cores, beside_device=False) for cores in (1, 2, 3, 16)] == [1, 2, 2, 15]
+    assert [threads_of_steps(cores, beside_device=True) for cores in (1, 2, 3, 6, 7, 16)] == [1, 2, 2, 5, 4, 13]
 
 
 class _OfBucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.device import accelerator_of
+from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.cuda import Cuda
 from lightning_zero.tiers import aio
 from lightning_zero.tiers.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscalls
 from lightning_zero.tiers.pages import PAGE, HostPages, StagingRing, byte_view
@@ -359,6 +363,25 @@ def test_pages_for_cuda_are_pinned_and_unpinned() -> None:
         ("synchronize",),  # for the copies that still use the pages
         ("cudaHostUnregister", address),
     ]
+
+
+def test_pages_are_taken_before_they_are_pinned() -> None:
+    """By all cores; pinning would take them on one."""
+    taken = (ctypes.c_ubyte * 64)()
+    look = ctypes.CDLL(None).mincore
+
+    def pin(self: Accelerator, memory: torch.Tensor) -> None:
+        assert look(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), taken) == 0
+
+    with cuda(), mock.patch.object(Cuda, "pin", pin):
+        HostPages(64 * PAGE, accelerator_of(torch.device("cuda", 0))).close()
+    assert all(page & 1 for page in taken)
+
+
+def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or at least 8, got 1"):
+        accelerator_of(torch.device("cuda", 0))
 
 
 def test_pages_that_cuda_does_not_pin_break_no_kernel_of_others() -> None:

@@ -40,9 +40,10 @@ class StepJob(NamedTuple):
     number: int = 0  # position of the bucket in the forward
 
 
-def default_threads(share: int) -> int:
-    """Return the number of threads for a rank's steps: its `share` of cores, less one for transfers if it is over 2."""
-    return max(1, share - 1) if share > 2 else share
+def threads_of_steps(cores: int, *, beside_device: bool) -> int:
+    """Return the number of threads for a rank's steps: its `cores`, less one for transfers if they are more than 2.
+    `beside_device`: less three if they are more than 6, as the main thread, autograd's and NCCL's are busy too."""
+    return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
 
 class _Queued(NamedTuple):
@@ -153,12 +154,12 @@ class StepWorker:
 
 
 class AfterStep:
-    """Runs one engine's offloaded steps with `threads` torch threads. Issues param syncs (gathers after steps)."""
+    """Runs one engine's offloaded steps on a rank's `cores`. Issues param syncs (gathers after steps)."""
 
-    def __init__(self, units: Sequence[Unit], streams: Streams, threads: int) -> None:
+    def __init__(self, units: Sequence[Unit], streams: Streams, cores: int) -> None:
         self._units = units
         self._streams = streams
-        self._threads = threads
+        self._threads = threads_of_steps(cores, beside_device=streams.are_there)
         self._numbers = {bucket: number for number, bucket in enumerate(b for unit in units for b in unit.buckets)}
         self._worker: StepWorker | None = None
         self._failed: Exception | None = None
@@ -166,9 +167,9 @@ class AfterStep:
         self._issuing = False
         goes_on_in_waits(self)
 
-    def use_threads(self, threads: int) -> None:
-        """Wait for the steps under way, then run later steps with `threads` torch threads."""
-        if threads != self._threads:
+    def use_cores(self, cores: int) -> None:
+        """Wait for the steps under way, then run later steps on `cores`."""
+        if (threads := threads_of_steps(cores, beside_device=self._streams.are_there)) != self._threads:
             self.close()
             self._threads, self._worker = threads, None
 

@@ -19,7 +19,6 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.after_step import default_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
@@ -86,7 +85,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         if tiers.nvme is not None:
             tiers.nvme.trim()
         before.close(but=tiers)
-        engine.passes.after_step.use_threads(default_threads(share.cpus))
+        engine.passes.after_step.use_cores(share.cpus)
     except BaseException as error:
         weakref.finalize(engine, before.close)  # the old tiers still hold some values
         engine.passes.after_step.fail(
