@@ -202,6 +202,17 @@ def test_few_units_are_gathered_at_a_time(kind: type[nn.Module]) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_takes_no_block_holds_few_while_it_gathers_for_the_other() -> None:
+    module = forks(lambda m, number: torch.distributed.get_rank() == 0)
+    with Sharded(module, stage=3, prefetch_bytes=0) as side, torch.no_grad():
+        sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
+        with most_gathered(side.engine) as most:
+            side.module(tokens(0))
+            side.engine.passes.leave()
+        assert sum(sizes[:3]) >= most[0] > sizes[0], (most, sizes)
+
+
+@on_ranks(2)
 def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
     with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=3) as side:
         assert large_unit(side.engine) == (
