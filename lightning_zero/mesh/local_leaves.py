@@ -7,7 +7,7 @@ hides the parameter of that name, is a DTensor over the leaf. So styles work unc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -40,9 +40,9 @@ def split_of(tensor: Tensor) -> Split | None:
     return found
 
 
-def sizes_of(module: nn.Module) -> set[int]:
-    """Return the numbers of ranks among which parameters of ``module`` are split."""
-    return {split.parts for param in module.parameters() if (split := split_of(param)) is not None}
+def sizes_of(module: nn.Module) -> dict[str, int]:
+    """Return the number of ranks among which parameters of ``module`` are split, by setting."""
+    return {split.by: split.parts for param in module.parameters() if (split := split_of(param)) is not None}
 
 
 def saved_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ def saved_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def localize(
-    module: nn.Module, sizes: Collection[int], stays_local: Callable[[str], StaysLocal | None] = lambda _: None
+    module: nn.Module, sizes: Mapping[str, int], stays_local: Callable[[str], StaysLocal | None] = lambda _: None
 ) -> None:
     """Replace the DTensor parameters of ``module`` by plain leaves, in place.
 
     Args:
-        sizes: the numbers of ranks among which parameters may be split.
+        sizes: the number of ranks among which parameters may be split, by the name of the mesh, a setting's.
         stays_local: returns for a module's name a function that tells before each forward whether that module computes
             with plain tensors, or None if it never does.
 
@@ -86,15 +86,16 @@ def localize(
             inner.register_forward_hook(partial(_lower, tuple(layouts)), always_call=True)
 
 
-def _layout(name: str, param: DTensor, sizes: Collection[int]) -> _Layout:
+def _layout(name: str, param: DTensor, sizes: Mapping[str, int]) -> _Layout:
     mesh = param.device_mesh
     first = dist.get_rank() // mesh.size() * mesh.size()
-    if mesh.size() not in sizes or mesh.mesh.tolist() != [*range(first, first + mesh.size())]:
+    (by,) = mesh.mesh_dim_names if mesh.ndim == 1 and mesh.mesh_dim_names is not None else [""]
+    if mesh.size() != sizes.get(by) or mesh.mesh.tolist() != [*range(first, first + mesh.size())]:
+        wanted = " or ".join(f"self.device_mesh[{key!r}]" for key in sizes)
         raise ConfigError(
-            f"parameter {name} is a DTensor over ranks {mesh.mesh.tolist()}: expected "
-            f"{' or '.join(map(str, sorted(sizes)))} adjacent ones, as zero.tensor_parallel and zero.expert_parallel "
-            "say. Pass self.device_mesh['tensor_parallel'] to parallelize_module, and leave data parallelism to "
-            "lightning_zero."
+            f"parameter {name} is a DTensor over ranks {mesh.mesh.tolist()} (mesh {by!r}): expected {wanted}, of "
+            f"{' or '.join(map(str, sizes.values()))} adjacent ranks. Pass that to parallelize_module, and leave data "
+            "parallelism to lightning_zero."
         )
     return _Layout(mesh, param.placements[0], param.shape, param.stride())
 
@@ -120,7 +121,8 @@ def _split(layout: _Layout) -> Split:
     chunks, _ = layout.placement._split_tensor(numbers, layout.mesh.size(), with_padding=False)  # type: ignore[attr-defined]
     runs = tuple(_runs(chunk.flatten().tolist()) for chunk in chunks)
     runs += ((),) * (layout.mesh.size() - len(runs))  # ranks without any, which are refused
-    return Split(tuple(layout.shape), dim, runs, layout.mesh.get_local_rank())
+    assert layout.mesh.mesh_dim_names is not None
+    return Split(tuple(layout.shape), dim, runs, layout.mesh.get_local_rank(), layout.mesh.mesh_dim_names[0])
 
 
 def _runs(indices: list[int]) -> tuple[Run, ...]:

@@ -47,12 +47,12 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
     is none, or if it does not fit the module.
     """
     tensor, expert = config.tensor_parallel, config.expert_parallel
+    sizes = {key: size for key, size in (("tensor_parallel", tensor), ("expert_parallel", expert)) if size > 1}
     if before := sizes_of(module):
-        if not before <= {tensor, expert}:
+        if not before.items() <= sizes.items():
             raise ConfigError(
-                f"the module is split among {sorted(before)} ranks by an earlier run: expected the same "
-                f"zero.tensor_parallel and zero.expert_parallel, got {tensor} and {expert}. Build the module anew, and "
-                "load a checkpoint."
+                f"an earlier run has split the module by {before}: expected the same zero.tensor_parallel and "
+                f"zero.expert_parallel, got {tensor} and {expert}. Build the module anew, and load a checkpoint."
             )
         return
     if not config.splits:
@@ -80,7 +80,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
             experts = device_mesh(device.type, expert, "expert_parallel")["expert_parallel"]
             stays_local = _by_transformers(module, mesh, experts, config.splits)
         _tie_again(ties)
-    localize(module, {tensor, expert} - {1}, stays_local.get)
+    localize(module, sizes, stays_local.get)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Split:
     """Describes how a tensor of ``shape`` is split along ``dim``. ``runs``: those of each part. ``part``: this rank's.
+    ``by``: the setting that splits it.
 
     Parts and whole tensors of optimizer state have the shapes of their parameter."""
 
@@ -43,6 +44,7 @@ class Split:
     dim: int
     runs: tuple[tuple[Run, ...], ...]
     part: int
+    by: str = "tensor_parallel"
 
     @property
     def parts(self) -> int:
