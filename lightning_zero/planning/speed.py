@@ -167,9 +167,9 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
         reduced = bucket.layout.numel * bucket.itemsizes.reduce
         sent = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
         reductions += (counts["reduce_scatter"] * sent + counts["all_reduce"] * (sent + reduced)) * share
-        if replicas > 1:
-            own = reduced / ranks if row.master is Placement.sharded else reduced
-            reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
+        # Then each rank sums its shard over the replicas, also for an all-reduce.
+        summed = (counts["reduce_scatter"] + counts["all_reduce"]) * reduced / ranks
+        reductions += 2 * summed * (replicas - 1) / replicas
     return Sent(gathers, reductions, in_node, float(exchanged * limits.micro_batches))
 
 

@@ -165,7 +165,8 @@ def test_sums_of_two_chunks_are_sent_in_fp32() -> None:
 
 def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[int, Any]:
     """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
-    with Sharded(Model(), stage=stage, comm={"grad_comm_dtype": wire}, **{"precision": WHOLE_BF16, **config}) as side:
+    config = {"precision": WHOLE_BF16, **config, "comm": {"grad_comm_dtype": wire, **config.get("comm", {})}}
+    with Sharded(Model(), stage=stage, **config) as side:
         recorder = recording.listen(accelerator_of(CPU))
         before = recorder.moved["reduce"]
         with autocast("bf16"):
@@ -175,7 +176,8 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         moved = recorder.moved["reduce"] - before
         recording.stop()
         limits = Limits(1 << 28, 0, 1 << 28, micro_batches, has_link=False)
-        return moved, sent_by(plan_of(side.engine), limits).reductions
+        replicas = side.engine.comm.world_size // side.engine.comm.shard_size
+        return moved, sent_by(plan_of(side.engine), limits, replicas=replicas).reductions
 
 
 @pytest.mark.sample
@@ -356,6 +358,8 @@ def _hierarchical(stage: int) -> None:
         sent.append({dtype for dtype, total in kinds if total is not None})
     assert_equal(*found)
     assert sent == [{torch.float32}, {torch.bfloat16}]
+    moved, planned = _moved(stage, "auto", 1, node=node, comm={"hybrid_shard": "node"})
+    assert moved == planned > 0
 
 
 @pytest.mark.parametrize("stage", [0, 3])
