@@ -267,14 +267,21 @@ class Watchdog:
         else ``None``. Checks twice, a few seconds apart."""
         if self._rank % (1 + self._world_size // ASKING):
             return None  # the asking ranks raise and so tell the others
-        return self._stays(self._stuck, default=None)
+        if (waits := self._stays(self._stuck, default=None)) is None:
+            return None
+        within(ANSWER_S, lambda: self._store.set(f"{self._prefix}/stuck", json.dumps(waits)), None)
+        return [wait.partition(": ")[2] for wait in waits]
 
     def _stuck(self) -> list[str] | None:
-        """Return each rank's wait, by label, if some rank has not sent the message of each; else ``None``."""
+        """Return each rank's wait if some rank has not sent the message of each; else ``None``."""
+        if self._store.check([f"{self._prefix}/stuck"]) and (watched := self._watched()) is not None:
+            told: list[str] = json.loads(self._store.get(f"{self._prefix}/stuck"))
+            if told[self._rank] == watched.waiting:
+                return told  # another rank has found it, has raised, and waits no longer
         waits = self._waits()
         if waits is None:
             return None
-        labels, counts = [], []
+        counts = []
         for rank, wait in enumerate(waits):
             key = f"{self._key(rank)}/stuck"
             if not self._store.check([key]):
@@ -282,12 +289,12 @@ class Watchdog:
             found, asked = json.loads(self._store.get(key))
             if found != wait:
                 return None
-            labels.append(wait.partition(": ")[2])
             counts.append(asked)
-        for asked, label in zip(counts, labels, strict=True):
+        for asked, wait in zip(counts, waits, strict=True):
+            label = wait.partition(": ")[2]
             if all(other.get(label, 0) >= asked.get(label, 0) for other in counts):
                 return None  # all have sent it: it is on its way
-        return labels
+        return waits
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
         """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``."""

@@ -39,14 +39,18 @@ NAMES = {
 
 
 @contextlib.contextmanager
-def asked_soon() -> Iterator[None]:
-    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
+def asked_soon(later: float = 0.0) -> Iterator[None]:
+    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5 + later * dist.get_rank()):
         yield
 
 
-def alone(what: str, stage: int) -> str:
-    with asked_soon():
+KEPT: list[Sharded] = []  # goes on to post what it does
+
+
+def alone(what: str, stage: int, later: float = 0.0) -> str:
+    with asked_soon(later):
         side = Sharded(Model(), stage=stage, stall_timeout_s=3600.0)
+        KEPT.append(side)
         language_work(side, 0)
         side.step()
         side.engine.passes.calls_meet = True  # as under the Trainer
@@ -66,6 +70,10 @@ def test_what_one_rank_does_alone_is_named_on_all(what: str, stage: int) -> None
     for said in in_a_pool(alone, what, stage):
         assert f"rank 0: between passes, waits for '{NAMES[what]}'" in said
         assert "rank 1: between passes, waits for 'a small reduction'" in said
+
+
+def test_a_rank_that_asks_when_the_other_has_raised_is_told() -> None:
+    assert len({said.partition(", and some rank")[2] for said in in_a_pool(alone, "gather", 3, 6.0)}) == 1
 
 
 class Saves(Lit):
