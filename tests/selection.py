@@ -7,6 +7,7 @@ import inspect
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ TIERS = {
 
 # Where a subject is shown. The default tier shows it in one place, another one for each test.
 AXES = {"world", "stage", "row", "plain", "offload"}
+_NONE = SimpleNamespace(params={})
 
 
 def pairwise_places(cases: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -48,11 +50,12 @@ def choose(items: Sequence[pytest.Item], tier: str) -> list[pytest.Item]:
 
     The default tier takes as few cases as are needed for every value of every parameter to occur (of ``AXES`` only for
     a test with the mark ``smoke``), of those without the mark ``full`` for which the predicate of ``mainly`` holds. Of
-    a test with the mark ``sample`` it takes one.
+    a test with the mark ``sample`` it takes one, and the one that has least in common with it.
     """
     main = [item for item in items if not _is_full(item)]
     if any(item.get_closest_marker("sample") for item in main):
-        chosen = [max(main, key=_lot)]
+        first = max(main, key=_lot)
+        chosen = [first, min(main, key=lambda item: (len(_values(item) & _values(first)), -_lot(item)))]
     else:
         held = [_parameters(item) for item in main]
         chosen = [main[place] for place in _covering(held, [_lot(item) for item in main])]
@@ -101,6 +104,10 @@ def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
             given = {",".join(given): list(given.values())}
         shown |= {(name, repr(value)) for name, value in given.items() if name not in AXES or _is_smoke(item)}
     return shown | {(name, repr(value)) for name, value in values.items()}
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for name, value in getattr(item, "callspec", _NONE).params.items()}
 
 
 def _lot(item: pytest.Item) -> int:

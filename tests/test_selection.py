@@ -37,6 +37,11 @@ def test_product(a, b): ...
 @pytest.mark.parametrize("a", [pytest.param(0, marks=pytest.mark.full), 1, 2])
 def test_sampled(a): ...
 
+@pytest.mark.sample
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [3, 4, 5])
+def test_pair(a, b): ...
+
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.mainly(lambda a: a == 2)
 def test_main(a): ...
@@ -59,7 +64,9 @@ def test_each_case_is_in_one_tier_and_the_default_one_has_every_value(tmp_path: 
     product = [name for name in found["default"] if name.startswith("test_product")]
     assert len(product) == 3
     assert all(any(value in name for name in product) for value in "xy123")
-    assert found["default"][3] in ("test_sampled[1]", "test_sampled[2]")
-    assert found["default"][4:] == ["test_main[2]"]
+    pair = [re.findall(r"\d", name) for name in found["default"] if name.startswith("test_pair")]
+    assert len(pair) == 2 and not set(pair[0]) & set(pair[1])
+    others = [name for name in found["default"] if not name.startswith(("test_pair", "test_product"))]
+    assert others == ["test_sampled[1]", "test_sampled[2]", "test_main[2]"]
     assert sorted(found["default"] + found["rest"]) == sorted(found["all"])
-    assert len(found["all"]) == 13
+    assert len(found["all"]) == 19
