@@ -7,13 +7,12 @@ import inspect
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 TIERS = {
-    "default": "one case of each subject: what make test runs",
+    "default": "few cases of each subject: what make test runs",
     "rest": "all other cases: what make test-full runs",
     "all": "both",
 }
@@ -21,7 +20,6 @@ TIERS = {
 
 # Where a subject is shown. The default tier shows it in one place, another one for each test.
 AXES = {"world", "stage", "row", "plain", "offload"}
-_NONE = SimpleNamespace(params={})
 
 
 def pairwise_places(cases: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -107,7 +105,8 @@ def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
 
 
 def _values(item: pytest.Item) -> set[tuple[str, str]]:
-    return {(name, repr(value)) for name, value in getattr(item, "callspec", _NONE).params.items()}
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return {(name, repr(value)) for name, value in params.items()}
 
 
 def _lot(item: pytest.Item) -> int:

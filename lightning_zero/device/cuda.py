@@ -20,7 +20,7 @@ class Cuda(Accelerator):
         super().__init__(with_index(device))
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise ConfigError(
-                "CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or at least 8, got 1: all streams would share one "
+                "CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or a larger one, got 1: all streams would share one "
                 "queue, so that gathers hold up compute. Unset it."
             )
 

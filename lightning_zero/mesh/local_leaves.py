@@ -32,6 +32,7 @@ class _Layout(NamedTuple):
     placement: Placement
     shape: torch.Size
     strides: tuple[int, ...]
+    by: str  # the name of the mesh
 
 
 def split_of(tensor: Tensor) -> Split | None:
@@ -97,7 +98,7 @@ def _layout(name: str, param: DTensor, sizes: Mapping[str, int]) -> _Layout:
             f"{' or '.join(map(str, sizes.values()))} adjacent ranks. Pass that to parallelize_module, and leave data "
             "parallelism to lightning_zero."
         )
-    return _Layout(mesh, param.placements[0], param.shape, param.stride())
+    return _Layout(mesh, param.placements[0], param.shape, param.stride(), by)
 
 
 def _leaf(name: str, param: DTensor, layout: _Layout) -> nn.Parameter:
@@ -121,8 +122,7 @@ def _split(layout: _Layout) -> Split:
     chunks, _ = layout.placement._split_tensor(numbers, layout.mesh.size(), with_padding=False)  # type: ignore[attr-defined]
     runs = tuple(_runs(chunk.flatten().tolist()) for chunk in chunks)
     runs += ((),) * (layout.mesh.size() - len(runs))  # ranks without any, which are refused
-    assert layout.mesh.mesh_dim_names is not None
-    return Split(tuple(layout.shape), dim, runs, layout.mesh.get_local_rank(), layout.mesh.mesh_dim_names[0])
+    return Split(tuple(layout.shape), dim, runs, layout.mesh.get_local_rank(), layout.by)
 
 
 def _runs(indices: list[int]) -> tuple[Run, ...]:

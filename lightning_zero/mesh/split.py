@@ -44,7 +44,7 @@ class Split:
     dim: int
     runs: tuple[tuple[Run, ...], ...]
     part: int
-    by: str = "tensor_parallel"
+    by: str
 
     @property
     def parts(self) -> int:

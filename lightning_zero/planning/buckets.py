@@ -126,7 +126,7 @@ class BucketPlan:
 
     @property
     def sent_itemsize(self) -> int:
-        """Return the bytes per element of what is sent to the device. Masters in host memory are cast only there."""
+        """Return the bytes per element of what is sent to the device, which casts masters that lie in host memory."""
         as_master = self.trainable and self.tiers.master is Tier.host and self.tiers.compute_param is not Tier.nvme
         return self.itemsizes.master if as_master else self.itemsizes.compute
 

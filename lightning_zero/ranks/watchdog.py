@@ -269,13 +269,13 @@ class Watchdog:
             return None  # the asking ranks raise and so tell the others
         if (waits := self._stays(self._stuck, default=None)) is None:
             return None
-        within(ANSWER_S, lambda: self._store.set(f"{self._prefix}/stuck", json.dumps(waits)), None)
+        within(ANSWER_S, lambda: self._store.set(f"{self._prefix}/nobody_comes", json.dumps(waits)), None)
         return [wait.partition(": ")[2] for wait in waits]
 
     def _stuck(self) -> list[str] | None:
         """Return each rank's wait if some rank has not sent the message of each; else ``None``."""
-        if self._store.check([f"{self._prefix}/stuck"]) and (watched := self._watched()) is not None:
-            told: list[str] = json.loads(self._store.get(f"{self._prefix}/stuck"))
+        if self._store.check([f"{self._prefix}/nobody_comes"]) and (watched := self._watched()) is not None:
+            told: list[str] = json.loads(self._store.get(f"{self._prefix}/nobody_comes"))
             if told[self._rank] == watched.waiting:
                 return told  # another rank has found it, has raised, and waits no longer
         waits = self._waits()

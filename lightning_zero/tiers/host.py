@@ -60,7 +60,7 @@ class HostTier:
                 pages = HostPages(total, self.accelerator)
             except OSError as error:
                 raise _host_error(total, f"the system refused it ({error})") from error
-            if not self.accelerator.has_streams:  # else pinned, so taken
+            if not self.accelerator.has_streams:  # pinned pages are taken already
                 pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is left
             slab = _Slab(pages, total, len(extents))
             self._held |= {e: (slab, pages.tensor(e.offset, e.dtype, e.numel)) for e in extents}

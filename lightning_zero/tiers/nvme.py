@@ -87,7 +87,8 @@ class NvmeTier:
             undo.pop_all()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
         self._regions = Regions()
-        # What stays holds no raised error: its traceback leads to the engine, whose end this object has to see.
+        # Keep no error that is raised: its traceback holds the engine, whose finalizer holds this tier, so that the
+        # engine would never be freed.
         self._last: dict[Extent, threading.Event | None] = {}  # of every reserved extent: its last operation has ended
         self._spoiled: dict[Extent, BaseException] = {}  # extents whose last write failed
         self._nbytes = 0

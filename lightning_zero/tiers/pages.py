@@ -45,7 +45,7 @@ class HostPages:
             self.bytes: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self._pinned_for: Accelerator | None = None
         if accelerator.has_streams and nbytes:
-            self.bytes.zero_()  # takes the pages on all cores: pinning would take them on one
+            self.bytes.zero_()  # faults the pages in on all cores; pinning would use one
             try:
                 accelerator.pin(self.bytes)
             except MemoryError as error:

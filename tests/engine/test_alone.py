@@ -44,7 +44,7 @@ def asked_soon(later: float = 0.0) -> Iterator[None]:
         yield
 
 
-KEPT: list[Sharded] = []  # goes on to post what it does
+KEPT: list[Sharded] = []  # whose watchdogs go on to post what their rank does
 
 
 def alone(what: str, stage: int, later: float = 0.0) -> str:

@@ -380,7 +380,7 @@ def test_pages_are_taken_before_they_are_pinned() -> None:
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or at least 8, got 1"):
+    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or a larger one, got 1"):
         accelerator_of(torch.device("cuda", 0))
 
 

@@ -239,7 +239,7 @@ class AfterStep:
         False too if a step has failed, or this rank is issuing syncs already."""
         if self._failed is not None or self._issuing:
             return False
-        # Not to be raised here: each raise makes the error's traceback longer, and it would hold what waits.
+        # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.
         if any(bucket.awaited_step.has_failed for _, buckets in self._pending_syncs for bucket in buckets):
             return False
         try:

@@ -174,8 +174,8 @@ def _make_tiers(
         own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
         now = sum(counts[sharded] for sharded in own if sharded.has_stepped(bucket))
         later = sum(counts[sharded] for sharded in own)
-        under = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
-        held.append(Held(bucket.plan, now, later, under(None), under))
+        whole = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
+        held.append(Held(bucket.plan, now, later, whole(None), whole))
     return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
 
 
