@@ -57,7 +57,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCH_CPP_LOG_LEVEL"}  # the main job sets the second for its whole process
+# The main job sets the second for its whole process, and the import of Lightning the third.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCH_CPP_LOG_LEVEL", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
 @pytest.fixture(scope="session", autouse=True)

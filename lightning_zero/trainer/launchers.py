@@ -12,6 +12,7 @@ the weights back to the notebook. Not everything survives a fork::
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -96,8 +97,16 @@ class Forking:
         self._strategy._end_forked(failed=False)
 
 
+class StartLauncher(ScriptLauncher):
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if not self.cluster_environment.creates_processes_externally:
+            _check_checkpoint(function, args, kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
 class ForkLauncher(Forking, ForkingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _check_checkpoint(function, args, kwargs)
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None
         if engine is not None:
@@ -121,7 +130,15 @@ class ForkLauncher(Forking, ForkingLauncher):
         return ForkedResult(best, path, trainer.state, results, self.get_extra_results(trainer))
 
 
-TRAINERS = (ScriptLauncher, ForkLauncher)
+TRAINERS = (StartLauncher, ForkLauncher)
+
+
+def _check_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError if ``function``, such as the body of ``Trainer.fit``, would load a file that is not there."""
+    path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+    is_name = path in (None, "best", "last", "hpc") or str(path).startswith("registry") or "://" in str(path)
+    if not is_name and not os.path.exists(path):
+        raise ConfigError(f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path.")
 
 
 def _refuse_fork() -> None:
