@@ -339,19 +339,26 @@ def said_in_a_sentence(error: Exception) -> bool:
     from lightning_zero.ranks.peers import PeerError
     from lightning_zero.trainer.interruptions import failed_on_all_ranks
 
-    on_all = failed_on_all_ranks(error)
     on_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    if not (on_all or on_disk or isinstance(error, PeerError)):
+    if not (failed_on_all_ranks(error) or on_disk or isinstance(error, PeerError)):
         return False
-    if not on_all or os.environ.get("LOCAL_RANK", "0") == "0":  # one of the ranks of a node says it
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    _say(f"error: {error}")
     return True
+
+
+def _say(text: str) -> None:
+    if "torch" not in sys.modules:
+        print(text, file=sys.stderr, flush=True)
+        return
+    from lightning_zero.ranks.mailbox import say_once
+
+    say_once(text)
 
 
 def _refuse(message: str, *, final: bool = True) -> None:
     if final:
         write_outcome(REFUSED)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    _say(f"error: {message}")
     raise SystemExit(2)
 
 

@@ -10,7 +10,7 @@
                watchdog      a thread that ends a rank which waits for a dead one
                peers         which rank is gone, and who found out
                messages      what ranks send each other, as JSON
-               mailbox       messages to rank 0 for which nobody waits
+               mailbox       messages to rank 0 for which nobody waits; a text of all ranks, printed once
                progress      shows the progress of long work
     again      resume        names a job across restarts, finds its last checkpoint, tells its script how it ended
 """

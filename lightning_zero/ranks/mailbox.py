@@ -1,17 +1,22 @@
-"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train."""
+"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train. And prints
+for all ranks what each of them has to say."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_zero.ranks.messages import dumps, loads
-from lightning_zero.ranks.watchdog import connection_of_its_own
+from lightning_zero.ranks.watchdog import connection_of_its_own, within
 
 EVERY_S = 0.05
+SAID_S = 2.0
 
 
 class Mailbox:
@@ -49,3 +54,28 @@ class Mailbox:
             if missing:
                 time.sleep(EVERY_S)
         return [found[rank] for rank in range(self._world_size)]
+
+
+def say_once(text: str) -> None:
+    """Print ``text`` on stderr, on rank 0 alone if all ranks call this within :data:`SAID_S`, else on all that do."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
+
+    def meet() -> bool:
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone, and its store
+            store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+            if not rank:
+                store.set(key, "")
+                store.get(f"{key}/all")  # the store ends with this process
+            else:
+                store.get(key)
+                if store.add(f"{key}/heard", 1) == ranks - 1:
+                    store.set(f"{key}/all", "")
+            return True
+        return False
+
+    if not rank:
+        print(text, file=sys.stderr, flush=True)
+    # Rank 0 stays longer: a launcher may end the others with it, and they print what it has not said.
+    if ranks > 1 and not within(SAID_S if rank else 2 * SAID_S, meet, False) and rank:
+        print(text, file=sys.stderr, flush=True)
