@@ -467,13 +467,15 @@ class Communicator:
         if self._groups is None:
             return tensor
         host = tensor.device.type == "cpu"
-        self._note("control", str(op), issued="control" if host else "control on the device")
+        kind = "control" if host else "control on the device"
+        self._note("control", str(op), issued=kind)
         if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
-        groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
         # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
-        for group in groups:
+        groups = self._groups.rounds if host else [self._groups.reduce, self._groups.replicate]
+        for number, group in enumerate(groups):
             if group is not None:
+                self._groups.issued[kind] += number > 0  # an exception may end the messages in their midst
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
         return tensor
 

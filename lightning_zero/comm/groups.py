@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from lightning_zero.planning.topology import Topology
+from lightning_zero.planning.topology import Topology, rounds_of
 from lightning_zero.ranks.waits import Waits
 
 # Timeout of messages on a device: long, because other ranks may queue messages while one works alone; finite, because
@@ -60,6 +60,7 @@ class Groups:
     replicate: Any  # ranks with the same shards on other nodes
     node_gather: Any  # ranks of this node, which share the slices that units keep until the backward
     control: Any  # host-side, all ranks
+    rounds: list[Any]  # host-side, for a maximum or sum over all ranks: see ``rounds_of``
     issued: Counter[str] = field(default_factory=Counter)  # operations of this rank, each of :data:`OPERATIONS`
     user: Callable[[], object | None] = lambda: None  # gives the communicator, or None when it is gone
 
@@ -83,13 +84,16 @@ class Groups:
             return make_group(members, name, backend, kind.stall_timeout_s) if wanted else None
 
         # All ranks make their groups in this order. Making one is a collective, so another order would hang.
+        control = new(ranks, "control", host_backend(parent))
+        rounds = [[ranks[r] for r in members] for members in rounds_of(rank, len(ranks))]
         return cls(
             new(shards, "gather"),
             new(shards, "reduce"),
             None if kind.in_streams else new(shards, "second half"),
             new(replicas, "replicate") if len(replicas) > 1 else None,
             new(neighbours, "node gather") if neighbours else None,
-            new(ranks, "control", host_backend(parent)),
+            control,
+            [new(some, "round", host_backend(parent)) for some in rounds] if len(rounds) > 1 else [control],
         )
 
 
