@@ -1,8 +1,8 @@
 """Breaks the package in places drawn by lot and prints the breaks that no test sees: ``make mutants``.
 
-It works in copies of the tree. A first run of the default tier notes which test reaches which function, also in
-processes that a test starts (``outputs/mutants/reached.json`` keeps it). Then each break is tried on the tests that
-reach its function, the fastest of each file first, until one fails or hangs.
+It works in copies of the tree. A first run of the default tier notes which test reaches which block, also in processes
+that a test starts (``outputs/mutants/reached.json`` keeps it). Then each break is tried on the tests that reach its
+block, the fastest of each file first, until one fails or hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ORDERED = re.compile(WAITS.pattern + r"|sync|copy|write|gather|sum_|meet|togethe
 TOUCHED = re.compile(r"([\w.\[\]]+)\.\w+\(|([\w.\[\]]+\.\w+) = |\w+\(([\w.]+)")  # what a statement may change
 QUIET = re.compile(r"warn|log|info|debug|append_note|add_note")  # a call without which numbers stay the same
 
-Reached = dict[str, tuple[float, list[str]]]  # by test: its seconds, and the functions that it reaches
+Reached = dict[str, tuple[float, list[str]]]  # by test: its seconds, and the blocks that it reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Break:
 
     file: str
     function: str
+    block: int  # the line of its first statement
     line: int
     kind: str
     start: int
@@ -57,12 +58,13 @@ class Break:
 
 
 class Finder(ast.NodeVisitor):
-    """Finds the places of one file that can be broken, and its functions."""
+    """Finds the places of one file that can be broken, and its blocks: a function's body, an ``if``'s, a loop's."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self.file, self.source = file, source
         self.breaks: list[Break] = []
-        self.functions: list[tuple[int, int, str]] = []  # where the body begins, its indent, the name
+        self.blocks: list[tuple[int, int, int]] = []  # where it begins, its indent, its line
+        self._block = 0
         self._names: list[str] = []
         self._in_function = 0
         self._lines = [0]
@@ -81,18 +83,31 @@ class Finder(ast.NodeVisitor):
         return self._place(node.end_lineno, node.end_col_offset)
 
     def _add(self, kind: str, first: ast.expr | ast.stmt, last: ast.expr | ast.stmt, text: str) -> None:
-        if self._in_function:
+        if self._block:
             start, end = self._place(first.lineno, first.col_offset), self._end(last)
             old = self.source[start:end].decode()
             name = ".".join(self._names)
-            self.breaks.append(Break(self.file, name, first.lineno, kind, start, end, old, text))
+            self.breaks.append(Break(self.file, name, self._block, first.lineno, kind, start, end, old, text))
 
     def generic_visit(self, node: ast.AST) -> None:
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list):
-                self._look_at_block(block)
-        super().generic_visit(node)
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt) and self._in_function:
+                self._visit_block(value, after=getattr(node, "lineno", 0))
+            else:
+                for each in value if isinstance(value, list) else [value]:
+                    if isinstance(each, ast.AST):
+                        self.visit(each)
+
+    def _visit_block(self, block: list[ast.stmt], after: int) -> None:
+        first, outer = block[0], self._block
+        is_elif = self._text(first).startswith("elif")
+        if first.lineno > after and not is_elif and not getattr(first, "decorator_list", None):
+            self._block = first.lineno
+            self.blocks.append((self._place(first.lineno, first.col_offset), first.col_offset, first.lineno))
+        self._look_at_block(block)
+        for statement in block:
+            self.visit(statement)
+        self._block = outer
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._names.append(node.name)
@@ -106,14 +121,7 @@ class Finder(ast.NodeVisitor):
             return
         self._names.append(node.name)
         self._in_function += 1
-        if body[0].lineno > node.lineno and not getattr(body[0], "decorator_list", None):
-            first = body[0]
-            self.functions.append(
-                (self._place(first.lineno, first.col_offset), first.col_offset, ".".join(self._names))
-            )
-        self._look_at_block(body)
-        for statement in body:
-            self.visit(statement)
+        self._visit_block(body, after=node.lineno)
         self._in_function -= 1
         self._names.pop()
 
@@ -147,7 +155,10 @@ class Finder(ast.NodeVisitor):
         return shares or ORDERED.search(names) is not None
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv) and not isinstance(node.left, ast.List | ast.Tuple):
+        is_path = isinstance(node.op, ast.Div) and re.search(r"path|folder|target|name", self._text(node))
+        if isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv) and not (
+            isinstance(node.left, ast.List | ast.Tuple) or is_path
+        ):
             self._add("no factor", node, node, f"({self._text(node.left)})")
         if isinstance(node.op, ast.Add | ast.Sub) and isinstance(node.right, ast.Constant | ast.Name):
             self._add("no summand", node, node, f"({self._text(node.left)})")
@@ -216,8 +227,8 @@ def make_map(jobs: int, args: list[str]) -> Reached:
     with copy_of_tree() as tree:
         for finder in find():
             source = finder.source
-            for start, indent, name in sorted(finder.functions, reverse=True):
-                call = f'__import__("tests.mutants_recorder").mutants_recorder.reached("{finder.file}::{name}")'
+            for start, indent, line in sorted(finder.blocks, reverse=True):
+                call = f'__import__("tests.mutants_recorder").mutants_recorder.reached("{finder.file}:{line}")'
                 source = source[:start] + f"{call}\n{' ' * indent}".encode() + source[start:]
             (tree / finder.file).write_bytes(source)
         args = ["-p", "tests.mutants_recorder", "-n", str(jobs), "--dist", "worksteal", *args]
@@ -238,8 +249,8 @@ def make_map(jobs: int, args: list[str]) -> Reached:
 
 
 def choose(tests: Reached, broken: Break, seconds: float) -> list[str]:
-    """Give tests that reach the broken function, for ``seconds``: a case of each test first, of each file by turns."""
-    place = f"{broken.file}::{broken.function}"
+    """Give tests that reach the broken block, for ``seconds``: a case of each test first, of each file by turns."""
+    place = f"{broken.file}:{broken.block}"
     cases, of_file = Counter[str](), Counter[tuple[int, str]]()
     ranked: list[tuple[int, int, float, str]] = []
     for cost, name in sorted((cost, name) for name, (cost, places) in tests.items() if place in places):
