@@ -25,14 +25,14 @@ class Share(NamedTuple):
 def share_of_machine(comm: Communicator) -> Share:
     """Find this rank's index on its machine, the number of ranks there, and this rank's cores. Collective."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    local_rank, local_ranks = neighbours(comm, machine())
+    local_rank, in_group = neighbours(comm, machine())
     # A launcher may have given each rank separate cores, or all ranks the same ones.
     _, on_these_cores = neighbours(comm, f"{machine()} {cores}")
     # The group may be only a part of the job.
     place = launched()
-    local_ranks = max(local_ranks, (place.local_world_size if place is not None else None) or 1)
+    local_ranks = max(in_group, (place.local_world_size if place is not None else None) or 1)
     if on_these_cores > 1:
-        on_these_cores = max(on_these_cores, local_ranks)
+        on_these_cores = on_these_cores * local_ranks // in_group
     cpus = available_cpus()
     return Share(local_rank, local_ranks, max(1, cpus // on_these_cores))
 

@@ -4,7 +4,7 @@
 
     accelerator   the interface; its base class is the host, where everything happens at once
     cuda          a GPU, and which GPUs a host has
-    host_threads  how many threads torch's kernels on the host use
+    host_threads  on which cores threads run, and how many torch's kernels on the host use
     recording     what compute waits for, how many bytes move, and when
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,6 +125,18 @@ def is_in_use() -> bool:
 def gpu_nbytes() -> int:
     """Return the bytes of memory of the first GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def near_cores(device: torch.device, system: Path = Path("/sys")) -> set[int]:
+    """Return the cores on the NUMA node of a GPU; none if the kernel does not say, as in some virtual machines."""
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        text = (system / "bus/pci/devices" / address / "local_cpulist").read_text()
+    except OSError:
+        return set()
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def nccl_version() -> tuple[int, ...]:

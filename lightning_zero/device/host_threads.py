@@ -1,11 +1,15 @@
-"""Sets how many threads torch's kernels use for calls of one thread. ``torch.set_num_threads`` also sets the number for
-later threads: a thread that has never asked for its number takes the last set one at its first kernel."""
+"""Sets which cores threads run on, and how many threads torch's kernels use for calls of one thread.
+
+``torch.set_num_threads`` also sets the number for later threads: a thread that has never asked for its number takes the
+last set one at its first kernel.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -17,6 +21,14 @@ def set_own_threads(count: int) -> None:
     if torch.get_num_threads() != count:  # this call asks for the number first
         with setting_threads():
             torch.set_num_threads(count)
+
+
+def bind_to(cores: Collection[int]) -> None:
+    """Let this process run only on those of its cores that are among ``cores``. Changes nothing if none is."""
+    if hasattr(os, "sched_setaffinity") and (common := os.sched_getaffinity(0).intersection(cores)):
+        for thread in os.listdir("/proc/self/task"):  # later threads run where the one runs that starts them
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), common)
 
 
 @contextlib.contextmanager

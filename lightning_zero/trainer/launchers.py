@@ -136,8 +136,9 @@ TRAINERS = (StartLauncher, ForkLauncher)
 def _check_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ConfigError if ``function``, such as the body of ``Trainer.fit``, would load a file that is not there."""
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-    is_name = path in (None, "best", "last", "hpc") or str(path).startswith("registry") or "://" in str(path)
-    if not is_name and not os.path.exists(path):
+    if path is None or str(path) in ("best", "last", "hpc") or str(path).startswith("registry") or "://" in str(path):
+        return
+    if not os.path.exists(path):
         raise ConfigError(f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path.")
 
 

@@ -19,10 +19,11 @@ def printed(text: str) -> str:
 
 
 @on_ranks(2, 3)
-def test_a_text_of_all_ranks_is_printed_once_and_any_other_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_all_ranks_is_printed_once_and_any_other_by_each() -> None:
     rank = dist.get_rank()
     assert printed("all ranks fail alike") == ("" if rank else "all ranks fail alike\n")
-    monkeypatch.setattr(mailbox, "SAID_S", 0.2)
-    assert printed(f"rank {rank} fails") == f"rank {rank} fails\n"
-    if rank == 1:
-        assert printed("this rank alone fails") == "this rank alone fails\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox, "SAID_S", 0.2)
+        assert printed(f"rank {rank} fails") == f"rank {rank} fails\n"
+        if rank == 1:
+            assert printed("this rank alone fails") == "this rank alone fails\n"
