@@ -59,7 +59,8 @@ def main() -> None:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             mp.start_processes(measure, (ranks, store.port, folder), nprocs=ranks, start_method="fork")
             with open(f"{folder}/row") as file:
-                rows.append({"ranks": ranks, **dict(zip(("rounds, ms", "ring, ms", "ratio"), file.read().split()))})
+                found = file.read().split()
+            rows.append({"ranks": ranks, **dict(zip(("rounds, ms", "ring, ms", "ratio"), found, strict=True))})
     print(table(rows))
 
 

@@ -4,10 +4,11 @@
     python -m benchmarks.gpu --only rates,7b --budget 540   # some of them, in one call of their own
     python -m benchmarks.gpu --tiny                         # on a CPU, in seconds: that it runs at all
 
-Parts are the tests marked ``gpu``, the rates of compute, memory, link and disk, and rows: one way to train one size of
-a GPT, each in a fresh process, so that its memory and its crash are its own. Where they fit side by side, the bare
-module and FSDP2 stay in their processes and take turns with each row on the same batches. A part that the rest of the
-budget does not hold is listed as not run; one that fails is a line with its error.
+Parts are the tests marked ``gpu``, the rates of compute, memory, link and disk, whether all stages and rows end with
+the same bits (``bits``, also while streams are late), torch's ``sanitizer``, the Trainer (``trainer``), and rows: one
+way to train one size of a GPT, each in a fresh process, so that its memory and its crash are its own. Where they fit
+side by side, the bare module and FSDP2 stay in their processes and take turns with each row on the same batches. A part
+that the rest of the budget does not hold is listed as not run; one that fails is a line with its error.
 
 The folder gets ``results.jsonl`` (a line for each part), ``table.md``, ``tests.txt`` and ``traces-*.tar``: a timeline
 for each row, to be opened in Perfetto or chrome://tracing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.bounds import OPTIMIZER_IN_FILES, bounds, phi
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.output import Output
-from benchmarks.gpu.plan import Part, Row
+from benchmarks.gpu.plan import SIZES, Part, Row
 from benchmarks.gpu.worker import CutError, RowError, Worker, context
 
 MARGIN_S = 4.0  # to end the last part and to write
@@ -108,12 +109,27 @@ class Check:
             return gpu_tests.run(self.output.folder / "tests.txt", limit)
         if part.row is not None:
             return self._row(part.row, deadline)
+        if part.kind != "rates":
+            return self._asked(part, deadline)
         worker = Worker({"device": self.device, "folder": self.folder}, self._processes)
         try:
             self._rates = worker.ask("rates", deadline)
         finally:
             worker.close()
         return {"status": "ok", "rates": {name: float(f"{rate:.4g}") for name, rate in self._rates.items()}}
+
+    def _asked(self, part: Part, deadline: float) -> dict[str, Any]:
+        """Ask a process of its own. Bits that differ and races are errors."""
+        self._end_peers()
+        spec = {"device": self.device, "folder": self.folder, "size": asdict(SIZES[part.fields["size"]])}
+        worker = Worker(spec, self._processes)
+        try:
+            found = worker.ask(part.kind, deadline, seconds=part.estimate_s)
+        finally:
+            worker.close()
+        wrong = [key for key in ("other_bits", "other_bits_late", "races") if found.get(key)]
+        said = "; ".join(f"{key}: {found[key]}" for key in wrong)
+        return {"status": "error" if wrong else "ok", **found, **({"error": said} if wrong else {})}
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +145,7 @@ class Check:
             self._found[row.size.name, row.name] = found
             found |= self._judge(row, found)
             found |= self._extras(row, worker, found["step_ms"] / 1e3, deadline)
+            self._found[row.size.name, row.name] = found
             stays = row.is_peer and row.size.together and "extras_error" not in found
         finally:
             if stays:
@@ -139,7 +156,8 @@ class Check:
 
     def _race(self, row: Row, worker: Worker, deadline: float) -> dict[str, Any]:
         """Turns with the peers that there are; each round begins with another side."""
-        sides = {row.name: worker, **{name: peer for name, (_, peer) in self._peers.items()}}
+        peers = [] if row.compiled else list(self._peers)
+        sides = {row.name: worker, **{name: self._peers[name][1] for name in peers}}
         steps: dict[str, list[list[float]]] = {name: [] for name in sides}
         forward_backward: list[float] = []
         for number in range(row.rounds):
@@ -156,7 +174,7 @@ class Check:
         own = statistics.median(times)
         ratios = {
             f"vs_{name}": round(statistics.median(map(_ratio, steps[name], steps[row.name])), 3)
-            for name in self._peers
+            for name in peers
             if len(steps[name]) == row.rounds
         }
         return {
@@ -165,7 +183,7 @@ class Check:
             "forward_backward_ms": _digits(statistics.median(forward_backward) * 1e3),
             "tokens_per_s": round(row.size.tokens / own),
             "micro_batch": row.size.micro_batch,
-            "alternated_with": list(self._peers),
+            "alternated_with": [name for name in peers if name in self._peers],
             **ratios,
         }
 
@@ -192,7 +210,7 @@ class Check:
         if "matmul" in self._rates:
             judged["of_matmul"] = round(size.flops / step_s / self._rates["matmul"], 3)
         for peer in ("fsdp2", "bare"):
-            other = self._found.get((size.name, peer))
+            other = self._found.get((size.name, f"{peer}+compiled" if row.compiled else peer))
             if other is not None and peer != row.name and f"vs_{peer}" not in found:
                 judged[f"vs_{peer}"] = round(other["step_ms"] / found["step_ms"], 3)
         bare = self._found.get((size.name, "bare"))
@@ -228,6 +246,10 @@ class Check:
         try:
             found |= worker.ask("memory", deadline)
             found |= worker.ask("waits", deadline)
+            found |= worker.ask("host_time", deadline)
+            bare = self._found.get((row.size.name, "bare"), {}).get("host_ms")
+            if bare is not None and row.side != "bare" and not row.compiled:
+                found["host_us_per_unit"] = _digits((found["host_ms"] - bare) / row.size.n_layer * 1e3)
             found |= worker.ask("timeline", deadline, path=str(path))
             name = f"{row.size.name}-{row.name}.json.gz"
             found["timeline"] = self.output.add_timeline(path, name)

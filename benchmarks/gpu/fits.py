@@ -70,7 +70,7 @@ def _plans(row: Row) -> list[BucketPlan]:
 
 
 def _at_rest(row: Row) -> int:
-    if row.is_peer:
+    if not row.is_ours:
         return 12 * row.size.parameters  # parameters and the state of Adam; gradients are dropped
     return memory.on_tier(memory.planned_bytes(_plans(row)), Tier.device)
 
@@ -79,7 +79,7 @@ def _at_peak(row: Row) -> int:
     size = row.size
     blocks = size.n_layer * BLOCK_INPUT + BLOCK if size.recompute else size.n_layer * BLOCK
     activations = size.tokens * (size.d_model * blocks + size.vocab_size * LOGIT)
-    if row.is_peer:  # behind the forward, with weights that were cast for the backward; or behind that
+    if not row.is_ours:  # behind the forward, with weights that were cast for the backward; or behind that
         cast = 0 if size.recompute else size.itemsize * size.parameters
         return _at_rest(row) + max(4 * size.parameters, activations + cast)
     settings = ZeroConfig()

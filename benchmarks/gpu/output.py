@@ -33,6 +33,7 @@ COLUMNS = (
     ("bound_by", "bound by"),
     ("host_waits", "host waits"),
     ("host_waits_ms", "waited ms"),
+    ("host_us_per_unit", "host us per unit"),
     ("loss_difference", "loss differs by"),
 )
 
@@ -86,6 +87,10 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     for record in of["rates"]:
         found = [f"{key} {value / 1e9:.4g}" for key, value in record.get("rates", {}).items()]
         lines += ["", "Rates (10^9 per second): " + (", ".join(found) or record["status"])]
+    for record in records:
+        if record["part"] in ("bits", "sanitizer", "trainer") and record["status"] != "not run":
+            found = [f"{key} {value}" for key, value in record.items() if key not in ("part", "name", "size", "error")]
+            lines += ["", f"{record['name']}: " + ", ".join(found)]
     rows = [r for r in of["row"] if r["status"] != "not run"]
     if rows:
         lines += ["", *_markdown(rows)]

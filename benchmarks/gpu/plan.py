@@ -61,10 +61,16 @@ SIZES = {
         Size("1b", 32768, 18, 16, 2048, 1024, 16),
         Size("3b", 32768, 24, 24, 3072, 2048, 8, recompute=True, together=False),
         Size("7b", 32768, 32, 32, 4096, 2048, 8, recompute=True, together=False, reduce_dtype="bf16"),
+        Size("bits", 4096, 4, 8, 512, 256, 4),
         Size("tiny", 64, 2, 2, 32, 16, 2, precision="fp32"),
         Size("tiny-alone", 64, 2, 2, 32, 16, 2, recompute=True, together=False),
     )
 }
+
+
+BITS = "bits of stages and rows, also while streams are late"
+SANITIZER = "torch's sanitizer of streams"
+TRAINER = "the Trainer with zero3 beside the Trainer alone"
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Row:
         side: ``bare``, ``fsdp2``, or ``zero<stage>``.
         offload: a row of ``zero/offload``.
         alone: with ``LIGHTNING_ZERO_EVEN_ALONE=1``: messages go through the library also on one rank.
+        compiled: blocks are compiled, on all sides.
         estimate_s: how long the whole row takes on the machine that this is for.
     """
 
@@ -82,6 +89,7 @@ class Row:
     side: str
     offload: str = "none"
     alone: bool = False
+    compiled: bool = False
     estimate_s: float = 20.0
     warm_up: int = 2
     rounds: int = 3
@@ -90,11 +98,15 @@ class Row:
     @property
     def name(self) -> str:
         option = f"+{self.offload}" if self.offload != "none" else ""
-        return self.side + option + ("+even_alone" if self.alone else "")
+        return self.side + option + ("+even_alone" if self.alone else "") + ("+compiled" if self.compiled else "")
+
+    @property
+    def is_ours(self) -> bool:
+        return self.side.startswith("zero")
 
     @property
     def is_peer(self) -> bool:
-        return self.side in ("bare", "fsdp2")
+        return not (self.is_ours or self.compiled)
 
     def spec(self, device: str, folder: str) -> dict[str, Any]:
         """What its process is told."""
@@ -103,13 +115,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """Something that runs or does not: the tests, the rates, or one row.
+    """Something that runs or does not: the tests, the rates, one row, or a question to :mod:`benchmarks.gpu.side`.
 
     Attributes:
         why_not: why it does not run; empty where it may.
     """
 
-    kind: str  # tests, rates, row
+    kind: str  # tests, rates, row; bits, sanitizer, trainer: a method of Side
     name: str
     estimate_s: float
     row: Row | None = None
@@ -122,8 +134,13 @@ def _row(size: str, side: str, estimate_s: float, **options: Any) -> Part:
     return Part("row", f"{size} {row.name}", estimate_s, row, {"size": size, "side": row.name})
 
 
+def _asked(kind: str, name: str, size: str, estimate_s: float) -> Part:
+    return Part(kind, f"{size}: {name}", estimate_s, fields={"size": size})
+
+
 def parts(tests_s: float = 130.0) -> list[Part]:
     """All parts, the most worth first. A peer stands before the rows that are compared with it."""
+    compiled: dict[str, Any] = {"compiled": True, "rounds": 1, "warm_up": 3}
     alone, once = {"alone": True}, {"rounds": 1, "warm_up": 1, "steps": 2}
     return [
         Part("tests", "tests marked gpu", tests_s),
@@ -134,6 +151,8 @@ def parts(tests_s: float = 130.0) -> list[Part]:
         _row("1b", "zero3", 35, offload="optimizer_cpu"),
         _row("1b", "zero3", 35, offload="cpu"),
         _row("1b", "zero3", 22, **alone),
+        _asked("bits", BITS, "bits", 30),
+        _asked("trainer", TRAINER, "1b", 40),
         _row("3b", "bare", 18, rounds=1),
         _row("3b", "zero3", 22, rounds=1),
         _row("7b", "bare", 32, rounds=1),
@@ -142,6 +161,8 @@ def parts(tests_s: float = 130.0) -> list[Part]:
         _row("7b", "fsdp2", 36, rounds=1),
         _row("3b", "fsdp2", 20, rounds=1),
         _row("1b", "zero3", 75, offload="nvme", **once),
+        *(_row("1b", side, 45, **compiled) for side in ("bare", "fsdp2", "zero3")),
+        _asked("sanitizer", SANITIZER, "bits", 30),
         *(_row("1b", f"zero{stage}", 20) for stage in (0, 1, 2)),
         _row("0.1b", "bare", 9),
         _row("0.1b", "fsdp2", 10),
@@ -168,4 +189,8 @@ def tiny_parts() -> list[Part]:
         _row("tiny", "zero3", alone=True, **few),
         _row("tiny-alone", "bare", **few),
         _row("tiny-alone", "zero1", **few),
+        _row("tiny-alone", "zero3", compiled=True, **few | {"estimate_s": 60.0}),
+        _asked("bits", BITS, "tiny", 20),
+        _asked("sanitizer", SANITIZER, "tiny", 20),
+        _asked("trainer", TRAINER, "tiny", 60),
     ]

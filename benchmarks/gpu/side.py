@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_zero.engine
 from benchmarks import rates
-from benchmarks.gpu import trace
+from benchmarks.gpu import exact, fit, trace
 from benchmarks.gpu.model import Block, loss_of, make_model
 from benchmarks.gpu.plan import Size
 from lightning_zero.config import MIB
@@ -40,6 +40,7 @@ from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 
 BATCHES = 4  # different ones, in turn
 PROFILED_STEPS = 2
+HOST_STEPS = 5
 SMALL = (1, 9)  # sequences, tokens: activations are next to nothing
 ERROR_LINES = 30
 
@@ -104,7 +105,7 @@ class Side:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
-        self.size = Size(**spec["size"]) if "size" in spec else None
+        self.size: Size | None = Size(**spec["size"]) if "size" in spec else None
         self.device = spec["device"]
         self.cuda = self.device == "cuda"
         self.count = 0
@@ -118,6 +119,20 @@ class Side:
 
     def rates(self) -> dict[str, float]:
         return measure_rates(self.device, self.spec["folder"])
+
+    def bits(self, seconds: float) -> dict[str, Any]:
+        """See :func:`benchmarks.gpu.exact.compare`; for so many seconds."""
+        return exact.compare(self._asked_for(), self.device, time.monotonic() + seconds, seeds=5)
+
+    def sanitizer(self, seconds: float) -> dict[str, Any]:
+        return exact.sanitize(self._asked_for(), self.device)
+
+    def trainer(self, seconds: float) -> dict[str, Any]:
+        return fit.measure(self._asked_for(), self.device, self.spec["folder"])
+
+    def _asked_for(self) -> Size:
+        assert self.size is not None
+        return self.size
 
     def build(self) -> dict[str, Any]:
         """Make the model, and what trains it."""
@@ -135,6 +150,10 @@ class Side:
             dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
         self.model = make_model(size, self.device)
         parameters = sum(p.numel() for p in self.model.parameters())
+        if spec["compiled"] and not spec["side"].startswith("zero"):
+            for module in self.model.modules():
+                if isinstance(module, Block):
+                    module.compile()
         build = {"bare": self._build_bare, "fsdp2": self._build_fsdp2}.get(spec["side"], self._build_ours)
         self.model_step = build()
         self.batches = [self._batch(i) for i in range(BATCHES)]
@@ -205,6 +224,19 @@ class Side:
         places = Counter(_place(w) for w in caught if "called a synchronizing" in str(w.message))
         per_step = {place: n / PROFILED_STEPS for place, n in places.most_common(12)}
         return {"sync_warnings": places.total() / PROFILED_STEPS, "sync_warnings_at": per_step}
+
+    def host_time(self) -> dict[str, Any]:
+        """Milliseconds of the processor, on all threads, in a step of one short sequence: next to nothing is computed.
+        A GPU's kernels are as short; on a CPU they count."""
+        tokens = self.batches[0][: SMALL[0], : SMALL[1]].contiguous()
+        self.model_step(tokens)
+        self._settle()
+        started = time.process_time()
+        for _ in range(HOST_STEPS):
+            self.model_step(tokens)
+        spent = time.process_time() - started
+        self._settle()
+        return {"host_ms": round(spent / HOST_STEPS * 1e3, 3)}
 
     def timeline(self, path: str) -> dict[str, Any]:
         """Write a timeline of a few steps to ``path`` (gzip), and say what is in it."""
@@ -278,6 +310,7 @@ class Side:
             precision=precision,
             offload=offload,
             device=self.device,
+            compile="blocks" if spec["compiled"] else "none",
         )
         optimizer = self._optimizer()
         engine.add_optimizer(optimizer)

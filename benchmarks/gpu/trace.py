@@ -40,6 +40,11 @@ def of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
         for way in ("HtoD", "DtoH"):
             taken, exposed = copies(trace, way)
             found |= {f"{way}_ms": _ms(taken, count), f"{way}_exposed_ms": _ms(exposed, count)}
+        for kind in ("AllGather", "ReduceScatter", "AllReduce"):
+            if taken := union(i for name in (kind, kind.lower()) for i in _intervals(events, "kernel", name)):
+                others = union(_intervals([e for e in events if "nccl" not in e["name"]], "kernel"))
+                exposed = length(taken) - length(common(taken, others))
+                found |= {f"{kind}_ms": _ms(length(taken), count), f"{kind}_exposed_ms": _ms(exposed, count)}
     return found
 
 

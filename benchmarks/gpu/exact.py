@@ -1,0 +1,146 @@
+"""Whether all stages and rows end with the same bits, also while streams are late; and what torch's sanitizer says.
+
+Runs in a process of its own, under deterministic algorithms: torch then fills new memory with NaN, so that who still
+reads what has been freed, or reads what has not been written yet, ends with other bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightning_zero.device
+import lightning_zero.engine
+from benchmarks.gpu.model import loss_of, make_model
+from benchmarks.gpu.plan import Size
+from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.cuda import Cuda
+
+ON_DEVICE = (("zero0", "none"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none"))
+ON_HOST = (("zero1", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu"))  # other kernels, other last bits
+STEPS = 4
+LATE_CYCLES = 400_000  # at most: a fifth of a millisecond
+LATE_S = 2e-4
+
+
+class Late:
+    """Mixin of an accelerator on which a stream stands still, for a random while, before what is queued on it."""
+
+    chance = random.Random(0)
+
+    def pause(self) -> None:
+        if self.chance.random() < 0.5:
+            return
+        if isinstance(self, Cuda):
+            torch.cuda._sleep(self.chance.randrange(LATE_CYCLES))
+        else:
+            time.sleep(self.chance.random() * LATE_S)
+
+    def on(self: Any, stream: Any) -> Any:
+        return self._late_on(stream)
+
+    @contextlib.contextmanager
+    def _late_on(self: Any, stream: Any) -> Iterator[Any]:
+        with super().on(stream) as found:  # type: ignore[misc]
+            self.pause()
+            yield found
+
+    def record(self: Any) -> Any:
+        self.pause()
+        return super().record()  # type: ignore[misc]
+
+
+class LateCuda(Late, Cuda):
+    pass
+
+
+class LateHost(Late, Accelerator):
+    pass
+
+
+@contextlib.contextmanager
+def late(device: str, seed: int) -> Iterator[None]:
+    """In the body, all streams of new engines are late, compute's before each module too."""
+    Late.chance = random.Random(seed)
+    kinds, made = lightning_zero.device._KINDS, (LateCuda if device == "cuda" else LateHost)
+    before, compute = kinds.get(device), made(torch.device(device))
+    kinds[device] = made
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: compute.pause())
+    try:
+        yield
+    finally:
+        hook.remove()
+        if before is None:
+            del kinds[device]
+        else:
+            kinds[device] = before
+
+
+def digest_of(size: Size, device: str, stage: str | None, offload: str) -> str:
+    """Train a few steps, the bare module if ``stage`` is None. Return a digest of losses and weights."""
+    model: Any = make_model(size, device)
+    settings = {"stage": stage, "offload": offload, "precision": size.precision, "device": device}
+    engine = lightning_zero.shard(model, **settings) if stage is not None else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    if engine is not None:
+        engine.add_optimizer(optimizer)
+    found = hashlib.sha256()
+    for step in range(STEPS):
+        drawn = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, size.vocab_size, (size.micro_batch, size.length + 1), generator=drawn).to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=size.precision != "fp32", cache_enabled=False):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.update(repr(loss.item()).encode())
+    weights = engine.state_dict(only_rank_0=False) if engine is not None else model.state_dict()
+    for name, value in weights.items():
+        found.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if engine is not None:
+        engine.release()
+    return found.hexdigest()[:16]
+
+
+def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, Any]:
+    """Return which rows differ from the first of their kind, and, for each seed until ``deadline`` (on the clock of
+    ``time.monotonic``), which rows end with other bits while streams are late."""
+    torch.use_deterministic_algorithms(True)
+    bits = {row: digest_of(size, device, *row) for row in ON_DEVICE + ON_HOST}
+    bare = digest_of(size, device, None, "none")
+    differ = ["+".join(row) for kind in (ON_DEVICE, ON_HOST) for row in kind if bits[row] != bits[kind[0]]]
+    found: dict[str, Any] = {"equal_to_bare": bits[ON_DEVICE[0]] == bare, "other_bits": differ, "late_runs": 0}
+    found["other_bits_late"] = []
+    for seed in range(seeds):
+        for row in ON_DEVICE[3:] + ON_DEVICE[:3] + ON_HOST:
+            if time.monotonic() > deadline:
+                return found
+            with late(device, seed):
+                other = digest_of(size, device, *row)
+            found["late_runs"] += 1
+            if other != bits[row]:
+                found["other_bits_late"].append(f"{'+'.join(row)}, seed {seed}")
+    return found
+
+
+def sanitize(size: Size, device: str) -> dict[str, Any]:
+    """Run the rows under torch's CUDA sanitizer, which knows streams, events and kernels of torch, not NCCL's. Return
+    the races that it finds, by row."""
+    if device == "cuda":
+        import torch.cuda._sanitizer
+
+        torch.cuda._sanitizer.enable_cuda_sanitizer()
+    found: dict[str, str] = {}
+    for row in ON_DEVICE + ON_HOST:
+        try:
+            digest_of(size, device, *row)
+        except Exception as error:  # CUDASanitizerErrors has no base class of its own
+            found["+".join(row)] = f"{type(error).__name__}: {error}"[:1500]
+    return {"races": found}
