@@ -57,11 +57,6 @@ def image_work(side: Side, step: int) -> Tensor:
 # -- containers, keywords, several times ------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    value: Tensor
-
-
 class Unknown:
     """A container that nobody can look into."""
 
@@ -73,7 +68,7 @@ Pair = namedtuple("Pair", ["value", "other"])
 
 WRAP: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dataclass": (dataclasses.make_dataclass("Result", ["value"]), lambda r: r.value),
-    "frozen dataclass": (Frozen, lambda r: r.value),
+    "frozen dataclass": (dataclasses.make_dataclass("Frozen", ["value"], frozen=True), lambda r: r.value),
     "named tuple": (lambda t: Pair(t, None), lambda r: r.value),
     "nested": (lambda t: {"a": [(t, 1), "text"]}, lambda r: r["a"][0][0]),
     "ordered dict": (lambda t: OrderedDict(value=t), lambda r: r["value"]),
