@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -20,54 +19,47 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
-from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
+from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, plan_row
 from lightning_zero.planning.fit import Model as PlannedModel
-from lightning_zero.planning.memory import Limits, Phase, kept_nbytes, peak_bytes
+from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
-from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
-from tests.engine.live_bytes import live_bytes
 from tests.engine.support import (
     Model,
     Sharded,
     accumulate,
     assert_equal,
-    autocast,
     floats,
     in_pairs,
     language_loss,
-    places_posted_often,
     tokens,
 )
 from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
-from tests.engine.test_offload import offload, whole
+from tests.engine.test_hierarchy import Work, bytes_from_other_nodes, history, sharded
+from tests.engine.test_offload import offload
 from tests.harness import run
 from tests.models import paths
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2
 
-Work = Callable[[Sharded, int], Any]
-
 
 def trained(hybrid_shard: str, work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> list[Any]:
     """What ``work`` found in each of three steps, and all masters and states."""
+
+    def works(side: Sharded, step: int) -> Any:
+        assert not kept(side)
+        return work(side, step)
+
     torch.manual_seed(3)
-    found: list[Any] = []
     with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
         assert side.engine.comm.shard_size == dist.get_world_size()
-        for step in range(3):
-            with autocast(str(config.get("precision", "fp32"))):
-                found.append(work(side, step))
-            side.step()
-            side.zero_grad()
-            assert not kept(side)
-        return found + whole(side)
+        found = history(side, works, precision=str(config.get("precision", "fp32")))
+        assert not kept(side)
+        return found
 
 
 def kept(side: Sharded) -> list[Tensor]:
@@ -90,20 +82,22 @@ class Case(NamedTuple):
 
 
 BOOLS = (False, True)
-CASES = [
-    Case(*values)
-    for values in itertools.product(
-        ("fp32", "bf16"),
-        (1, 3),
-        BOOLS,
-        ("none", "optimizer_cpu"),
-        (0, 10_000, 1 << 28),
-        (0, 10_000),
-        ("none", "blocks"),
-        BOOLS,
-        BOOLS,
+CASES = list(
+    itertools.starmap(
+        Case,
+        itertools.product(
+            ("fp32", "bf16"),
+            (1, 3),
+            BOOLS,
+            ("none", "optimizer_cpu"),
+            (0, 10_000, 1 << 28),
+            (0, 10_000),
+            ("none", "blocks"),
+            BOOLS,
+            BOOLS,
+        ),
     )
-]
+)
 
 
 def _check(case: Case, folder: Path) -> None:
@@ -119,12 +113,14 @@ def _check(case: Case, folder: Path) -> None:
         "dynamic_graph": case.dynamic_graph,
         **offload(case.row, folder),
     }
-    found = []
-    for hybrid_shard in BOTH:
-        host = through_host() if case.row != "none" or case.dynamic_graph else contextlib.nullcontext()
-        with together() if case.together else contextlib.nullcontext(), host:
-            found.append(trained(hybrid_shard, work, **config))
-    assert_equal(*found)
+    alone = contextlib.nullcontext()
+    host = through_host() if case.row != "none" or case.dynamic_graph else alone
+    with together() if case.together else alone, host:
+        on_both(work, **config)
+
+
+def on_both(work: Work, **config: Any) -> None:
+    assert_equal(*(trained(hybrid_shard, work, **config) for hybrid_shard in BOTH))
 
 
 @pytest.mark.sample
@@ -164,10 +160,6 @@ def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recomp
 
 
 # -- nothing that is kept is ever old ---------------------------------------------------------------------------------
-
-
-def on_both(work: Work, **config: Any) -> None:
-    assert_equal(*(trained(hybrid_shard, work, **config) for hybrid_shard in BOTH))
 
 
 def _evaluates() -> None:
@@ -257,33 +249,22 @@ def _restages() -> None:
 
     def work(side: Sharded, step: int) -> Any:
         if step == 1:
-            with pytest.raises(ConfigError, match=r"node_backward with zero/stage=zero1") if _is_kept(side) else _NONE:
-                side.engine.restage(stage=1) if _is_kept(side) else None
+            if side.engine.comm.node_size:
+                with pytest.raises(ConfigError, match=r"node_backward with zero/stage=zero1"):
+                    side.engine.restage(stage=1)
             side.engine.restage(offload="optimizer_cpu")
         return accumulate(side, step, 2)
 
     on_both(work)
 
 
-_NONE = contextlib.nullcontext()
-
-
-def _is_kept(side: Sharded) -> bool:
-    return side.engine.comm.node_size > 0
-
-
 def _raises() -> None:
     """A backward that raised, and one that goes well, with other values in between."""
 
-    def error(_: Tensor) -> None:
-        raise ZeroDivisionError
-
     def work(side: Sharded, step: int) -> Any:
         loss = language_loss(side.module, tokens(step))
-        handle = side.module.blocks[1].up.weight.register_hook(error)
-        with pytest.raises(ZeroDivisionError):
+        with side.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
             side.backward(loss)
-        handle.remove()
         assert not kept(side)
         side.zero_grad()
         return accumulate(side, step, 2)
@@ -299,8 +280,8 @@ def _paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]})
-    on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
+    for ahead in ({}, {"prefetch_bytes": 0}):
+        on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]}, **ahead)
 
 
 @pytest.mark.sample
@@ -311,44 +292,7 @@ def test_what_is_kept_is_never_old(case: Callable[[], None]) -> None:
     run(4, case)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def _memory() -> None:
-    most = 0
-    reshard = Unit.reshard
-
-    def seen(self: Unit) -> None:
-        nonlocal most
-        reshard(self)
-        most = max(most, sum(values.nbytes for values in kept(side)))
-
-    with (
-        sharded(Model(), PER_NODE, "node_backward", precision="bf16") as side,
-        mock.patch.object(Unit, "reshard", seen),
-    ):
-        with autocast("bf16"):
-            accumulate(side, 0, 1)
-        units = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
-        limits = limits_of(side.engine)
-        assert most == sum(units[1:]) // PER_NODE == kept_nbytes(plan_of(side.engine), limits)
-        flat = Limits(limits.prefetch_bytes, 0, limits.reduce_bucket_bytes, has_link=False)
-        for phase in (Phase.forward, Phase.backward):
-            peaks = [
-                peak_bytes(plan_of(side.engine), each)[phase][Role.gathered, Tier.device] for each in (limits, flat)
-            ]
-            assert peaks[0] - peaks[1] == most
-        assert live_bytes(side.engine)[Role.gathered, Tier.device] == 0
-        with side.engine.step_scope(), autocast("bf16"):
-            loss = language_loss(side.module, tokens(1))
-            here = sum(b.full.nbytes for b in side.engine.buckets if b.full.allocated)
-            kept_now = sum(values.nbytes for values in kept(side))
-            assert live_bytes(side.engine)[Role.gathered, Tier.device] == here + kept_now > here
-            side.backward(loss)
-
-
-def test_the_plan_counts_what_is_kept() -> None:
-    run(4, _memory)
+# -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_machine_knows_it() -> None:
@@ -369,54 +313,26 @@ def test_the_plan_of_a_machine_knows_it() -> None:
     assert {stage for stage, _ in allowed_rows(HybridShard.node_backward)} == {Stage.zero3}
 
 
-# -- what is refused, and ranks that fail -----------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        ({"stage": 2}, r"hybrid_shard: expected .* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
-        ({"offload": "cpu"}, r"hybrid_shard: expected .* got node_backward with zero/offload=cpu\. Choose"),
-    ],
+    [({"stage": 2}, r"zero/stage=zero2\. Choose zero/stage=zero3"), ({"offload": "cpu"}, r"zero/offload=cpu\. Choose")],
 )
 def test_rows_that_it_cannot_work_with_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"hybrid_shard: expected .* got node_backward with {words}"):
         make_config(comm={"hybrid_shard": "node_backward"}, **settings)
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("aaaa", r"node_backward: expected several nodes of several ranks each, got one node .*hybrid_shard=flat"),
-        ("abcd", r"node_backward: expected several nodes of several ranks each, got one rank on each"),
-        ("aaab", r"node_backward: expected the same number of ranks on every node, got 3 on a, 1 on b"),
+        ("aaaa", r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
+        ("abcd", r"several nodes of several ranks each, got one rank on each"),
+        ("aaab", r"the same number of ranks on every node, got 3 on a, 1 on b"),
     ],
 )
 def test_nodes_that_it_cannot_work_with_are_refused(names: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=f"node_backward: expected {words}"):
         within_nodes(names)
-
-
-def _fails() -> None:
-    """In the middle of a gather of its node: the ranks of the other one come to wait for it later."""
-    begin = Unit.unshard_begin
-
-    def failing(self: Unit) -> None:
-        if self.gathers_in_node and self.name == "blocks.1" and dist.get_rank() == 3:
-            raise OSError("no buffer")
-        begin(self)
-
-    with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.2):
-        side = sharded(Model(), PER_NODE, "node_backward", stall_timeout_s=1.0)
-        with mock.patch.object(Unit, "unshard_begin", failing):
-            loss = language_loss(side.module, tokens(0))
-            with pytest.raises(OSError if dist.get_rank() == 3 else StallError) as caught:
-                side.backward(loss)
-        if dist.get_rank() == 2:
-            assert "rank 3" in str(caught.value)
-        assert not kept(side) and all(unit.state is State.SHARDED for unit in side.engine.units)
-        side.engine.comm.waits.close()  # messages were lost: there is no release
-
-
-def test_a_rank_that_fails_is_named() -> None:
-    run(4, _fails)
