@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import Engine
@@ -91,34 +90,6 @@ def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, mo
                 side.backward(language_loss(side.module, tokens(step)))
                 side.step()
         assert max(gathered) == max(under_way) == most
-
-
-@on_ranks(2)
-def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> None:
-    """Rank 1 does not use the last block, the first of the backward. From the second step on it comes last for both."""
-    early: list[int] = []
-    with Sharded(Model()) as side:
-        reducer = side.engine.passes.reducer
-        issued: list[str] = []
-        side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
-        flush = reducer.flush
-
-        def count_then_flush() -> None:
-            early.append(issued.count("reduce_scatter"))
-            flush()
-
-        reducer.flush = count_then_flush  # type: ignore[method-assign]
-        for step in range(3):
-            issued.clear()
-            module = side.module
-            with side.engine.step_scope():
-                x = module.embed(tokens(step))  # type: ignore[operator]
-                for block in module.blocks[: 3 - side.engine.comm.rank]:  # type: ignore[index]
-                    x = block(x)
-            side.backward(x.square().mean())
-            side.step()
-            side.zero_grad()
-    assert early[1:] == [3 - dist.get_rank()] * 2
 
 
 @on_ranks(1)

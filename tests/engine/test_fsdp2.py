@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import lightning_zero
 from tests.engine.support import Model, Sharded, language_loss, tokens
 from tests.harness import on_ranks
 
-STEPS = 4
 # On 2 ranks there is one order to add in. On 3, a bf16 weight whose master differs in its last bit may round otherwise.
 TOLERANCES = {(2, "fp32"): 0.0, (2, "bf16"): 0.0, (3, "fp32"): 1e-6, (3, "bf16"): 1e-3}
+
+
+def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 def apply_fsdp2(module: Model, precision: str) -> None:
@@ -42,33 +46,26 @@ def apply_fsdp2(module: Model, precision: str) -> None:
     fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def full(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
+def history(module: Model, optimizer: Optimizer, backward: Callable[[Tensor], None]) -> list[Tensor]:
+    found = []
+    for step in range(4):
+        loss = language_loss(module, tokens(step))
+        backward(loss)
+        found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def fsdp2_history(module: Model, precision: str) -> list[Tensor]:
     apply_fsdp2(module, precision)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for step in range(STEPS):
-        loss = language_loss(module, tokens(step))
-        loss.backward()
-        found.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + [full(p.detach()) for p in module.parameters()]
+    found = history(module, sgd(module.parameters()), Tensor.backward)
+    return found + [p.full_tensor().detach() for p in module.parameters()]  # type: ignore[attr-defined]
 
 
 def our_history(module: Model, precision: str, stage: int) -> list[Tensor]:
-    found = []
-    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
-    with Sharded(module, stage=stage, precision=precision, optimizer=make) as side:
-        for step in range(STEPS):
-            loss = language_loss(module, tokens(step))
-            side.backward(loss)
-            found.append(loss.detach())
-            side.step()
-            side.zero_grad()
+    with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
+        found = history(module, side.optimizer, side.backward)
         with lightning_zero.gather(module):
             return found + [p.detach().clone() for p in module.parameters()]
 
