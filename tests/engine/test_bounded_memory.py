@@ -1,4 +1,4 @@
-"""Memory that comes and goes is bounded from the start: when a module is sharded, and in passes that are not known."""
+"""Memory that comes and goes is bounded where passes are not known, and models have no repeated blocks."""
 
 from __future__ import annotations
 
@@ -13,70 +13,13 @@ from torch import Tensor, nn
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.units import build
-from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
-from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens, train
+from tests.engine.support import Model, Sharded, Side, check, floats, train
 from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> None:
-    made: list[Bucket] = []
-    others: list[int] = []
-    fill = build._fill
-
-    def filled(bucket: Bucket, sources: Any) -> None:
-        unit = bucket.label.partition("#")[0]
-        others.append(sum(b.full.nbytes for b in made if b.full.allocated and not b.label.startswith(f"{unit}#")))
-        made.append(bucket)
-        fill(bucket, sources)
-
-    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), stage=3, precision=precision) as side:
-        assert len(made) == len(side.engine.buckets) >= 6
-        assert sum(others) == 0, "other units are gathered while one is filled"
-        assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
-
-
-@on_ranks(2, full=(3,))
-@pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
-def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
-    """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
-    most = 0
-    issue = Reducer._issue
-
-    def issued(self: Reducer, bucket: Bucket) -> None:
-        nonlocal most
-        issue(self, bucket)
-        most = max(most, self._flying_nbytes)
-
-    torch.manual_seed(3)
-    module = Model(width=64, depth=12)
-    twin = Twin(module, each=stage >= 2)
-    limit = max(b.numel() for b in module.parameters()) * 4
-    with (
-        mock.patch.object(Reducer, "_issue", issued),
-        mock.patch.object(Reduction, "done", lambda self: False),
-        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
-        Sharded(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit) as side,
-    ):
-        of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
-        largest = max(b.layout.numel * 4 for b in side.engine.buckets)
-        for step in range(2):
-            twin.backward(language_loss(twin.module, tokens(step)))
-            side.backward(language_loss(side.module, tokens(step)))
-            # What ranks know of each other is as old as the gather before: a unit, and one ahead.
-            assert most <= max(limit, largest) + (2 * of_unit if stage == 3 else 0)
-            assert most < sum(b.layout.numel * 4 for b in side.engine.buckets) / 2
-            for each in (twin, side):
-                each.step()
-                each.zero_grad()
-            assert_same(side, twin)
 
 
 def forks(takes: Callable[[Any, int], bool]) -> nn.Module:

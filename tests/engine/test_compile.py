@@ -183,26 +183,6 @@ def train_both(sharded: Sharded, twin: Twin, step: int, *, tolerance: float = 0.
     assert_same(sharded, twin, tolerance=tolerance, what=f"step {step}: ")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_unfreezing_makes_one_more_graph(stage: int) -> None:
-    count = _fresh()
-    torch.manual_seed(3)
-    module = Model(depth=DEPTH)
-    module.blocks[:2].requires_grad_(False)
-    twin = Twin(module, each=stage >= 2)
-    with _side(module, Case("setting", True, stage=stage), count) as sharded:
-        found = []
-        for step in range(6):
-            if step == 3:
-                for side in (sharded, twin):
-                    side.module.requires_grad_(True)
-            train_both(sharded, twin, step)
-            found.append(count.blocks())
-        # The first block is given no gradient to compute for what it gets, the second and the third are.
-        assert found == [2, 2, 2, found[3], found[3], found[3]] and found[3] <= 4, found
-
-
 class OfTorch(Chain):
     """Blocks whose class is torch's own."""
 

@@ -323,27 +323,19 @@ def on_gpu(ranks: int, backend: str, body: Callable[..., None], *args: Any) -> N
 
 
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+HOST_ROWS = [("zero2", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu")]
+PARITY = [
+    *((1, "nccl", stage, "none", True) for stage in STAGES),
+    *((1, "nccl", *place, alone) for place in HOST_ROWS for alone in (False, True)),
+    *((2, "gloo", stage, "none", False) for stage in STAGES),
+    *((1, "nccl", stage, "none", False) for stage in STAGES),
+]
 
 
 @PRECISIONS
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_over_nccl(stage: str, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, "none", True)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize(
-    ("stage", "offload"), [("zero2", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu")]
-)
-def test_parity_of_host_rows(stage: str, offload: str, alone: bool, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, offload, alone)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_of_two_ranks(stage: str, precision: str) -> None:
-    on_gpu(2, "gloo", compare_with_twin, stage, precision, "none")
+@pytest.mark.parametrize(("ranks", "backend", "stage", "offload", "alone"), PARITY)
+def test_parity(ranks: int, backend: str, stage: str, offload: str, alone: bool, precision: str) -> None:
+    on_gpu(ranks, backend, compare_with_twin, stage, precision, offload, alone)
 
 
 @pytest.mark.parametrize(
@@ -375,9 +367,3 @@ def test_transfers_from_and_to_the_host_are_hidden(offload: str) -> None:
 @PRECISIONS
 def test_peak_memory_is_as_planned(precision: str, offload: str, alone: bool) -> None:
     on_gpu(1, "nccl", peak_is_planned, precision, offload, alone)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_of_one_rank_that_sends_nothing(stage: str, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, "none")

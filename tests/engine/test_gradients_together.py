@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 import lightning_zero.device
 from lightning_zero.comm.transports import DirectTransport, HostTransport
-from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from tests.engine.support import (
     Model,
     Sharded,
@@ -144,38 +144,6 @@ def scaled_work(side: Sharded, step: int) -> None:
 def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> None:
     """What has been accumulated under another scale counts as much as before."""
     on_both(Model, scaled_work, stage=stage)
-
-
-@on_ranks(1)
-def test_a_gradient_that_waits_is_the_one_that_would_be_written() -> None:
-    """Bit for bit, in every dtype and under every scale; also where a parameter has two gradients."""
-    for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
-        with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
-            for bucket in side.engine.buckets:
-                alone, at_once = (
-                    BucketGrads(bucket, scale, side.engine.passes.reducer.spare, batched_copy=both)
-                    for both in (False, True)
-                )
-                for step in range(2):
-                    for slot, info in enumerate(bucket.params[step:]):
-                        grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)
-                        for grads in (alone, at_once):
-                            grads.take(info.slot, grad)
-                assert alone.scale_of_sum == 1.0
-                expected = alone.complete()
-                factor = at_once.scale_of_sum
-                assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
-def test_a_product_is_as_exact_as_the_wider_dtype(to: torch.dtype, dtype: torch.dtype) -> None:
-    """Whether it is narrowed here or, where it accumulates in fp32 first, later: stages agree."""
-    grad = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)
-    for scale in (1.0, 1 / 8, 1 / 3):
-        view = torch.empty(1000, dtype=to)
-        _put(view, grad, scale)
-        assert torch.equal(view, (grad.float() * scale).to(to)), scale
 
 
 @on_ranks(2)
