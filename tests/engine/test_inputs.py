@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine.units.unit import State
@@ -41,7 +40,6 @@ BOTH = (False, True)
 PLAIN = pytest.mark.parametrize("plain", BOTH, ids=["told", "noticed"])
 PREFETCH = pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
 AGAIN = pytest.mark.parametrize("how", ["blocks", "offload"])  # what is computed again
-OUTER = pytest.mark.parametrize("stage", OUTER_STAGES)
 
 
 def image(step: int) -> Tensor:
@@ -197,10 +195,9 @@ def test_outputs_that_are_views_are_changed_in_place(prefetch_bytes: int) -> Non
 @AGAIN
 def test_inputs_that_change_cannot_be_computed_from_again(stage: int, how: str) -> None:
     """torch would compute wrong gradients without a word."""
-    with (
-        Sharded(adding(), stage=stage, activation_checkpointing=how) as side,
-        pytest.raises(RuntimeError, match=r"unit 1 .*changed in place by it.*zero\.activation_checkpointing=none"),
-    ):
+    settings = {"stage": stage, "activation_checkpointing": how}
+    says = r"unit 1 .*changed in place by it.*zero\.activation_checkpointing=none"
+    with Sharded(adding(), **settings) as side, pytest.raises(RuntimeError, match=says):
         side.module(floats(0, 4, WIDTH))
 
     def changed_by_the_caller(block: nn.Module, x: Tensor) -> Tensor:
@@ -208,14 +205,14 @@ def test_inputs_that_change_cannot_be_computed_from_again(stage: int, how: str) 
         x.mul_(2)
         return out
 
-    with Sharded(Chain(call=changed_by_the_caller), stage=stage, activation_checkpointing=how) as side:
+    with Sharded(Chain(call=changed_by_the_caller), **settings) as side:
         out = side.module(floats(0, 4, WIDTH))
         with pytest.raises(RuntimeError, match=r"changed in place after it|modified by an inplace operation"):
             side.backward(out.sum())
 
 
 @on_ranks(2)
-@OUTER
+@pytest.mark.parametrize("stage", OUTER_STAGES)
 @PLAIN
 def test_saved_tensors_that_are_changed_in_place_are_refused_as_by_torch(stage: int, plain: bool) -> None:
     changes = lambda: Does(lambda m, x: torch.exp(m.linear(x)).add_(1), linear=linear())  # noqa: E731
@@ -308,69 +305,40 @@ def test_a_forward_that_is_computed_again_does_not_change_buffers_again(how: str
 # -- other ways out of a unit than its outputs ------------------------------------------------------------------------
 
 
-def keeps_a_loss(norm: bool) -> nn.Module:
+def keeps_a_loss(kind: str) -> nn.Module:
     """As mixtures of experts do: a loss of its own is kept on the module. It is made last, so autograd starts there."""
 
-    def act(m: Any, x: Tensor) -> Tensor:
+    def gates(m: Any, x: Tensor) -> Tensor:
         weights = torch.softmax(m.gate(m.norm(x)), -1)
         y = x + m.down(torch.tanh(m.up(x)) * weights)
         weights = torch.softmax(m.gate(m.norm(y)), -1)
         m.loss = (weights * weights.mean((0, 1))).sum()
         return y
 
-    own_norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
-    return Does(act, gate=linear(), up=linear(), down=linear(), norm=own_norm)
-
-
-def with_losses(side: Side, step: int) -> Tensor:
-    with scope(side):
-        out = side.module(image(step))
-        loss = out.square().mean() + 0.1 * sum(block.loss for block in side.module.blocks)
-    side.backward(loss)
-    return loss
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("norm", BOTH)
-@pytest.mark.parametrize("how", ["none", "blocks", "offload"])
-def test_losses_that_are_kept_on_modules_train(norm: bool, how: str) -> None:
-    build = lambda: Chain(lambda: keeps_a_loss(norm))  # noqa: E731
-    check(build, with_losses, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["scale", "linear"])
-def test_a_loss_that_is_made_after_the_output_trains(kind: str) -> None:
-    """Autograd gets there first."""
-
-    def act(m: Any, x: Tensor) -> Tensor:
+    def of_output(m: Any, x: Tensor) -> Tensor:
         out = m.block(x)
-        m.loss = (m.linear(out) if kind == "linear" else out * m.scale).square().mean()
+        m.loss = (m.linear(out) if kind == "linear of the output" else out * m.scale).square().mean()
         return out
 
-    make = lambda: Does(act, block=Block(), scale=nn.Parameter(torch.ones(1, WIDTH)), linear=linear())  # noqa: E731
-    check(lambda: Chain(make, 2), with_losses, plain=BOTH)
+    if "output" in kind:
+        return Does(of_output, block=Block(), scale=nn.Parameter(torch.ones(1, WIDTH)), linear=linear())
+    norm = nn.LayerNorm(WIDTH) if kind == "gate and norm" else nn.Identity()
+    return Does(gates, gate=linear(), up=linear(), down=linear(), norm=norm)
 
 
 @on_ranks(2)
-@PREFETCH
-@pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
-@pytest.mark.parametrize("frozen", ["", "up", "down"])
-def test_checkpoints_inside_of_units_train(reentrant: bool, frozen: str, prefetch_bytes: int) -> None:
-    """A block checkpoints a part of itself, and keeps a loss that leads into that part alone."""
+@pytest.mark.parametrize("kind", ["gate", "gate and norm", "scale of the output", "linear of the output"])
+@pytest.mark.parametrize("how", ["none", "blocks", "offload"])
+def test_losses_that_are_kept_on_modules_train(kind: str, how: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            out = side.module(image(step))
+            loss = out.square().mean() + 0.1 * sum(block.loss for block in side.module.blocks)
+        side.backward(loss)
+        return loss
 
-    def act(m: Any, x: Tensor) -> Tensor:
-        y = checkpoint(lambda z: m.down(torch.tanh(m.up(z))), x, use_reentrant=reentrant)
-        m.loss = y.square().mean()
-        return x + y
-
-    def make() -> nn.Module:
-        module = Does(act, up=linear(WIDTH, 2 * WIDTH), down=linear(2 * WIDTH, WIDTH))
-        if frozen:
-            module.get_submodule(frozen).requires_grad_(False)
-        return module
-
-    check(lambda: Chain(make), with_losses, stage=OUTER_STAGES, optimizer=sgd, prefetch_bytes=prefetch_bytes)
+    build = lambda: Chain(lambda: keeps_a_loss(kind))  # noqa: E731
+    check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
 
 
 @on_ranks(2)

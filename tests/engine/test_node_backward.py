@@ -76,28 +76,16 @@ class Case(NamedTuple):
     row: str
     prefetch_bytes: int
     keep_gathered_bytes: int
-    recompute: str
+    activation_checkpointing: str
     dynamic_graph: bool
     together: bool
 
 
 BOOLS = (False, True)
-CASES = list(
-    itertools.starmap(
-        Case,
-        itertools.product(
-            ("fp32", "bf16"),
-            (1, 3),
-            BOOLS,
-            ("none", "optimizer_cpu"),
-            (0, 10_000, 1 << 28),
-            (0, 10_000),
-            ("none", "blocks"),
-            BOOLS,
-            BOOLS,
-        ),
-    )
-)
+ROWS = ("none", "optimizer_cpu")
+BYTES = (0, 10_000, 1 << 28)
+VALUES = (("fp32", "bf16"), (1, 3), BOOLS, ROWS, BYTES, BYTES[:2], ("none", "blocks"), BOOLS, BOOLS)
+CASES = list(itertools.starmap(Case, itertools.product(*VALUES)))
 
 
 def _check(case: Case, folder: Path) -> None:
@@ -105,14 +93,8 @@ def _check(case: Case, folder: Path) -> None:
         loss = accumulate(side, step, case.micro_batches)
         return loss, side.clip(0.3) if case.clips else None
 
-    config = {
-        "precision": case.precision,
-        "prefetch_bytes": case.prefetch_bytes,
-        "keep_gathered_bytes": case.keep_gathered_bytes,
-        "activation_checkpointing": case.recompute,
-        "dynamic_graph": case.dynamic_graph,
-        **offload(case.row, folder),
-    }
+    names = ("precision", "prefetch_bytes", "keep_gathered_bytes", "activation_checkpointing", "dynamic_graph")
+    config = {name: getattr(case, name) for name in names} | offload(case.row, folder)
     alone = contextlib.nullcontext()
     host = through_host() if case.row != "none" or case.dynamic_graph else alone
     with together() if case.together else alone, host:
