@@ -82,20 +82,11 @@ def references(side: Sharded) -> list[weakref.ref[Any]]:
     return [weakref.ref(o) for o in (engine, engine.passes, engine.comm, side.module, *engine.buckets)]
 
 
-def clear_by_hand(module: nn.Module) -> None:
-    for param in module.parameters():
-        param.grad = None
-
-
 @contextlib.contextmanager
 def abandoning_after(seconds: float) -> Iterator[None]:
     """One rank may have issued the second half of a sum, and the other not: it is waited for that long."""
-    before = communicator.ABANDON_S, passes.ABANDON_S
-    communicator.ABANDON_S = passes.ABANDON_S = seconds
-    try:
+    with mock.patch.object(communicator, "ABANDON_S", seconds), mock.patch.object(passes, "ABANDON_S", seconds):
         yield
-    finally:
-        communicator.ABANDON_S, passes.ABANDON_S = before
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -128,7 +119,7 @@ def test_a_backward_that_failed_unnoticed_takes_no_gradients_of_the_next_one() -
     def work(side: Side, step: int) -> Tensor:
         with failing(side.module, "backward"):
             mean_square(side, step)
-        clear_by_hand(side.module)
+        side.module.zero_grad()
         side.zero_grad()
         loss = side.module.first(floats(step, 4, WIDTH)).square().mean()
         side.backward(loss)
@@ -149,7 +140,7 @@ def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoti
             other = side.module(floats(1, 4, WIDTH)).square().mean()
             with first.register_hook(fail), pytest.raises(ZeroDivisionError):
                 failed.backward()
-            clear_by_hand(side.module)
+            side.module.zero_grad()
             side.zero_grad()
             side.backward(other)
 
@@ -185,7 +176,7 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("cleared_by", ["the optimizer", "hand"])
+@pytest.mark.parametrize("cleared_by", ["optimizer", "module"])
 def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, cleared_by: str) -> None:
     """The engine hears of the backward that raised when a scope begins, and by then they have been cleared."""
 
@@ -193,10 +184,7 @@ def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, 
         if isinstance(side, Sharded):
             side.backward(language_loss(side.module, tokens(10)))
             raise_in_backward(side, 11)
-            if cleared_by == "the optimizer":
-                side.zero_grad()
-            else:
-                clear_by_hand(side.module)
+            getattr(side, cleared_by).zero_grad()
         with scope(side):
             loss = language_loss(side.module, tokens(step))
         side.backward(loss)

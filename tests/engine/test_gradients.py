@@ -143,8 +143,8 @@ def test_values_are_true(stage: int) -> None:
             if (expected := twin.grads.get(other)) is None:
                 continue
             for number, read in enumerate(READS):
-                found, wanted = (torch.as_tensor(read(grad)) for grad in (param.grad, expected))
-                assert torch.allclose(found, wanted, rtol=1.3e-6, atol=1e-5), (name, number, found, wanted)
+                given = [torch.as_tensor(read(grad)) for grad in (param.grad, expected)]
+                torch.testing.assert_close(*given, msg=lambda m, at=(name, number): f"{at}: {m}")
             values = param.grad.clone()
             assert type(values) is Tensor
             with lightning_zero.gather(param, grads=True):

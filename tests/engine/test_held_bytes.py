@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from lightning_zero.config import Offload, Precision, allowed_rows, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
-from lightning_zero.planning.buckets import Role, place
+from lightning_zero.planning.buckets import place
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
-from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
+from tests.engine.support import Sharded, autocast, language_loss, tokens
 from tests.harness import on_ranks
 from tests.models import Odd
 
@@ -64,15 +64,3 @@ def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
         with Sharded(Odd(), stage=stage.value, precision=precision) as side:
             tiers = OFFLOADS[Offload.none]
             assert plan_of(side.engine) == [place(s, STAGES[stage], tiers, dist.get_world_size()) for s in shapes]
-
-
-@on_ranks(2)
-def test_the_plan_follows_the_states_of_the_optimizer() -> None:
-    with Sharded(Model(), optimizer=sgd) as side:
-        side.backward(language_loss(side.module, tokens(0)))
-        side.step()
-        assert state_tensors(side.engine) == 1
-        side.zero_grad()
-        expected = planned_bytes(plan_of(side.engine), side.engine.comm.rank, state_tensors=1)
-        side.engine.passes.wait_for_all()
-        assert held_bytes(side.engine)[Role.optim_state, Tier.device] == expected[Role.optim_state, Tier.device]

@@ -407,24 +407,6 @@ def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_ref
 
 
 @on_ranks(2)
-def test_a_read_inside_a_pass_does_not_leave_its_unit_gathered() -> None:
-    with Sharded(Chain(), prefetch_bytes=0) as side:
-        units = side.engine.units[1:]
-        for step in range(3):
-            with scope(side):
-                with torch.no_grad():
-                    norms = [block.up.weight.norm() for block in side.module.blocks]
-                assert all(norm.isfinite() for norm in norms) and all(unit.state is State.SHARDED for unit in units)
-                view = side.module.blocks[1].up.weight.view(-1)
-                side.module(image(step))
-                assert [unit.state is State.SHARDED for unit in units] == [True, False, True]  # the view may be read
-                assert view.isfinite().all()
-                loss = side.module(image(step)).square().mean()
-            side.backward(loss)
-            assert all(unit.state is State.SHARDED for unit in units)
-
-
-@on_ranks(2)
 def test_hooks_of_users_see_gathered_parameters() -> None:
     module = Model()
     seen: list[bool] = []
