@@ -54,14 +54,13 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool
 def sharded(settings: dict[str, Any], stage: int, offload: str = "none") -> tuple[Engine, list[float]]:
     module = model()
     engine = lightning_zero.shard(module, stage=stage, offload=offload, precision=settings)
-    return engine, train(module, adamw(engine), autocast=settings["name"] == "bf16")
+    return engine, train(module, adamw(module, engine), autocast=settings["name"] == "bf16")
 
 
-def adamw(of: nn.Module | Engine) -> torch.optim.Optimizer:
-    module = of.module if isinstance(of, Engine) else of
+def adamw(module: nn.Module, engine: Engine | None = None) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    if isinstance(of, Engine):
-        of.add_optimizer(optimizer)
+    if engine is not None:
+        engine.add_optimizer(optimizer)
     return optimizer
 
 
@@ -141,7 +140,7 @@ def test_a_module_on_meta_trains_the_same_and_its_state_loads_into_plain_layers(
     with torch.device("meta"):
         module = model()
     engine = lightning_zero.shard(module, stage=3, precision=precision, sources=model().state_dict())
-    assert train(module, adamw(engine), autocast=True) == losses
+    assert train(module, adamw(module, engine), autocast=True) == losses
     plain = model()
     plain.load_state_dict(engine.state_dict(only_rank_0=False))
     with lightning_zero.gather(expected.module):
