@@ -162,10 +162,10 @@ def test_small_steps_are_not_lost() -> None:
 @on_ranks(1)
 def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
     for name, precision in (("fp32", {}), ("bf16", {"name": "bf16"})):
-        with pytest.raises(ConfigError, match=rf"expected false .* got true with zero/precision={name}\."):
-            lightning_zero.shard(
-                torch.nn.Linear(2, 2), device="cpu", precision={"stochastic_rounding": True, **precision}
-            )
+        settings = {"precision": {"stochastic_rounding": True, **precision}}
+        says = rf"stochastic_rounding: expected false .* got true with zero/precision={name}\."
+        with pytest.raises(ConfigError, match=says):
+            lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", **settings)
     module = torch.nn.Linear(8, 8)
     engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"sharding": "slices"}))
     with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*SignDescent"):

@@ -144,134 +144,112 @@ def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recomp
 # -- nothing that is kept is ever old ---------------------------------------------------------------------------------
 
 
-def _evaluates() -> None:
+def evaluates(side: Sharded, step: int) -> Any:
     """Between backwards of a step, between steps, and between forward and backward."""
-
-    def work(side: Sharded, step: int) -> Any:
-        found = []
-        for micro in range(2):
-            with side.no_sync() if not micro else contextlib.nullcontext():
-                side.backward(language_loss(side.module, tokens(step, micro)))
-            with side.engine.step_scope(evaluation=True), torch.no_grad():
-                found.append(language_loss(side.module, tokens(step, 7)))
-                assert not kept(side)
-        return found
-
-    on_both(work)
-
-
-def _loads() -> None:
-    """Between two forwards of one pass."""
-
-    def work(side: Sharded, step: int) -> Any:
-        draw = torch.Generator().manual_seed(step)
-        state = {name: torch.randn(p.shape, generator=draw) * 0.1 for name, p in side.module.named_parameters()}
-        with side.engine.step_scope():
-            with torch.no_grad():
-                first = language_loss(side.module, tokens(step))
-            assert step or bool(kept(side)) == (side.engine.comm.node_size > 0)
-            side.engine.load_state_dict(state)
+    found = []
+    for micro in range(2):
+        with side.no_sync() if not micro else contextlib.nullcontext():
+            side.backward(language_loss(side.module, tokens(step, micro)))
+        with side.engine.step_scope(evaluation=True), torch.no_grad():
+            found.append(language_loss(side.module, tokens(step, 7)))
             assert not kept(side)
-            loss = language_loss(side.module, tokens(step))
-            assert loss != first
-            side.backward(loss)
-        return first, loss.detach()
-
-    on_both(work)
+    return found
 
 
-def _writes() -> None:
-    """To values that are here, to those that have gone, and by ``gather``."""
-
-    def work(side: Sharded, step: int) -> Any:
-        weight = side.module.blocks[0].down.weight  # in the slices of both ranks of a node
-        values = torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight)
-        with side.engine.step_scope():
-            losses = [language_loss(side.module, tokens(step)).detach()]
-            with torch.no_grad():
-                weight.mul_(1.5)
-            losses.append(language_loss(side.module, tokens(step)).detach())
-            weight.data = values * (step + 1)
-            losses.append(language_loss(side.module, tokens(step)).detach())
-            with lightning_zero.gather(side.module), torch.no_grad():
-                for param in side.module.parameters():
-                    param.mul_(0.9)
-            loss = language_loss(side.module, tokens(step))
-            side.backward(loss)
-        assert len({float(value) for value in losses}) == 3
-        return losses, loss.detach()
-
-    on_both(work)
-    on_both(work, precision="bf16")
-
-
-def _steps_in_a_scope() -> None:
-    """Several backwards and steps in a scope, as in manual optimization; and a step between two forwards of a pass."""
-
-    def work(side: Sharded, step: int) -> Any:
-        found = []
-        with side.engine.step_scope():
-            for micro in range(2):
-                loss = language_loss(side.module, tokens(step, micro))
-                side.backward(loss)
-                side.step()
-                side.zero_grad()
-                with torch.no_grad():
-                    found += [loss.detach(), language_loss(side.module, tokens(step, 5))]
-            side.optimizer.step(lambda: None)
-            loss = language_loss(side.module, tokens(step, 3))
-            side.backward(loss)
-        return [*found, loss.detach()]
-
-    on_both(work)
-
-
-def _restages() -> None:
-    """To rows below stage 3, where nothing is gathered, it is refused; another row of offload is followed."""
-
-    def work(side: Sharded, step: int) -> Any:
-        if step == 1:
-            if side.engine.comm.node_size:
-                with pytest.raises(ConfigError, match=r"node_backward with zero/stage=zero1"):
-                    side.engine.restage(stage=1)
-            side.engine.restage(offload="optimizer_cpu")
-        return accumulate(side, step, 2)
-
-    on_both(work)
-
-
-def _raises() -> None:
-    """A backward that raised, and one that goes well, with other values in between."""
-
-    def work(side: Sharded, step: int) -> Any:
-        loss = language_loss(side.module, tokens(step))
-        with side.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
-            side.backward(loss)
+def loads(side: Sharded, step: int) -> Any:
+    """Between two forwards of one pass."""
+    draw = torch.Generator().manual_seed(step)
+    state = {name: torch.randn(p.shape, generator=draw) * 0.1 for name, p in side.module.named_parameters()}
+    with side.engine.step_scope():
+        with torch.no_grad():
+            first = language_loss(side.module, tokens(step))
+        assert step or bool(kept(side)) == (side.engine.comm.node_size > 0)
+        side.engine.load_state_dict(state)
         assert not kept(side)
-        side.zero_grad()
-        return accumulate(side, step, 2)
-
-    on_both(work)
-
-
-def _paths() -> None:
-    def work(side: Sharded, step: int) -> Any:
-        rank = dist.get_rank()
-        path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2), (0,)][(rank + step) % 4]
-        loss = side.module(floats(step, 2, 6), path).square().mean()
+        loss = language_loss(side.module, tokens(step))
+        assert loss != first
         side.backward(loss)
-        return loss.detach()
+    return first, loss.detach()
 
-    for ahead in ({}, {"prefetch_bytes": 0}):
-        on_both(work, build=paths, dynamic_graph=True, unit={"classes": ["Linear"]}, **ahead)
+
+def writes(side: Sharded, step: int) -> Any:
+    """To values that are here, to those that have gone, and by ``gather``."""
+    weight = side.module.blocks[0].down.weight  # in the slices of both ranks of a node
+    values = torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight)
+    with side.engine.step_scope():
+        losses = [language_loss(side.module, tokens(step)).detach()]
+        with torch.no_grad():
+            weight.mul_(1.5)
+        losses.append(language_loss(side.module, tokens(step)).detach())
+        weight.data = values * (step + 1)
+        losses.append(language_loss(side.module, tokens(step)).detach())
+        with lightning_zero.gather(side.module), torch.no_grad():
+            for param in side.module.parameters():
+                param.mul_(0.9)
+        loss = language_loss(side.module, tokens(step))
+        side.backward(loss)
+    assert len({float(value) for value in losses}) == 3
+    return losses, loss.detach()
+
+
+def steps_in_a_scope(side: Sharded, step: int) -> Any:
+    """Several backwards and steps in a scope, as in manual optimization; and a step between two forwards of a pass."""
+    found = []
+    with side.engine.step_scope():
+        for micro in range(2):
+            loss = language_loss(side.module, tokens(step, micro))
+            side.backward(loss)
+            side.step()
+            side.zero_grad()
+            with torch.no_grad():
+                found += [loss.detach(), language_loss(side.module, tokens(step, 5))]
+        side.optimizer.step(lambda: None)
+        loss = language_loss(side.module, tokens(step, 3))
+        side.backward(loss)
+    return [*found, loss.detach()]
+
+
+def restages(side: Sharded, step: int) -> Any:
+    """To rows below stage 3, where nothing is gathered, it is refused; another row of offload is followed."""
+    if step == 1:
+        if side.engine.comm.node_size:
+            with pytest.raises(ConfigError, match=r"node_backward with zero/stage=zero1"):
+                side.engine.restage(stage=1)
+        side.engine.restage(offload="optimizer_cpu")
+    return accumulate(side, step, 2)
+
+
+def raises(side: Sharded, step: int) -> Any:
+    """A backward that raised, and one that goes well, with other values in between."""
+    loss = language_loss(side.module, tokens(step))
+    with side.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
+        side.backward(loss)
+    assert not kept(side)
+    side.zero_grad()
+    return accumulate(side, step, 2)
+
+
+def other_paths(side: Sharded, step: int) -> Any:
+    rank = dist.get_rank()
+    path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2), (0,)][(rank + step) % 4]
+    loss = side.module(floats(step, 2, 6), path).square().mean()
+    side.backward(loss)
+    return loss.detach()
+
+
+PATHS: dict[str, Any] = {"build": paths, "dynamic_graph": True, "unit": {"classes": ["Linear"]}}
+WORKS: dict[Work, list[dict[str, Any]]] = {
+    **{work: [{}] for work in (evaluates, loads, steps_in_a_scope, restages, raises)},
+    writes: [{}, {"precision": "bf16"}],
+    other_paths: [PATHS, {**PATHS, "prefetch_bytes": 0}],
+}
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(
-    "case", [_evaluates, _loads, _writes, _steps_in_a_scope, _restages, _raises, _paths], ids=lambda case: case.__name__
-)
-def test_what_is_kept_is_never_old(case: Callable[[], None]) -> None:
-    run(4, case)
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_what_is_kept_is_never_old(work: Work) -> None:
+    for config in WORKS[work]:
+        run(4, on_both, work, **config)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
