@@ -316,7 +316,9 @@ def test_transports_have_the_same_bits(stage: int) -> None:
                 assert_equal(expected, found(wire))
 
 
-def _hierarchical(stage: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
     node = f"node {dist.get_rank() // 2}"
     found, sent = [], []
     for wire in WIRES:
@@ -328,11 +330,6 @@ def _hierarchical(stage: int) -> None:
     assert sent == [{torch.float32}, {torch.bfloat16}]
     moved, planned = _moved(stage, "auto", 1, node=node, comm={"hybrid_shard": "node"})
     assert moved == planned > 0
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
-    run(4, _hierarchical, stage)
 
 
 @pytest.mark.parametrize(

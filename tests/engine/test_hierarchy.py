@@ -24,7 +24,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
 from tests.engine.support import Model, Sharded, accumulate, assert_equal, autocast
 from tests.engine.test_offload import offload, whole
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -71,18 +71,15 @@ def histories(each: Iterable[tuple[int, str, dict[str, Any]]], **settings: Any) 
     return found
 
 
-def _parity(stage: int, precision: str) -> None:
-    config = {"stage": stage, "precision": precision}
-    found = histories([(2, way, config) for way in ("node", "flat")], clip=True)
-    # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
-    assert_equal(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 @pytest.mark.mainly(lambda precision: precision == "fp32")
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_nodes_of_two_ranks_equal_flat(stage: int, precision: str) -> None:
-    run(4, _parity, stage, precision)
+    config = {"stage": stage, "precision": precision}
+    found = histories([(2, way, config) for way in ("node", "flat")], clip=True)
+    # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
+    assert_equal(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
 
 
 @on_ranks(2)
@@ -93,14 +90,11 @@ def test_nodes_of_one_rank_equal_flat(stage: int) -> None:
     assert_equal(*histories([(1, way, {"stage": stage}) for way in ("node", "flat")]))
 
 
-def _offloaded(row: str, stage: int, folder: Path) -> None:
-    places = offload(row, folder), {"offload": "none"}
-    assert_equal(*histories([(2, "node", {"stage": stage, **place}) for place in places], clip=True))
-
-
+@on_ranks(4)
 @pytest.mark.parametrize(("row", "stage"), [("optimizer_cpu", 2), ("nvme", 3)])
 def test_offload_changes_nothing_there_either(row: str, stage: int, tmp_path: Path) -> None:
-    run(4, _offloaded, row, stage, tmp_path)
+    places = offload(row, tmp_path), {"offload": "none"}
+    assert_equal(*histories([(2, "node", {"stage": stage, **place}) for place in places], clip=True))
 
 
 # -- bytes between nodes ----------------------------------------------------------------------------------------------
@@ -135,7 +129,10 @@ def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[
         yield found
 
 
-def _bytes(stage: int, micro_batches: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None:
     for hybrid_shard in ("node", "flat"):
         with sharded(Model(), 2, hybrid_shard, stage=stage) as side:
             work = accumulated(micro_batches)
@@ -154,12 +151,6 @@ def _bytes(stage: int, micro_batches: int) -> None:
             else:
                 assert across["reduce"] == reductions * full // 2 and across.get("sum", 0) == 0
                 assert across["gather"] >= full // 2
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None:
-    run(4, _bytes, stage, micro_batches)
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from tests.engine.support import (
 from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import Work, bytes_from_other_nodes, history, sharded
 from tests.engine.test_offload import offload
-from tests.harness import run
+from tests.harness import on_ranks, run
 from tests.models import paths
 
 BOTH = ("flat", "node_backward")
@@ -88,13 +88,16 @@ VALUES = (("fp32", "bf16"), (1, 3), BOOLS, ROWS, BYTES, BYTES[:2], ("none", "blo
 CASES = list(itertools.starmap(Case, itertools.product(*VALUES)))
 
 
-def _check(case: Case, folder: Path) -> None:
+@pytest.mark.sample
+@on_ranks(4)
+@in_pairs(CASES)
+def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
     def work(side: Sharded, step: int) -> Any:
         loss = accumulate(side, step, case.micro_batches)
         return loss, side.clip(0.3) if case.clips else None
 
     names = ("precision", "prefetch_bytes", "keep_gathered_bytes", "activation_checkpointing", "dynamic_graph")
-    config = {name: getattr(case, name) for name in names} | offload(case.row, folder)
+    config = {name: getattr(case, name) for name in names} | offload(case.row, tmp_path)
     alone = contextlib.nullcontext()
     host = through_host() if case.row != "none" or case.dynamic_graph else alone
     with together() if case.together else alone, host:
@@ -105,16 +108,13 @@ def on_both(work: Work, **config: Any) -> None:
     assert_equal(*(trained(hybrid_shard, work, **config) for hybrid_shard in BOTH))
 
 
-@pytest.mark.sample
-@in_pairs(CASES)
-def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
-    run(4, _check, case, tmp_path)
-
-
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def _bytes(micro_batches: int, recompute: str) -> None:
+@pytest.mark.sample
+@on_ranks(4)
+@pytest.mark.parametrize(("micro_batches", "recompute"), [(1, "none"), (2, "blocks")])
+def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recompute: str) -> None:
     across = {}
     for hybrid_shard in BOTH:
         with sharded(Model(), PER_NODE, hybrid_shard, activation_checkpointing=recompute) as side:
@@ -133,12 +133,6 @@ def _bytes(micro_batches: int, recompute: str) -> None:
     assert across["flat"][1] == across["node_backward"][1]
     assert sent.gathers == micro_batches * (once + twice) * 3 / 4
     assert sent.in_node == micro_batches * twice / 2
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("micro_batches", "recompute"), [(1, "none"), (2, "blocks")])
-def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recompute: str) -> None:
-    run(4, _bytes, micro_batches, recompute)
 
 
 # -- nothing that is kept is ever old ---------------------------------------------------------------------------------
