@@ -29,7 +29,6 @@ from tests.engine.support import (
     train,
 )
 from tests.harness import on_ranks, run
-from tests.models import WIDTH, Chain
 
 DEPTH = 4
 
@@ -163,26 +162,6 @@ PAIRS = [pytest.param(c, marks=pytest.mark.full) for c in pairwise_selection(MAT
 @pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=lambda case: "-".join(map(str, case)))
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
     run(2, _check, case)
-
-
-def of_torch() -> nn.Module:
-    """Blocks whose class is torch's own."""
-    return Chain(lambda: nn.TransformerEncoderLayer(WIDTH, 1, 24, dropout=0.0), 10)
-
-
-@pytest.mark.sample
-@on_ranks(1)
-@pytest.mark.parametrize("form", ["blocks", "root", "setting"])
-def test_many_blocks_of_a_class_of_torch_share_a_graph(form: str) -> None:
-    module = of_torch()
-    plain = copy.deepcopy(module)
-    x = torch.randn(3, 2, WIDTH)
-    with _side(module, Case(form, offload="cpu")) as sharded:
-        for _ in range(2):
-            out = module(x)
-            assert torch.equal(out, plain(x))
-            sharded.backward(out.sum())
-    assert len(COUNT.graphs) == 1
 
 
 @pytest.mark.sample

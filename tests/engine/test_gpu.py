@@ -328,14 +328,18 @@ PARITY = [
     *((1, "nccl", stage, "none", True) for stage in STAGES),
     *((1, "nccl", *place, alone) for place in HOST_ROWS for alone in (False, True)),
     *((2, "gloo", stage, "none", False) for stage in STAGES),
+    *((1, "nccl", "zero3", row, False) for row in IN_FILES),
     *((1, "nccl", stage, "none", False) for stage in STAGES),
 ]
 
 
 @PRECISIONS
 @pytest.mark.parametrize(("ranks", "backend", "stage", "offload", "alone"), PARITY)
-def test_parity(ranks: int, backend: str, stage: str, offload: str, alone: bool, precision: str) -> None:
-    on_gpu(ranks, backend, compare_with_twin, stage, precision, offload, alone)
+def test_parity(
+    ranks: int, backend: str, stage: str, offload: str, alone: bool, precision: str, tmp_path: Path
+) -> None:
+    row = {"name": offload, "nvme_path": str(tmp_path)} if offload in IN_FILES else offload
+    on_gpu(ranks, backend, compare_with_twin, stage, precision, row, alone)
 
 
 @pytest.mark.parametrize(
@@ -344,12 +348,6 @@ def test_parity(ranks: int, backend: str, stage: str, offload: str, alone: bool,
 )
 def test_what_is_kept_is_what_was_there(stage: str, offload: str) -> None:
     on_gpu(1, "nccl", kept_is_what_was_there, stage, offload)
-
-
-@pytest.mark.parametrize("row", IN_FILES)
-@PRECISIONS
-def test_parity_of_rows_in_files(row: str, precision: str, tmp_path: Path) -> None:
-    on_gpu(1, "nccl", compare_with_twin, "zero3", precision, {"name": row, "nvme_path": str(tmp_path)})
 
 
 @pytest.mark.parametrize(("stage", "offload"), [("zero1", "none"), ("zero3", "none"), ("zero3", "cpu")])

@@ -33,6 +33,7 @@ from tests.engine.support import (
     tokens,
     trained,
 )
+from tests.engine.test_hierarchy import history
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 
@@ -254,20 +255,6 @@ def test_gradients_that_are_not_whole_are_neither_read_nor_changed(stage: int) -
 # -- torch's own clipping, by norm and by value -----------------------------------------------------------------------
 
 
-def run(clip: Callable[[Sharded], Any], folder: Path, row: str, stage: int) -> list[Any]:
-    """What ``clip`` returns in each of a few steps, and the weights at the end."""
-    torch.manual_seed(3)
-    found = []
-    with Sharded(Model(), stage=stage, **offload(row, folder)) as side:
-        for step in range(3):
-            language_work(side, step)
-            found.append(clip(side))
-            side.step()
-            side.zero_grad()
-        with lightning_zero.gather(side.module):
-            return found + [p.detach().clone() for p in side.module.parameters()]
-
-
 @on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
@@ -286,11 +273,16 @@ def test_torch_s_clipping_is_our_own_to_the_bit(
         clip_grads_with_norm_(params, 0.1, norm, foreach=foreach)
         return norm
 
-    expected = run(lambda side: side.clip(0.1, norm_type), tmp_path, *place)
-    for clip in (torchs, in_halves):
-        with exchanges() as met:
-            assert_equal(run(clip, tmp_path, *place), expected)
+    def trained_with(clip: Callable[[Sharded], Tensor]) -> list[Any]:
+        torch.manual_seed(3)
+        with exchanges() as met, Sharded(Model(), stage=place[1], **offload(place[0], tmp_path)) as side:
+            found = history(side, lambda side, step: (language_work(side, step).detach(), clip(side)))
         assert not met, "a message that is not needed"
+        return found
+
+    expected = trained_with(lambda side: side.clip(0.1, norm_type))
+    for clip in (torchs, in_halves):
+        assert_equal(trained_with(clip), expected)
 
 
 @on_ranks(2, full=(1, 3))

@@ -6,10 +6,9 @@ Here the ways of a device, its streams too, are taken on the host, where there a
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,13 +28,12 @@ from tests.engine.support import (
     check,
     floats,
     language_loss,
-    pairwise_selection,
     tokens,
 )
 from tests.engine.test_hierarchy import Work, accumulated, histories, history
 from tests.engine.test_offload import offload
 from tests.engine.test_offload_streams import AtOnce
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks
 from tests.models import Does, linear, paths
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -72,25 +70,14 @@ def together() -> Iterator[list[int]]:
         yield counts
 
 
-class Case(NamedTuple):
-    world: int
-    stage: int
-    micro_batches: int
-    precision: str
-
-
-CASES = [Case(*values) for values in itertools.product((1, 2, 3), range(4), (1, 3), ("fp32", "bf16", "bf16_true"))]
-
-
-def trains(case: Case) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_training_equals_the_twin(stage: int, micro_batches: int, precision: str) -> None:
     with together() as counts:
-        check(Model, accumulated(case.micro_batches), stage=case.stage, precision=case.precision)
+        check(Model, accumulated(micro_batches), stage=stage, precision=precision)
     assert max(counts) >= 4  # of a block
-
-
-@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=lambda case: "-".join(map(str, case)))
-def test_training_equals_the_twin(case: Case) -> None:
-    run(case.world, trains, case)
 
 
 def odd() -> nn.Module:
