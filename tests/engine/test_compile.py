@@ -30,8 +30,6 @@ from tests.engine.support import (
 )
 from tests.harness import on_ranks, run
 
-DEPTH = 4
-
 
 class Counting:
     """A backend that runs graphs as they are, and keeps them."""
@@ -137,7 +135,7 @@ def _forget() -> None:
 
 def _check(case: Case) -> None:
     torch.manual_seed(3)
-    module = Model(depth=DEPTH)
+    module = Model(depth=4)
     twin = Twin(module, precision=case.precision, each=case.stage >= 2)
     with _side(module, case) as sharded:
         found = []

@@ -15,8 +15,6 @@ from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
-BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
-
 
 def step_counts(side: Sharded, step: int, micro_batches: int, precision: str) -> Counter[tuple[str, str]]:
     """Operations of one whole step, up to the gathers that the next forward waits for."""
@@ -54,8 +52,9 @@ def test_collectives_of_a_step_are_those_of_the_table(stage: int, k: int, precis
 
 @on_ranks(2)
 def test_units_that_stay_gathered_are_gathered_once() -> None:
-    with Sharded(Model(depth=4), keep_gathered_bytes=2 * BLOCK_NBYTES) as side:
-        assert side.engine.units[1].gathered_nbytes == BLOCK_NBYTES
+    nbytes = 8192  # of a block, on 2 ranks
+    with Sharded(Model(depth=4), keep_gathered_bytes=2 * nbytes) as side:
+        assert side.engine.units[1].gathered_nbytes == nbytes
         step_counts(side, 0, 1, "fp32")
         counts = step_counts(side, 1, 1, "fp32")
         gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}

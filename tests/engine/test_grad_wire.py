@@ -47,7 +47,6 @@ from tests.engine.test_offload import offload
 from tests.harness import on_ranks, run
 from tests.models import Does, linear
 
-CPU = torch.device("cpu")
 WIRES = ("full", "auto")
 BOTH = (False, True)
 WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
@@ -144,7 +143,7 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
     """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
     config = {"precision": WHOLE_BF16, **config, "comm": {"grad_comm_dtype": wire, **config.get("comm", {})}}
     with Sharded(Model(), stage=stage, **config) as side:
-        recorder = recording.listen(accelerator_of(CPU))
+        recorder = recording.listen(accelerator_of(torch.device("cpu")))
         before = recorder.moved["reduce"]
         with autocast("bf16"):
             accumulate(side, 0, micro_batches)
@@ -343,7 +342,7 @@ def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
     ],
 )
 def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, world: int, exchanges: bool) -> None:
-    assert choose_transport(Transport(name), backend, world, CPU).exchanges is exchanges
+    assert choose_transport(Transport(name), backend, world, torch.device("cpu")).exchanges is exchanges
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

