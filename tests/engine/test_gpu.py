@@ -320,8 +320,6 @@ def on_gpu(ranks: int, backend: str, body: Callable[..., None], *args: Any) -> N
 
 
 # What counts most comes first: `python -m benchmarks.gpu` may have time for some of them only.
-
-
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 HOST_ROWS = [("zero2", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu")]
 PARITY = [

@@ -306,7 +306,6 @@ def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_transports_have_the_same_bits(stage: int) -> None:
     """``auto`` beyond a few ranks, and over NCCL: gathers by the library, gradients by an all-to-all."""
-
     found = functools.partial(trained, Model, accumulated(), stage=stage, precision=WHOLE_BF16)
     expected = found("full")
     for wire in WIRES:
