@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,15 +12,78 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.reduction import Reduction
+from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.units import build
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
-from tests.engine.support import Model, Sharded, Side, check, floats, train
+from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens, train
 from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> None:
+    made: list[Bucket] = []
+    others: list[int] = []
+    fill = build._fill
+
+    def filled(bucket: Bucket, sources: Any) -> None:
+        unit = bucket.label.partition("#")[0]
+        others.append(sum(b.full.nbytes for b in made if b.full.allocated and not b.label.startswith(f"{unit}#")))
+        made.append(bucket)
+        fill(bucket, sources)
+
+    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), stage=3, precision=precision) as side:
+        assert len(made) == len(side.engine.buckets) >= 6
+        assert sum(others) == 0, "other units are gathered while one is filled"
+        assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize(("stage", "dynamic_graph"), [(1, False), (3, False), (3, True)])
+def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic_graph: bool) -> None:
+    """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
+    most = 0
+    issue = Reducer._issue
+
+    def issued(self: Reducer, bucket: Bucket) -> None:
+        nonlocal most
+        issue(self, bucket)
+        most = max(most, self._flying_nbytes)
+
+    torch.manual_seed(3)
+    module = Model(width=64, depth=12)
+    twin = Twin(module, each=stage >= 2)
+    limit = max(b.numel() for b in module.parameters()) * 4
+    with (
+        mock.patch.object(Reducer, "_issue", issued),
+        mock.patch.object(Reduction, "done", lambda self: False),
+        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
+        Sharded(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit) as side,
+    ):
+        of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
+        largest = max(b.layout.numel * 4 for b in side.engine.buckets)
+        for step in range(2):
+            twin.backward(language_loss(twin.module, tokens(step)))
+            side.backward(language_loss(side.module, tokens(step)))
+            # What ranks know of each other is as old as the gather before: a unit, and one ahead.
+            assert most <= max(limit, largest) + (2 * of_unit if stage == 3 else 0)
+            assert most < sum(b.layout.numel * 4 for b in side.engine.buckets) / 2
+            assert_same_step(twin, side)
+
+
+def assert_same_step(twin: Twin, side: Sharded) -> None:
+    twin.step()
+    side.step()
+    assert_same(side, twin)
+    twin.zero_grad()
+    side.zero_grad()
 
 
 def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
@@ -67,6 +131,20 @@ def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> Non
 SIZES = {UNet: (2, 3, 16, 16), Recurrent: (2, 5, 64)}
 
 
+@contextmanager
+def most_gathered(engine: Engine) -> Iterator[list[int]]:
+    """The most bytes of compute parameters that are on the device at a time."""
+    most, allocate = [0], FlatBuffer.allocate
+
+    def allocating(buffer: FlatBuffer) -> None:
+        allocate(buffer)
+        now = sum(b.full.nbytes for unit in engine.units for b in unit.buckets if b.full.allocated)
+        most[0] = max(most[0], now)
+
+    with mock.patch.object(FlatBuffer, "allocate", allocating):
+        yield most
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "precision"), [(UNet, "fp32"), (Recurrent, "fp32"), (Recurrent, "bf16")])
 def test_it_trains_as_its_twin(kind: type[nn.Module], precision: str) -> None:
@@ -97,6 +175,17 @@ def test_few_units_are_gathered_at_a_time(kind: type[nn.Module]) -> None:
             side.zero_grad()
         # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
         assert max(most) <= min(sizes[0] + sum(sorted(sizes[1:])[-3:]), 0.75 * sum(sizes)), sizes
+
+
+@on_ranks(2)
+def test_a_rank_that_takes_no_block_holds_few_while_it_gathers_for_the_other() -> None:
+    module = forks(lambda m, number: torch.distributed.get_rank() == 0)
+    with Sharded(module, stage=3, prefetch_bytes=0) as side, torch.no_grad():
+        sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
+        with most_gathered(side.engine) as most:
+            side.module(tokens(0))
+            side.engine.passes.leave()
+        assert sum(sizes[:3]) >= most[0] > sizes[0], (most, sizes)
 
 
 @on_ranks(2)

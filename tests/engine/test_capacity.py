@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.share import Share
+from lightning_zero.config import ConfigError, OffloadConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units import capacity
+from lightning_zero.engine.whole import state_dicts
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.engine.support import Model, Sharded, accumulate, language_loss, tokens
+from tests.engine.support import Model, Sharded, accumulate, adamw, language_loss, tokens
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
@@ -69,6 +75,15 @@ def test_a_budget_replaces_the_look_at_free_memory() -> None:
     with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
         accumulate(side, 0, 1)
         side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
+
+
+def test_what_the_ranks_of_a_host_hold_counts_as_free_for_each_of_them() -> None:
+    comm = Communicator(None, torch.device("cpu"))
+    held = Counter({(Role.master_param, Tier.host): 900})
+    with available(200):
+        found = capacity._budgets(OffloadConfig(), None, comm, Share(local_ranks=2), held)
+    assert found.host == 900  # 90 % of 200 + 2 * 900, for two
+    comm.close()
 
 
 @on_ranks(2)
@@ -157,3 +172,24 @@ def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: st
         lightning_zero.shard(Model(width=WIDTH), device="cpu", offload=offload, stall_timeout_s=20.0)
     assert time.monotonic() - started < 10
     assert_free(offload, tmp_path)
+
+
+@on_ranks(1)
+def test_state_that_is_replaced_gives_its_place_back() -> None:
+    with Sharded(Model(width=WIDTH), offload="cpu", optimizer=adamw) as side:
+        host = side.engine.tiers.host
+        assert host is not None
+        sizes = []
+        for step in range(4):
+            accumulate(side, step, 1)
+            side.step()
+            side.zero_grad()
+            state = state_dicts.optimizer_state(side.engine, side.optimizer)
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
+            sizes.append(host.nbytes)
+        assert len(set(sizes)) == 1, sizes
+        side.optimizer.param_groups[0]["params"] = list(side.module.head.parameters())
+        accumulate(side, 4, 1)
+        side.step()
+        side.engine.passes.wait_for_all()
+        assert host.nbytes < 0.6 * sizes[0]  # the state of parameters that have left goes

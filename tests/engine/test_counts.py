@@ -6,11 +6,12 @@ import os
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.planning.placement import logical_collectives
-from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check
+from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, tokens
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
@@ -59,6 +60,34 @@ def test_units_that_stay_gathered_are_gathered_once() -> None:
         counts = step_counts(side, 1, 1, "fp32")
         gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}
         assert gathers == {"": 1, "blocks.0": 2, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}
+
+
+@on_ranks(2)
+def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> None:
+    """Rank 1 does not use the last block, the first of the backward. From the second step on it comes last for both."""
+    early: list[int] = []
+    with Sharded(Model()) as side:
+        reducer = side.engine.passes.reducer
+        issued: list[str] = []
+        side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
+        flush = reducer.flush
+
+        def count_then_flush() -> None:
+            early.append(issued.count("reduce_scatter"))
+            flush()
+
+        reducer.flush = count_then_flush  # type: ignore[method-assign]
+        for step in range(3):
+            issued.clear()
+            module = side.module
+            with side.engine.step_scope():
+                x = module.embed(tokens(step))  # type: ignore[operator]
+                for block in module.blocks[: 3 - side.engine.comm.rank]:  # type: ignore[index]
+                    x = block(x)
+            side.backward(x.square().mean())
+            side.step()
+            side.zero_grad()
+    assert early[1:] == [3 - dist.get_rank()] * 2
 
 
 @on_ranks(1)

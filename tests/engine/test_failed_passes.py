@@ -19,7 +19,9 @@ import lightning_zero
 from lightning_zero.comm import communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.passes import passes
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.whole import whole_params
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
@@ -113,6 +115,17 @@ def test_an_exception_is_followed_by_a_clean_step(stages: tuple[int, ...], where
 
 
 @on_ranks(2)
+def test_an_exception_leaves_nothing_gathered() -> None:
+    with Sharded(Chain()) as side:
+        for where in ("forward", "backward"):
+            with failing(side.module, where):
+                mean_square(side, 0)
+            assert all(unit.state is State.SHARDED for unit in side.engine.units)
+            assert not any(b.full.allocated for b in side.engine.buckets)
+            side.zero_grad()
+
+
+@on_ranks(2)
 @IN_STAGES
 def test_a_backward_takes_no_gradients_of_one_that_failed_unnoticed(stages: tuple[int, ...]) -> None:
     """Its graph was made before: no forward comes in between."""
@@ -179,6 +192,20 @@ def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", ["_begin_backward", "_end_backward", "flush"])
+def test_an_exception_at_an_end_of_a_backward_is_followed_by_a_clean_one(where: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded):
+            owner = side.engine.passes.reducer if where == "flush" else side.engine.passes
+            with mock.patch.object(owner, where, side_effect=MemoryError), pytest.raises(MemoryError):
+                side.backward(language_loss(side.module, tokens(10)))
+            side.zero_grad()
+        return language_work(side, step)
+
+    check(Model, work, steps=1)
+
+
+@on_ranks(2)
 def test_ranks_that_raise_after_different_halves_of_reductions_go_on() -> None:
     """One rank has found its reductions complete and issued what follows them, the other has not."""
     done = Pending.done
@@ -206,6 +233,32 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on() -> None:
 
     with abandoning_after(0.2):  # for messages that nobody answers
         check(build, work, steps=3, stage=(0, 3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gather_that_fails_on_its_way_in_leaves_nothing_behind(stage: int) -> None:
+    full_master, calls = Bucket.full_master, 0
+
+    def second_fails(self: Bucket) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError
+        return full_master(self)
+
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded):
+            with (
+                mock.patch.object(Bucket, "full_master", second_fails),
+                pytest.raises(ZeroDivisionError),
+                lightning_zero.gather(side.module),
+            ):
+                raise AssertionError("it has not got here")
+            assert calls == 2 and not whole_params.gathered_buckets(side.engine)
+        return language_work(side, step)
+
+    check(Model, work, stage=stage, steps=1)
 
 
 # -- engines that are dropped -----------------------------------------------------------------------------------------
@@ -354,6 +407,30 @@ def test_whole_values_are_right_after_ranks_have_gathered_different_units(what: 
         if what == "release":
             found = module.state_dict()
     assert_equal(dict(found), wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["gather", "state dict"])
+def test_whole_values_are_right_after_ranks_have_raised_unnoticed_in_different_places(what: str) -> None:
+    """One rank has asked for the next unit, and the other has not."""
+    module = blocks(6)
+    nbytes = sum(4 * p.numel() for p in module[0].parameters())
+    with abandoning_after(0.2), Sharded(module, stage=3, prefetch_bytes=nbytes, stall_timeout_s=20.0) as side:
+        wanted = {name: value.clone() for name, value in side.engine.state_dict(only_rank_0=False).items()}
+        for fails in (False, False, True):
+            with side.engine.step_scope():
+                loss = module(floats(0, 4, WIDTH)).square().mean()
+                if fails:
+                    module[3 - dist.get_rank()].up.weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                    loss.backward()
+            side.zero_grad()
+        if what == "gather":
+            with lightning_zero.gather(module):
+                found = {name: value.detach().clone() for name, value in module.named_parameters()}
+        else:
+            found = side.engine.state_dict(only_rank_0=False)
+        assert all(torch.equal(wanted[name], value) for name, value in found.items())
 
 
 @on_ranks(2)

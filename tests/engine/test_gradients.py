@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.ranks.waits import StallError
 from tests.engine.support import (
     ALL_STAGES,
     Model,
@@ -74,6 +76,20 @@ def test_norms_are_true(stage: int) -> None:
     with sharded:
         for norm_type in (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf, -1.0, -math.inf):
             assert_norms(sharded, twin, norm_type)
+
+
+@on_ranks(2)
+def test_all_stages_and_rows_agree_to_the_bit(tmp_path: Path) -> None:
+    def norms(stage: int, row: str = "none") -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
+            language_work(side, 0)
+            return [p.grad.norm(p=t) for p in side.module.parameters() for t in (1, 2)]
+
+    expected = norms(3)
+    places = [(stage, "none") for stage in range(3)] + [(2, "optimizer_nvme"), (3, "cpu")]
+    for place in places:
+        assert all(map(torch.equal, norms(*place), expected)), place
 
 
 @on_ranks(2)
@@ -191,6 +207,36 @@ def test_a_read_inside_a_backward_is_refused() -> None:
         loss = (weight.grad * scale).sum()
         with pytest.raises(RuntimeError, match=r"gradient of head\.weight is read inside a backward"):
             loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("read", "own", "others"),
+    [
+        ("norm", "norms of gradients", r"norm\(\)"),
+        ("abs", "a read of the gradient of head", r"a read of \.grad,"),
+        ("clip", "norm of gradients", "norm of gradients"),
+    ],
+)
+def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) -> None:
+    """And so does the other one, which goes on to its step and its next backward."""
+    group = dist.new_group()  # in which a message is lost
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0, process_group=group)
+    language_work(side, 0)
+    started = time.monotonic()
+    soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
+    with soon, pytest.raises((StallError, ApartError)) as caught:
+        if dist.get_rank() == 0 and read == "clip":
+            clip_grad_norm_(side.module.parameters(), 1.0)
+        elif dist.get_rank() == 0:
+            getattr(side.module.head.weight.grad, read)()
+        for step in (1, 2):
+            side.step()
+            side.zero_grad()
+            language_work(side, step)
+    assert time.monotonic() - started < 20.0
+    assert re.search(own if dist.get_rank() == 0 else others, str(caught.value))
+    side.engine.comm.waits.close()  # messages were lost: there is no release
 
 
 @on_ranks(2)

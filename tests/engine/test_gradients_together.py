@@ -134,6 +134,22 @@ def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> N
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    with together(), Sharded(module, stage=stage) as side:
+        handle = module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            side.backward(language_loss(module, tokens(0)))
+        handle.remove()
+        assert not any(grads.waiting for grads in side.engine.passes.reducer.grads.values())
+        side.zero_grad()
+        side.backward(language_loss(module, tokens(1)))
+        side.step()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
     """Nodes of one rank: the messages that follow a reduction, and the factor on what they sum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine.units.unit import State
@@ -326,6 +328,14 @@ def keeps_a_loss(kind: str) -> nn.Module:
     return Does(gates, gate=linear(), up=linear(), down=linear(), norm=norm)
 
 
+def with_losses(side: Side, step: int) -> Tensor:
+    with scope(side):
+        out = side.module(image(step))
+        loss = out.square().mean() + 0.1 * sum(block.loss for block in side.module.blocks)
+    side.backward(loss)
+    return loss
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["gate", "gate and norm", "scale of the output", "linear of the output"])
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
@@ -339,6 +349,27 @@ def test_losses_that_are_kept_on_modules_train(kind: str, how: str) -> None:
 
     build = lambda: Chain(lambda: keeps_a_loss(kind))  # noqa: E731
     check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
+
+
+@on_ranks(2)
+@PREFETCH
+@pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("frozen", ["", "up", "down"])
+def test_checkpoints_inside_of_units_train(reentrant: bool, frozen: str, prefetch_bytes: int) -> None:
+    """A block checkpoints a part of itself, and keeps a loss that leads into that part alone."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        y = checkpoint(lambda z: m.down(torch.tanh(m.up(z))), x, use_reentrant=reentrant)
+        m.loss = y.square().mean()
+        return x + y
+
+    def make() -> nn.Module:
+        module = Does(act, up=linear(WIDTH, 2 * WIDTH), down=linear(2 * WIDTH, WIDTH))
+        if frozen:
+            module.get_submodule(frozen).requires_grad_(False)
+        return module
+
+    check(lambda: Chain(make), with_losses, stage=OUTER_STAGES, optimizer=sgd, prefetch_bytes=prefetch_bytes)
 
 
 @on_ranks(2)
@@ -463,3 +494,19 @@ def test_torch_func_works_around_units(name: str) -> None:
         return loss
 
     check(Chain, work, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+def test_a_graph_that_is_looked_at_shows_no_values_that_are_gone() -> None:
+    with Sharded(Model(), prefetch_bytes=0) as side:
+        out = side.module(tokens(0))
+        stack, seen = [out.grad_fn], []
+        while stack:
+            node = stack.pop()
+            for name in dir(node):
+                if name.startswith("_saved_"):
+                    with contextlib.suppress(RuntimeError):
+                        value = getattr(node, name)
+                        seen += [value.sum()] if isinstance(value, Tensor) else []
+            stack += [n for n, _ in node.next_functions if n is not None] if node is not None else []
+        assert len(seen) > 10

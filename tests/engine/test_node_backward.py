@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
+from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, plan_row
 from lightning_zero.planning.fit import Model as PlannedModel
@@ -26,6 +28,7 @@ from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
+from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.support import (
     Model,
@@ -35,6 +38,7 @@ from tests.engine.support import (
     floats,
     in_pairs,
     language_loss,
+    places_posted_often,
     tokens,
 )
 from tests.engine.test_gradients_together import through_host, together
@@ -290,3 +294,28 @@ def test_rows_that_it_cannot_work_with_are_refused(settings: dict[str, Any], wor
 def test_nodes_that_it_cannot_work_with_are_refused(names: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"node_backward: expected {words}"):
         within_nodes(names)
+
+
+def _fails() -> None:
+    """In the middle of a gather of its node: the ranks of the other one come to wait for it later."""
+    begin = Unit.unshard_begin
+
+    def failing(self: Unit) -> None:
+        if self.gathers_in_node and self.name == "blocks.1" and dist.get_rank() == 3:
+            raise OSError("no buffer")
+        begin(self)
+
+    with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.2):
+        side = sharded(Model(), PER_NODE, "node_backward", stall_timeout_s=1.0)
+        with mock.patch.object(Unit, "unshard_begin", failing):
+            loss = language_loss(side.module, tokens(0))
+            with pytest.raises(OSError if dist.get_rank() == 3 else StallError) as caught:
+                side.backward(loss)
+        if dist.get_rank() == 2:
+            assert "rank 3" in str(caught.value)
+        assert not kept(side) and all(unit.state is State.SHARDED for unit in side.engine.units)
+        side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    run(4, _fails)
