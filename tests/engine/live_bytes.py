@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
@@ -39,10 +38,6 @@ def live_bytes(engine: Engine) -> Bytes:
     reducer = engine.passes.reducer
     second = sum(b.layout.numel * b.dtypes.reduce.itemsize for b, _ in reducer._second_half)  # of all-reduces
     held[Role.reducing, Tier.device] += reducer._flying_nbytes + second + reducer.spare.nbytes
-    held[Role.staging, Tier.host] += staging_nbytes(engine.tiers)
+    buffers = engine.tiers.landing, engine.tiers.sender, engine.tiers.read_ahead
+    held[Role.staging, Tier.host] += sum(part.nbytes for part in buffers if part is not None)
     return held
-
-
-def staging_nbytes(tiers: Tiers) -> int:
-    """Host memory of transfer buffers, without the ring of the files."""
-    return sum(part.nbytes for part in (tiers.landing, tiers.sender, tiers.read_ahead) if part is not None)

@@ -31,10 +31,11 @@ def in_a_pool(function: Callable[..., Any], *args: Any) -> list[Any]:
         pool.kill()
 
 
-NAMES = {
-    "gather": "gather(), which all ranks must enter",
-    "call": "a call of the module outside of a step, which all ranks must make",
-    "save": "saving a checkpoint: who sees it",
+SAID = {  # of rank 0
+    "gather": "between passes, waits for 'gather(), which all ranks must enter'",
+    "call": "between passes, waits for 'a call of the module outside of a step, which all ranks must make'",
+    "norm": "a read of .grad.norm(), which takes all ranks, waits for 'the norms of gradients, of type 2'",
+    "read": "a read of .grad, which takes all ranks, waits for 'a read of the gradient of head.weight, which all ranks",
 }
 
 
@@ -52,23 +53,26 @@ def alone(what: str, stage: int, later: float = 0.0) -> str:
         side = Sharded(Model(), stage=stage, stall_timeout_s=3600.0)
         KEPT.append(side)
         language_work(side, 0)
-        side.step()
         side.engine.passes.calls_meet = True  # as under the Trainer
+        side.step()
+        calls: dict[str, Callable[[], Any]] = {
+            "gather": lambda: lightning_zero.gather(side.module).__enter__(),
+            "call": lambda: side.module(tokens(1)),
+            "norm": lambda: side.module.head.weight.grad.norm(),
+            "read": lambda: side.module.head.weight.grad.abs(),
+        }
         with pytest.raises(StallError, match=r"All ranks must call this, or none") as caught:
             if dist.get_rank():
                 side.engine.comm.max_(torch.zeros(1))
-            elif what == "gather":
-                with lightning_zero.gather(side.module):
-                    pass
             else:
-                side.module(tokens(1))
+                calls[what]()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "stage"), [("gather", 1), ("gather", 3), ("call", 3)])
+@pytest.mark.parametrize(("what", "stage"), [("gather", 1), ("gather", 3), ("call", 3), ("norm", 3), ("read", 3)])
 def test_what_one_rank_does_alone_is_named_on_all(what: str, stage: int) -> None:
     for said in in_a_pool(alone, what, stage):
-        assert f"rank 0: between passes, waits for '{NAMES[what]}'" in said
+        assert f"rank 0: {SAID[what]}" in said
         assert "rank 1: between passes, waits for 'a small reduction'" in said
 
 
@@ -97,5 +101,5 @@ def save_alone(stage: str, folder: str) -> str:
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_a_save_by_one_rank_alone_is_named_on_all(stage: str, tmp_path: Path) -> None:
     for said in in_a_pool(save_alone, stage, str(tmp_path)):
-        assert f"waits for '{NAMES['save']}'" in said and "ll ranks must" in said
+        assert "waits for 'saving a checkpoint: who sees it'" in said and "ll ranks must" in said
         assert "rank 1: " in said

@@ -1,4 +1,4 @@
-"""Memory that comes and goes is bounded from the start: when a module is sharded, and in passes that are not known."""
+"""Memory that comes and goes is bounded where passes are not known, and models have no repeated blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
-from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens
+from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens, train
 from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
@@ -44,22 +43,6 @@ def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> N
         assert len(made) == len(side.engine.buckets) >= 6
         assert sum(others) == 0, "other units are gathered while one is filled"
         assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
-
-
-@on_ranks(2)
-def test_first_values_become_the_masters_and_are_not_copied() -> None:
-    given: list[tuple[Bucket, int]] = []
-    fill = Bucket.fill
-
-    def filled(bucket: Bucket, values: torch.Tensor) -> None:
-        given.append((bucket, values.data_ptr()))
-        fill(bucket, values)
-
-    with mock.patch.object(Bucket, "fill", filled), Sharded(Model(), stage=3):
-        assert given
-        for bucket, address in given:
-            with opened(bucket.storage) as master:
-                assert master.data_ptr() == address, bucket.label
 
 
 @on_ranks(2, full=(3,))
@@ -113,44 +96,33 @@ def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
                 x = block(x)
         return m.head(x)
 
+    torch.manual_seed(3)
     model = Model(width=32, depth=9)
     return Does(act, embed=model.embed, blocks=model.blocks, head=model.head, turn=0)
+
+
+NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)
+SMALL = {"stage": 3, "reduce_bucket_bytes": 1 << 12, "stall_timeout_s": 30.0}
 
 
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize("dynamic_graph", [False, True])
 def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
-    torch.manual_seed(3)
     # One may wait for gathers of another in its backward.
     module = forks(lambda m, number: (number + m.turn) % 3 != torch.distributed.get_rank())
-    with (
-        mock.patch.object(Reduction, "done", lambda self: False),
-        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
-        Sharded(
-            module, stage=3, dynamic_graph=dynamic_graph, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0
-        ) as side,
-    ):
-        for step in range(3):
-            side.backward(language_loss(side.module, tokens(step)))
-            side.step()
-            side.zero_grad()
+    comes = mock.patch.object(Reducer, "_comes", lambda self, pending: True)
+    with NEVER_DONE, comes, Sharded(module, dynamic_graph=dynamic_graph, **SMALL) as side:
+        train(side, range(3))
 
 
 @on_ranks(2, full=(3,))
 def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> None:
     """What was true in the passes before is not any more, and a rank that waits is needed by another."""
-    torch.manual_seed(3)
     module = forks(lambda m, number: m.turn < 2 or bool(number % 3))  # all blocks at first
-    with (
-        mock.patch.object(Reduction, "done", lambda self: False),
-        mock.patch.object(gradients, "PATIENCE_S", 0.05),
-        Sharded(module, stage=3, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0) as side,
-    ):
+    with NEVER_DONE, mock.patch.object(gradients, "PATIENCE_S", 0.05), Sharded(module, **SMALL) as side:
         for step in range(6):
             module.turn = step if torch.distributed.get_rank() else 0
-            side.backward(language_loss(side.module, tokens(step)))
-            side.step()
-            side.zero_grad()
+            train(side, [step])
 
 
 # -- models without repeated blocks, divided by size ------------------------------------------------------------------
@@ -188,17 +160,21 @@ def test_it_trains_as_its_twin(kind: type[nn.Module], precision: str) -> None:
 @pytest.mark.parametrize("kind", [UNet, Recurrent])
 def test_few_units_are_gathered_at_a_time(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    with Sharded(kind(), stage=3, prefetch_bytes=0) as side:
+    most, allocate = [0], FlatBuffer.allocate
+
+    def allocating(buffer: FlatBuffer) -> None:
+        allocate(buffer)
+        most.append(sum(b.full.nbytes for unit in side.engine.units for b in unit.buckets if b.full.allocated))
+
+    with Sharded(kind(), stage=3, prefetch_bytes=0) as side, mock.patch.object(FlatBuffer, "allocate", allocating):
         sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
         assert len(sizes) > 4 and sizes[0] < sum(sizes) / 8  # the root keeps little
         for step in range(3):
-            with most_gathered(side.engine) as most:
-                side.backward(side.module(floats(step, *SIZES[kind])).square().mean())
-                side.step()
-                side.zero_grad()
-            # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
-            assert most[0] <= sizes[0] + sum(sorted(sizes[1:])[-3:]), (most, sizes)
-            assert most[0] < 0.75 * sum(sizes)
+            side.backward(side.module(floats(step, *SIZES[kind])).square().mean())
+            side.step()
+            side.zero_grad()
+        # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
+        assert max(most) <= min(sizes[0] + sum(sorted(sizes[1:])[-3:]), 0.75 * sum(sizes)), sizes
 
 
 @on_ranks(2)
@@ -214,15 +190,14 @@ def test_a_rank_that_takes_no_block_holds_few_while_it_gathers_for_the_other() -
 
 @on_ranks(2)
 def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
-    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=3) as side:
-        assert large_unit(side.engine) == (
-            "99 % of the parameters are gathered at once, as 0; it holds no modules that could be units"
-        )
-    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=2) as side:
-        assert large_unit(side.engine) is None
-    with Sharded(UNet(), stage=3) as side:
-        assert large_unit(side.engine) is None
-    with Sharded(UNet(), stage=3, unit={"classes": ["UNet"]}) as side:
-        said = large_unit(side.engine)
-        assert said is not None and said.startswith("100 % of the parameters are gathered at once, as (root)")
-        assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in said
+    def said(module: nn.Module, **config: Any) -> str | None:
+        with Sharded(module, **config) as side:
+            return large_unit(side.engine)
+
+    large = nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10))
+    only = "99 % of the parameters are gathered at once, as 0; it holds no modules that could be units"
+    assert said(large, stage=3) == only
+    assert said(large, stage=2) is said(UNet(), stage=3) is None
+    whole = said(UNet(), stage=3, unit={"classes": ["UNet"]})
+    assert whole is not None and whole.startswith("100 % of the parameters are gathered at once, as (root)")
+    assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in whole

@@ -5,31 +5,30 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
 import lightning_zero
-from lightning_zero.config import ConfigError, make_config
+from lightning_zero.config import ConfigError
 from tests.engine.support import (
     Model,
     Sharded,
     Twin,
+    accumulate,
     assert_same,
     autocast,
     language_loss,
     pairwise_selection,
     sgd,
     tokens,
+    train,
 )
 from tests.harness import on_ranks, run
-
-DEPTH = 4
 
 
 class Counting:
@@ -61,38 +60,26 @@ def _wrapped(module: nn.Module, **settings: Any) -> None:
     module.blocks = nn.ModuleList(torch.compile(block, **settings) for block in module.blocks)
 
 
-def _root(module: nn.Module, **settings: Any) -> None:
-    module.compile(**settings)
-
-
 COUNT = Counting()
-
-
-@register_backend(name="counting")
-def counting(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """For settings, where a backend is a name."""
-    return COUNT(graph, inputs)
+register_backend(COUNT, name="counting")  # for settings, where a backend is a name
 
 
 FORMS: dict[str, Callable[..., None]] = {
     "blocks": _each_block,
     "forwards": _each_forward,
     "wrapped": _wrapped,
-    "root": _root,
+    "root": lambda module, **settings: module.compile(**settings),
 }
 
 
 class Case(NamedTuple):
     form: str
-    later: bool  # after sharding
-    fullgraph: bool
-    stage: int
-    offload: str
-    precision: str
-    recompute: str
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
+    later: bool = False  # after sharding
+    fullgraph: bool = False
+    stage: int = 3
+    offload: str = "none"
+    precision: str = "fp32"
+    recompute: str = "none"
 
     @property
     def possible(self) -> bool:
@@ -105,71 +92,64 @@ class Case(NamedTuple):
         return self.offload == "none" or self.stage == 3 or (self.offload == "optimizer_cpu" and self.stage > 0)
 
 
-VALUES: dict[str, Sequence[Any]] = {
-    "form": (*FORMS, "setting"),
-    "later": (False, True),
-    "fullgraph": (False, True),
-    "stage": (0, 1, 2, 3),
-    "offload": ("none", "optimizer_cpu", "cpu"),
-    "precision": ("fp32", "bf16", "bf16_true"),
-    "recompute": ("none", "blocks"),
-}
-MATRIX = [case for case in (Case(*values) for values in itertools.product(*VALUES.values())) if case.possible]
+VALUES = (
+    (*FORMS, "setting"),
+    (False, True),
+    (False, True),
+    (0, 1, 2, 3),
+    ("none", "optimizer_cpu", "cpu"),
+    ("fp32", "bf16", "bf16_true"),
+    ("none", "blocks"),
+)
+MATRIX = [case for case in itertools.starmap(Case, itertools.product(*VALUES)) if case.possible]
 # Those with the most that could go wrong.
 SELECTED = [
-    Case("blocks", False, False, 3, "none", "fp32", "none"),
+    Case("blocks"),
     Case("blocks", True, True, 3, "cpu", "bf16", "blocks"),
     Case("wrapped", False, True, 3, "none", "bf16", "blocks"),
     Case("root", False, False, 3, "optimizer_cpu", "bf16", "blocks"),
-    Case("root", True, False, 2, "none", "fp32", "none"),
+    Case("root", True, False, 2),
     Case("setting", True, False, 3, "none", "bf16_true", "blocks"),
     Case("forwards", False, True, 1, "optimizer_cpu", "fp32", "blocks"),
 ]
 
 
-def _fresh() -> Counting:
-    torch._dynamo.reset()
-    COUNT.graphs.clear()
-    return COUNT
-
-
-def _side(module: nn.Module, case: Case, count: Counting) -> Sharded:
+def _side(module: nn.Module, case: Case) -> Sharded:
     """``module`` sharded and compiled as ``case`` says."""
+    _forget()
     settings: dict[str, Any] = {"offload": case.offload, "activation_checkpointing": case.recompute}
     if case.form == "setting":
         settings["compile"] = {"name": "blocks", "arguments": {"backend": "counting"}}
     elif not case.later:
-        FORMS[case.form](module, backend=count, fullgraph=case.fullgraph)
+        FORMS[case.form](module, backend=COUNT, fullgraph=case.fullgraph)
     sharded = Sharded(module, stage=case.stage, precision=case.precision, **settings)
     if case.later and case.form != "setting":
-        FORMS[case.form](module, backend=count, fullgraph=case.fullgraph)
+        FORMS[case.form](module, backend=COUNT, fullgraph=case.fullgraph)
     return sharded
 
 
+def _forget() -> None:
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+
+
 def _check(case: Case) -> None:
-    count = _fresh()
     torch.manual_seed(3)
-    module = Model(depth=DEPTH)
+    module = Model(depth=4)
     twin = Twin(module, precision=case.precision, each=case.stage >= 2)
-    with _side(module, case, count) as sharded:
+    with _side(module, case) as sharded:
         found = []
         for step in range(3):
-            for micro in range(2):
-                losses = []
-                for side in (sharded, twin):
-                    with autocast(case.precision), nullcontext() if micro else side.no_sync():
-                        loss = language_loss(side.module, tokens(step, micro))
-                        side.backward(loss)
-                    losses.append(loss.detach())
-                assert torch.equal(*losses), (step, micro, losses)
-            with torch.no_grad(), autocast(case.precision):
-                assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
+            with autocast(case.precision):
+                assert torch.equal(*(accumulate(side, step, 2) for side in (sharded, twin))), step
+                with torch.no_grad():
+                    assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
             for side in (sharded, twin):
                 side.step()
                 side.zero_grad()
             assert_same(sharded, twin, what=f"step {step}: ")
-            found.append(len(count.graphs))
-        assert count.blocks() == 2  # one for all blocks with gradients, and one without
+            found.append(len(COUNT.graphs))
+        assert COUNT.blocks() == 2  # one for all blocks with gradients, and one without
         assert found[1:] == found[:1] * 2, found
 
 
@@ -177,82 +157,9 @@ PAIRS = [pytest.param(c, marks=pytest.mark.full) for c in pairwise_selection(MAT
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=str)
+@pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=lambda case: "-".join(map(str, case)))
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
     run(2, _check, case)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_unfreezing_makes_one_more_graph(stage: int) -> None:
-    count = _fresh()
-    torch.manual_seed(3)
-    module = Model(depth=DEPTH)
-    for param in module.blocks[:2].parameters():
-        param.requires_grad_(False)
-    twin = Twin(module, each=stage >= 2)
-    with _side(module, Case("setting", True, False, stage, "none", "fp32", "none"), count) as sharded:
-        found = []
-        for step in range(6):
-            if step == 3:
-                for side in (sharded, twin):
-                    for param in side.module.parameters():
-                        param.requires_grad_(True)
-            for side in (sharded, twin):
-                side.backward(language_loss(side.module, tokens(step)))
-                side.step()
-                side.zero_grad()
-            found.append(count.blocks())
-            assert_same(sharded, twin, what=f"step {step}: ")
-        # The first block is given no gradient to compute for what it gets, the second and the third are.
-        assert found == [2, 2, 2, found[3], found[3], found[3]] and found[3] <= 4, found
-
-
-class OfTorch(nn.Module):
-    """Blocks whose class is torch's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0) for _ in range(10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.sample
-@on_ranks(1)
-@pytest.mark.parametrize("form", ["blocks", "root", "setting"])
-def test_many_blocks_of_a_class_of_torch_share_a_graph(form: str) -> None:
-    count = _fresh()
-    module = OfTorch()
-    plain = OfTorch()
-    plain.load_state_dict(module.state_dict())
-    x = torch.randn(3, 2, 16, requires_grad=True)  # or the first block would have a graph of its own
-    with _side(module, Case(form, False, False, 3, "cpu", "fp32", "none"), count) as sharded:
-        for _ in range(2):
-            out = module(x)
-            assert torch.equal(out, plain(x))
-            sharded.backward(out.sum())
-    assert len(count.graphs) == 1
-
-
-@on_ranks(2)
-def test_a_compiled_function_around_the_model() -> None:
-    count = _fresh()
-    torch.manual_seed(3)
-    module = Model(depth=DEPTH)
-    twin = Twin(module)
-    loss_of = {True: torch.compile(language_loss, backend=count), False: language_loss}
-    with Sharded(module, stage=3) as sharded:
-        for step in range(3):
-            for side in (sharded, twin):
-                side.backward(loss_of[side is sharded](side.module, tokens(step)))
-                side.step()
-                side.zero_grad()
-            assert_same(sharded, twin, what=f"step {step}: ")
-    assert count.blocks() >= 1
 
 
 @pytest.mark.sample
@@ -268,53 +175,49 @@ def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute
     twin = Twin(module, optimizer=sgd)
     for block in twin.module.blocks:
         block.compile(backend=backend)
-    config: dict[str, Any] = {
-        "compile": {"name": "blocks", "arguments": {"backend": backend}},
-        "activation_checkpointing": recompute,
-    }
-    with Sharded(module, stage=stage, optimizer=sgd, **config) as sharded:
+    compiled = {"name": "blocks", "arguments": {"backend": backend}}
+    config = {"stage": stage, "compile": compiled, "activation_checkpointing": recompute}
+    with Sharded(module, optimizer=sgd, **config) as sharded:
         for step in range(3):
             for side in (sharded, twin):
-                side.backward(language_loss(side.module, tokens(step)))
-                side.step()
-                side.zero_grad()
+                train(side, [step])
             assert_same(sharded, twin, tolerance=1e-6 if backend == "inductor" else 0.0, what=f"step {step}: ")
+
+
+def has_own(module: nn.Module) -> bool:
+    return any({"forward", "compile"} & set(vars(inner)) for inner in module.modules())
 
 
 @on_ranks(1)
 @pytest.mark.parametrize("later", [False, True])
 def test_release_gives_the_modules_back_as_they_were(later: bool) -> None:
-    count = _fresh()
+    _forget()
     module = Model(depth=2)
+    first, second = module.blocks
     if not later:
-        module.blocks[0].compile(backend=count)
+        first.compile(backend=COUNT)
     side = Sharded(module, stage=3, activation_checkpointing="blocks")
     if later:
-        module.blocks[0].compile(backend=count)
+        first.compile(backend=COUNT)
     with pytest.raises(TypeError):
-        module.blocks[1].compile(unknown=True)
-    assert module.blocks[0]._compiled_call_impl is None
+        second.compile(unknown=True)
+    assert first._compiled_call_impl is None
     side.engine.release()
-    assert module.blocks[0]._compiled_call_impl is not None
-    for block in module.blocks:
-        assert not {"forward", "compile"} & set(vars(block))
-    assert module.blocks[1]._compiled_call_impl is None
+    assert first._compiled_call_impl is not None and second._compiled_call_impl is None and not has_own(module)
     module(tokens(0))
-    assert count.blocks() == 1
+    assert COUNT.blocks() == 1
 
 
 @on_ranks(1)
 def test_a_copy_is_plain() -> None:
-    count = _fresh()
     module = Model(depth=2)
-    with _side(module, Case("setting", True, False, 3, "cpu", "fp32", "none"), count):
+    with _side(module, Case("setting", True, offload="cpu")):
         with lightning_zero.gather(module):
             copied = copy.deepcopy(module)
             expected = language_loss(module, tokens(0))
-        made = len(count.graphs)
+        made = len(COUNT.graphs)
         assert torch.equal(language_loss(copied, tokens(0)), expected)
-        assert len(count.graphs) == made
-        assert all(not {"forward", "compile"} & set(vars(block)) for block in copied.blocks)
+        assert len(COUNT.graphs) == made and not has_own(copied)
 
 
 @on_ranks(2)
@@ -336,23 +239,21 @@ def test_one_graph_around_units_is_refused() -> None:
     module.compile(backend="eager", fullgraph=True)
     with pytest.raises(ConfigError, match=r"Model is compiled with fullgraph=True, and holds units.*block\.compile"):
         lightning_zero.shard(module, device="cpu")
-    for around in (lambda module: module, lambda module: module.blocks):
-        with Sharded(Model(depth=2), stage=3) as side:
+    with Sharded(Model(depth=2), stage=3) as side:
+        for around in (side.module, side.module.blocks):
             with pytest.raises(ConfigError, match=r"fullgraph=True, and holds units"):
-                around(side.module).compile(backend="eager", fullgraph=True)
-            assert all("forward" not in vars(inner) for inner in side.module.modules())
-            assert around(side.module)._compiled_call_impl is None
+                around.compile(backend="eager", fullgraph=True)
+            assert around._compiled_call_impl is None
+        assert not any("forward" in vars(inner) for inner in side.module.modules())
 
 
 @on_ranks(1)
 def test_what_has_no_effect_is_refused() -> None:
+    eager = {"name": "blocks", "arguments": {"backend": "eager"}}
     for settings, says in (
         ({"arguments": {"dynamic": True}}, r"zero\.compile\.arguments has no effect with zero/compile=none"),
         ({"name": "blocks", "arguments": {"mod": "default"}}, r"zero\.compile\.arguments\.mod: .*mean mode\?"),
+        (eager, r"zero/compile=blocks: the model has no blocks"),
     ):
         with pytest.raises(ConfigError, match=says):
-            make_config(compile=settings)
-    with pytest.raises(ConfigError, match=r"zero/compile=blocks: the model has no blocks"):
-        lightning_zero.shard(
-            nn.Linear(3, 3), compile={"name": "blocks", "arguments": {"backend": "eager"}}, device="cpu"
-        )
+            lightning_zero.shard(nn.Linear(3, 3), compile=settings, device="cpu")

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.placement import logical_collectives
-from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, language_loss, tokens
+from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, tokens
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
-
-BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
 
 
 def step_counts(side: Sharded, step: int, micro_batches: int, precision: str) -> Counter[tuple[str, str]]:
@@ -58,39 +53,13 @@ def test_collectives_of_a_step_are_those_of_the_table(stage: int, k: int, precis
 
 @on_ranks(2)
 def test_units_that_stay_gathered_are_gathered_once() -> None:
-    with Sharded(Model(depth=4), keep_gathered_bytes=2 * BLOCK_NBYTES) as side:
-        assert side.engine.units[1].gathered_nbytes == BLOCK_NBYTES
+    nbytes = 8192  # of a block, on 2 ranks
+    with Sharded(Model(depth=4), keep_gathered_bytes=2 * nbytes) as side:
+        assert side.engine.units[1].gathered_nbytes == nbytes
         step_counts(side, 0, 1, "fp32")
         counts = step_counts(side, 1, 1, "fp32")
         gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}
         assert gathers == {"": 1, "blocks.0": 2, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("prefetched", "most"), [(0, 1), (0.5, 2), (1, 2), (2, 3), (3, 4)])
-def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, most: int) -> None:
-    """One unit is always gathered ahead, unless prefetching is off."""
-    with Sharded(Model(depth=6), prefetch_bytes=int(prefetched * BLOCK_NBYTES)) as side:
-        gathered: list[int] = []
-        under_way: list[int] = []
-        wait = Unit.unshard_wait
-
-        def waits(unit: Unit) -> None:
-            under_way.append(sum(each.state is State.GATHERING for each in side.engine.units))
-            wait(unit)
-
-        def count(*_: Any) -> None:
-            gathered.append(sum(unit.state is not State.SHARDED for unit in side.engine.units[1:]))
-
-        for block in side.module.blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(count)
-            block.register_full_backward_hook(count)
-        with mock.patch.object(Unit, "unshard_wait", waits):
-            for step in range(3):
-                gathered.clear()
-                side.backward(language_loss(side.module, tokens(step)))
-                side.step()
-        assert max(gathered) == max(under_way) == most
 
 
 @on_ranks(2)

@@ -29,6 +29,7 @@ from tests.engine.support import (
     Sharded,
     Side,
     Twin,
+    assert_equal,
     assert_same,
     check,
     floats,
@@ -55,37 +56,39 @@ def fail(*_: Any) -> None:
 @contextlib.contextmanager
 def failing(chain: nn.Module, where: str) -> Iterator[None]:
     """Inside, a forward raises before its second "block" or in it, or a "backward" behind that; the error is caught."""
-    call, handle = chain.call, None
-    if where == "block":
-        handle = chain.blocks[1].up.register_forward_pre_hook(fail)
+    block, call = chain.blocks[1], chain.call
+    handle = block.up.register_forward_pre_hook(fail) if where == "block" else contextlib.nullcontext()
 
-    def fails(block: nn.Module, x: Tensor) -> Tensor:
-        if block is chain.blocks[1] and where == "forward":
+    def fails(each: nn.Module, x: Tensor) -> Tensor:
+        if each is block and where == "forward":
             fail()
-        x = call(block, x)
-        if block is chain.blocks[1] and where == "backward":
+        x = call(each, x)
+        if each is block and where == "backward":
             x.register_hook(fail)
         return x
 
     chain.call = fails
-    try:
-        with pytest.raises(ZeroDivisionError):
-            yield
-    finally:
-        chain.call = call
-        if handle is not None:
-            handle.remove()
+    with handle, pytest.raises(ZeroDivisionError):
+        yield
+    chain.call = call
+
+
+def raise_in_backward(side: Side, step: int) -> None:
+    """A backward that raises in the middle, of batch ``step``."""
+    with side.module.blocks[1].register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
+        side.backward(language_loss(side.module, tokens(step)))
+
+
+def references(side: Sharded) -> list[weakref.ref[Any]]:
+    engine = side.engine
+    return [weakref.ref(o) for o in (engine, engine.passes, engine.comm, side.module, *engine.buckets)]
 
 
 @contextlib.contextmanager
 def abandoning_after(seconds: float) -> Iterator[None]:
     """One rank may have issued the second half of a sum, and the other not: it is waited for that long."""
-    before = communicator.ABANDON_S, passes.ABANDON_S
-    communicator.ABANDON_S = passes.ABANDON_S = seconds
-    try:
+    with mock.patch.object(communicator, "ABANDON_S", seconds), mock.patch.object(passes, "ABANDON_S", seconds):
         yield
-    finally:
-        communicator.ABANDON_S, passes.ABANDON_S = before
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -95,55 +98,20 @@ def abandoning_after(seconds: float) -> Iterator[None]:
 @IN_STAGES
 @pytest.mark.parametrize("where", ["forward", "backward", "block"])
 def test_an_exception_is_followed_by_a_clean_step(stages: tuple[int, ...], where: str) -> None:
+    """Nothing stays gathered."""
+
     def work(side: Side, step: int) -> Tensor:
         if step in (0, 2):
             with failing(side.module, where):
                 mean_square(side, step)
+            if isinstance(side, Sharded) and not side._plain:
+                units = [unit for unit in side.engine.units if unit.resharded]
+                assert all(unit.state is State.SHARDED for unit in units)
+                assert not any(b.full.allocated for unit in units for b in unit.resharded)
             side.zero_grad()
         return mean_square(side, step)
 
     check(Chain, work, steps=3, stage=stages, plain=(False, True))
-
-
-@on_ranks(2)
-def test_a_backward_that_failed_unnoticed_takes_no_gradients_of_the_next_one() -> None:
-    """The next forward is that of a module which is no unit, so it is the next backward that finds out."""
-
-    def work(side: Side, step: int) -> Tensor:
-        with failing(side.module, "backward"):
-            mean_square(side, step)
-        for param in side.module.parameters():
-            param.grad = None
-        side.zero_grad()
-        loss = side.module.first(floats(step, 4, WIDTH)).square().mean()
-        side.backward(loss)
-        return loss
-
-    check(Chain, work, stage=(0, 1, 2), plain=True)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoticed(stages: tuple[int, ...]) -> None:
-    """Its graph was made before: no forward comes in between."""
-
-    def work(side: Side, step: int) -> None:
-        with scope(side):
-            first = side.module[0](floats(0, 4, WIDTH))
-            failed = side.module[2](side.module[1](first)).square().mean()
-            other = side.module(floats(1, 4, WIDTH)).square().mean()
-            handle = first.register_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                failed.backward()
-            handle.remove()
-            for param in side.module.parameters():
-                param.grad = None
-            side.zero_grad()
-            side.backward(other)
-
-    build = lambda: nn.Sequential(linear(), linear(), linear())  # noqa: E731
-    with abandoning_after(0.5):
-        check(build, work, steps=1, stage=stages, unit={"classes": ["Linear"]})
 
 
 @on_ranks(2)
@@ -158,6 +126,27 @@ def test_an_exception_leaves_nothing_gathered() -> None:
 
 
 @on_ranks(2)
+@IN_STAGES
+def test_a_backward_takes_no_gradients_of_one_that_failed_unnoticed(stages: tuple[int, ...]) -> None:
+    """Its graph was made before: no forward comes in between."""
+
+    def work(side: Side, step: int) -> None:
+        with scope(side):
+            first = side.module[0](floats(0, 4, WIDTH))
+            failed = side.module[2](side.module[1](first)).square().mean()
+            other = side.module(floats(1, 4, WIDTH)).square().mean()
+            with first.register_hook(fail), pytest.raises(ZeroDivisionError):
+                failed.backward()
+            side.module.zero_grad()
+            side.zero_grad()
+            side.backward(other)
+
+    build = lambda: nn.Sequential(linear(), linear(), linear())  # noqa: E731
+    with abandoning_after(0.5):
+        check(build, work, steps=1, stage=stages, plain=(False, True), unit={"classes": ["Linear"]})
+
+
+@on_ranks(2)
 @STAGES
 @PLAIN
 def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> None:
@@ -166,19 +155,15 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
     module = Model()
     twin = Twin(module, each=stage >= 2)
     with abandoning_after(0.5), Sharded(module, stage=stage, plain=plain) as side:
-        side.backward(language_loss(side.module, tokens(0)))
-        hook = side.module.blocks[1].register_full_backward_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            side.backward(language_loss(side.module, tokens(1)))
-        hook.remove()
         refused = pytest.raises(RuntimeError, match=r"a backward has raised before its end.*zero_grad")
+        side.backward(language_loss(side.module, tokens(0)))
+        raise_in_backward(side, 1)
         with refused:
             side.step()
         side.backward(language_loss(side.module, tokens(2)))  # does not make it whole
-        with refused:
-            side.clip(1.0)
-        with refused:
-            side.step()
+        for use in (lambda: side.clip(1.0), side.step):
+            with refused:
+                use()
         side.zero_grad()
         for both in (twin, side):
             both.backward(language_loss(both.module, tokens(3)))
@@ -188,22 +173,15 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("cleared_by", ["the optimizer", "hand"])
+@pytest.mark.parametrize("cleared_by", ["optimizer", "module"])
 def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, cleared_by: str) -> None:
     """The engine hears of the backward that raised when a scope begins, and by then they have been cleared."""
 
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded):
             side.backward(language_loss(side.module, tokens(10)))
-            hook = side.module.blocks[1].register_full_backward_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                side.backward(language_loss(side.module, tokens(11)))
-            hook.remove()
-            if cleared_by == "the optimizer":
-                side.zero_grad()
-            else:
-                for param in side.module.parameters():
-                    param.grad = None
+            raise_in_backward(side, 11)
+            getattr(side, cleared_by).zero_grad()
         with scope(side):
             loss = language_loss(side.module, tokens(step))
         side.backward(loss)
@@ -248,9 +226,8 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on() -> None:
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded) and step:
             hook = side.module.embed.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
-            with mock.patch.object(Pending, "done", found_complete), pytest.raises(ZeroDivisionError):
+            with hook, mock.patch.object(Pending, "done", found_complete), pytest.raises(ZeroDivisionError):
                 side.backward(language_loss(side.module, tokens(10 + step)))
-            hook.remove()
             side.zero_grad()
         return language_work(side, step)
 
@@ -287,33 +264,12 @@ def test_a_gather_that_fails_on_its_way_in_leaves_nothing_behind(stage: int) -> 
 # -- engines that are dropped -----------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_dropped_engine_is_collected(stage: int) -> None:
-    before = set(threading.enumerate())
-    side = Sharded(Model(), stage=stage)
-    references = [weakref.ref(o) for o in (side.engine, side.engine.comm, side.module, side.engine.buckets[0])]
-    train(side, range(2))
-    with torch.no_grad():
-        side.module(tokens(0))
-    names = {t.name for t in set(threading.enumerate()) - before}
-    assert names == {"lightning_zero-places", "lightning_zero-judges"}
-    del side
-    assert_gone(references)
-    deadline = time.monotonic() + 5
-    while (threads := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not threads
-    dist.barrier()
-    with Sharded(Model(), stage=stage) as again:
-        train(again, range(1))
-
-
 @on_ranks(2, full=(1,))
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (3, "optimizer_cpu")])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "none"), (3, "none"), (3, "optimizer_cpu")])
 def test_an_engine_goes_with_its_module_whatever_leads_back_to_it(stage: int, offload: str) -> None:
-    """A hook of the optimizer that reaches the model, as those that keep averages by hand."""
+    """A hook of the optimizer that reaches the model, as those that keep averages by hand. Its threads end too."""
     kept: list[torch.optim.Optimizer] = []
+    threads = set(threading.enumerate())
 
     def trained_with_hooks(keeps: bool) -> list[weakref.ref[Any]]:
         side = Sharded(Model(), stage=stage, offload=offload)
@@ -326,30 +282,33 @@ def test_an_engine_goes_with_its_module_whatever_leads_back_to_it(stage: int, of
         dist.barrier()
         if keeps:
             kept.append(side.optimizer)
-        return [weakref.ref(o) for o in (engine, engine.passes, module, *engine.buckets)]
+        assert dist.get_world_size() == 1 or len(set(threading.enumerate()) - threads) >= 2
+        return references(side)
 
     assert_gone(trained_with_hooks(keeps=False))
     assert_gone(trained_with_hooks(keeps=True))
     with pytest.raises(RuntimeError, match="is gone"):
         kept[0].step()
+    deadline = time.monotonic() + 5
+    while not threads.issuperset(threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads.issuperset(threading.enumerate())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("leaves", ["no backward", "a backward that raises"])
-def test_a_graph_that_is_dropped_goes_with_all_that_it_leads_to(stage: int, leaves: str) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_graph_that_is_dropped_goes_with_all_that_it_leads_to(stage: int, raises: bool) -> None:
     """Blocks have a tanh, which saves its own result."""
     side = Sharded(Model(), stage=stage)
     loss = language_loss(side.module, tokens(0))
-    if leaves != "no backward":
-        handle = side.module.blocks[1].up.weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
+    if raises:
+        with side.module.blocks[1].up.weight.register_hook(fail), pytest.raises(ZeroDivisionError):
             side.backward(loss)
-        handle.remove()
-    references = [weakref.ref(o) for o in (side.engine, side.engine.passes, side.module, *side.engine.buckets)]
+    left = references(side)
     del side, loss
     torch.ones(1, requires_grad=True).sum().backward()  # until then torch keeps what a backward that raised had to do
-    assert_gone(references)
+    assert_gone(left)
 
 
 # -- aborts -----------------------------------------------------------------------------------------------------------
@@ -360,27 +319,18 @@ def blocks(number: int) -> nn.Sequential:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["gathers", "reductions"])
-def test_an_abort_waits_once_for_all_messages(kind: str) -> None:
-    side = Sharded(blocks(8), stage=3 if kind == "gathers" else 2, reduce_bucket_bytes=1000)
+def test_an_abort_waits_once_for_all_messages() -> None:
+    side = Sharded(blocks(8), stage=2, reduce_bucket_bytes=1000)
     engine = side.engine
     engine.passes.reducer._max_in_flight_nbytes = 1 << 30  # else it would wait for the rank that does not come
-    out = side.module(floats(0, 4, WIDTH)) if kind == "reductions" else None
-    dist.barrier()
+    loss = side.module(floats(0, 4, WIDTH)).sum()
     if dist.get_rank() == 0:
-        with abandoning_after(0.5):
-            started = time.monotonic()
-            if out is None:
-                for unit in engine.units[1:]:
-                    unit.unshard_begin()
-                engine.passes.abort()
-            else:
-                side.module[0].norm.bias.register_hook(fail)
-                with pytest.raises(ZeroDivisionError):
-                    side.backward(out.sum())
-            assert 0.4 < time.monotonic() - started < 2.0
-        messages = sum(n for (what, _), n in engine.comm.counts.items() if what in ("all_gather", "reduce_scatter"))
-        assert messages >= 6
+        side.module[0].norm.bias.register_hook(fail)
+        started = time.monotonic()
+        with abandoning_after(0.5), pytest.raises(ZeroDivisionError):
+            side.backward(loss)
+        assert 0.4 < time.monotonic() - started < 2.0
+        assert sum(n for (what, _), n in engine.comm.counts.items() if what == "reduce_scatter") >= 6
     dist.barrier()
     engine.comm.waits.close()  # the groups have lost messages: this engine is not released
 
@@ -394,11 +344,8 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
     engine, is_late = side.engine, dist.get_rank() == 1
     unit = engine.units[1]
 
-    def both(steps: range) -> None:
-        for one in (side, twin):
-            train(one, steps)
-
-    both(range(2))
+    for one in (side, twin):
+        train(one, range(2))
     buffers = [bucket.full.data for bucket in unit.buckets]
     dist.barrier()
     if not is_late:
@@ -420,31 +367,46 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
             arrived = buffer.clone()
             dist.broadcast(arrived, 1)
             assert torch.equal(arrived, buffer)
-    both(range(2, 5))  # the other memory is as good
+    for one in (side, twin):
+        train(one, range(2, 5))  # the other memory is as good
     assert_same(side, twin)
     engine.release()
     dist.barrier()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["release", "state dict"])
-def test_whole_values_are_right_after_ranks_have_gathered_different_units(what: str) -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("what", ["release", "state dict", "gather"])
+def test_whole_values_are_right_after_ranks_have_gathered_different_units(what: str, noticed: bool) -> None:
     """Each has raised in another place. A gather of one rank must not be matched with a later one of the other."""
-    side = Sharded(blocks(6), stage=3)
+    module = blocks(6)
+    nbytes = sum(4 * p.numel() for p in module[0].parameters())
+    side = Sharded(module, stage=3, prefetch_bytes=nbytes, stall_timeout_s=20.0)
     engine = side.engine
     wanted = {name: value.clone() for name, value in engine.state_dict(only_rank_0=False).items()}
     with abandoning_after(0.2):
-        for unit in engine.units[1 : 3 + 2 * dist.get_rank()]:
-            unit.unshard_begin()
-        engine.passes.abort()
-    if what == "release":
+        if noticed:
+            for unit in engine.units[1 : 3 + 2 * dist.get_rank()]:
+                unit.unshard_begin()
+            engine.passes.abort()
+        else:  # one rank has asked for the next unit, and the other has not
+            for fails in (False, False, True):
+                with engine.step_scope():
+                    loss = module(floats(0, 4, WIDTH)).square().mean()
+                    if fails:
+                        module[3 - dist.get_rank()].up.weight.register_hook(fail)
+                    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                        loss.backward()
+                side.zero_grad()
+        if what == "state dict":
+            found = engine.state_dict(only_rank_0=False)
+        elif what == "gather":
+            with lightning_zero.gather(module):
+                found = {name: value.detach().clone() for name, value in module.named_parameters()}
         engine.release()
-        found = side.module.state_dict()
-    else:
-        found = engine.state_dict(only_rank_0=False)
-        engine.release()
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(wanted[name], value) for name, value in found.items())
+        if what == "release":
+            found = module.state_dict()
+    assert_equal(dict(found), wanted)
 
 
 @on_ranks(2)

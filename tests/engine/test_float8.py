@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from typing import Any
 
@@ -16,44 +15,32 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine import Engine
 from lightning_zero.layerwise import float8
+from tests.engine.support import assert_equal
 from tests.harness import on_ranks
+from tests.models import Does
 
-STEPS, WIDTH = 3, 32
+WIDTH = 32
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.small = nn.Linear(WIDTH, 3)  # 16 does not divide it
+def block() -> nn.Module:
+    def act(m: Any, x: Tensor) -> Tensor:
+        return x + m.down(F.gelu(m.up(m.norm(x)))) + m.small(x).sum(-1, keepdim=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(F.gelu(self.up(self.norm(x))))
-        return x + y + self.small(x).sum(-1, keepdim=True)
+    parts = {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 64), "down": nn.Linear(64, WIDTH)}
+    return Does(act, **parts, small=nn.Linear(WIDTH, 3))  # 16 does not divide it
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.lm_head = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
-def model() -> Model:
+def model() -> nn.Module:
     torch.manual_seed(0)
-    return Model()
+    blocks = nn.Sequential(block(), block())
+    return Does(lambda m, x: m.lm_head(m.blocks(x)), blocks=blocks, lm_head=nn.Linear(WIDTH, 16))
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool) -> list[float]:
     """All ranks have the whole batch, so that the scales of activations are those of one process."""
     losses = []
-    for step in range(STEPS):
+    for step in range(3):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             loss = module(x).float().square().mean()
@@ -64,12 +51,17 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool
     return losses
 
 
-def sharded(settings: dict[str, Any], stage: int, offload: str = "none", **more: Any) -> tuple[Engine, list[float]]:
+def sharded(settings: dict[str, Any], stage: int, offload: str = "none") -> tuple[Engine, list[float]]:
     module = model()
-    engine = lightning_zero.shard(module, stage=stage, offload=offload, precision=settings, **more)
+    engine = lightning_zero.shard(module, stage=stage, offload=offload, precision=settings)
+    return engine, train(module, adamw(module, engine), autocast=settings["name"] == "bf16")
+
+
+def adamw(module: nn.Module, engine: Engine | None = None) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    engine.add_optimizer(optimizer)
-    return engine, train(module, optimizer, autocast=settings["name"] == "bf16")
+    if engine is not None:
+        engine.add_optimizer(optimizer)
+    return optimizer
 
 
 @needs_torchao
@@ -83,15 +75,15 @@ def test_every_stage_gives_the_losses_of_torchao_in_one_process(recipe: str) -> 
     plain = torchao.convert_to_float8_training(
         model(), config=config, module_filter_fn=lambda _, name: name.endswith(("up", "down"))
     )
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), autocast=False)
+    expected = train(plain, adamw(plain), autocast=False)
     without = model()
-    assert train(without, torch.optim.AdamW(without.parameters(), lr=1e-2), autocast=False) != expected
+    assert train(without, adamw(without), autocast=False) != expected
     half = []
     for stage, offload in [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")]:
         engine, losses = sharded({"name": "fp32", "float8": recipe}, stage, offload)
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
         # The state dict is that of plain linear layers.
-        assert list(engine.state_dict(only_rank_0=False)) == list(model().state_dict())
+        assert list(engine.state_dict(only_rank_0=False)) == list(without.state_dict())
         half.append(sharded({"name": "bf16", "float8": recipe}, stage, offload)[1])
     assert half == half[:1] * 5
 
@@ -143,21 +135,16 @@ def test_layers_stay_the_objects_that_they_were() -> None:
 @needs_torchao
 @on_ranks(2)
 def test_a_module_on_meta_trains_the_same_and_its_state_loads_into_plain_layers() -> None:
-    expected, losses = sharded({"name": "bf16", "float8": "rowwise"}, 3)
+    precision = {"name": "bf16", "float8": "rowwise"}
+    expected, losses = sharded(precision, 3)
     with torch.device("meta"):
-        module = Model()
-    engine = lightning_zero.shard(
-        module, stage=3, precision={"name": "bf16", "float8": "rowwise"}, sources=model().state_dict()
-    )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    engine.add_optimizer(optimizer)
-    assert train(module, optimizer, autocast=True) == losses
-    plain = Model()
+        module = model()
+    engine = lightning_zero.shard(module, stage=3, precision=precision, sources=model().state_dict())
+    assert train(module, adamw(module, engine), autocast=True) == losses
+    plain = model()
     plain.load_state_dict(engine.state_dict(only_rank_0=False))
     with lightning_zero.gather(expected.module):
-        torch.testing.assert_close(
-            dict(plain.named_parameters()), dict(expected.module.named_parameters()), rtol=0, atol=0
-        )
+        assert_equal(dict(plain.named_parameters()), dict(expected.module.named_parameters()))
 
 
 @needs_torchao
@@ -196,21 +183,13 @@ def test_the_name_means_what_its_file_says() -> None:
 
 @needs_torchao
 @on_ranks(1)
-def test_without_a_layer_for_it_float8_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"expected layers of nn\.Linear whose sizes 16 divides, .* got none in Model"
-    ):
-        sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["*"]}, 3)
-
-
-@needs_torchao
-@on_ranks(1)
-def test_weights_for_float8_gathers_of_fsdp_are_refused() -> None:
+def test_modules_without_a_layer_for_it_and_with_one_of_fsdp_are_refused() -> None:
     from torchao import float8 as torchao
 
+    with pytest.raises(ConfigError, match=r"expected layers of nn\.Linear whose sizes 16 divides, .* got none in Does"):
+        sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["*"]}, 3)
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    module = torchao.convert_to_float8_training(copy.deepcopy(model()), config=config)
-    with pytest.raises(
-        ConfigError, match=r"parameter blocks\.0\.up\.weight is a Weight.* train in float8 by zero/precision=float8"
-    ):
+    module = torchao.convert_to_float8_training(model(), config=config)
+    says = r"parameter blocks\.0\.up\.weight is a Weight.* train in float8 by zero/precision=float8"
+    with pytest.raises(ConfigError, match=says):
         lightning_zero.shard(module, stage=2)

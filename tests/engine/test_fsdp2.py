@@ -18,7 +18,8 @@ from tests.engine.support import Model, Sharded, language_loss, tokens
 from tests.harness import on_ranks
 
 STEPS = 4
-# On 2 ranks there is one order to add in. On 3, a bf16 weight whose master differs in its last bit may round otherwise.
+
+
 TOLERANCES = {(2, "fp32"): 0.0, (2, "bf16"): 0.0, (3, "fp32"): 1e-6, (3, "bf16"): 1e-3}
 
 

@@ -6,7 +6,6 @@ One GPU holds one NCCL rank. So a group of one rank gathers and reduces over NCC
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
@@ -15,9 +14,8 @@ import os
 import socket
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,13 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
+from lightning_zero.engine import Engine
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.values import FakeTensors, Range, Value, own_ranges
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
+from tests import models
 from tests.engine.snapshots import KeptRanges
 from tests.rows import IN_FILES
 
@@ -50,28 +50,19 @@ CHANGE = {"fp32": 1e-3, "bf16": 0.25}  # of a parameter by training, that may di
 TIMEOUT_S = float(os.environ.get("LIGHTNING_ZERO_TEST_TIMEOUT_S", "150"))
 
 
-class Block(nn.Module):
+class Block(models.Block):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
+        super().__init__(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
+class Model(models.Model):
+    """Of sizes that are even, as those of real models."""
 
-class Model(nn.Module):
-    def __init__(self, width: int = 256, blocks: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(97, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 97)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__(width, depth=0)
+        self.embed, self.head = nn.Embedding(97, width), nn.Linear(width, 97)
+        self.blocks.extend(Block(width) for _ in range(depth))
 
 
 def batch(step: int, ranks: int) -> Tensor:
@@ -80,6 +71,25 @@ def batch(step: int, ranks: int) -> Tensor:
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def autocast(precision: str) -> torch.autocast:
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def sharded(model: nn.Module, *, lr: float = 1e-3, **config: Any) -> tuple[Engine, torch.optim.Optimizer]:
+    engine = lightning_zero.shard(model, device=DEVICE, **config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    engine.add_optimizer(optimizer)
+    return engine, optimizer
+
+
+def train(engine: Engine, optimizer: torch.optim.Optimizer, tokens: Tensor, precision: str = "fp32") -> None:
+    with autocast(precision):
+        loss = loss_of(engine.module, tokens)
+    engine.passes.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def compare_with_twin(
@@ -95,28 +105,22 @@ def compare_with_twin(
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     twin = copy.deepcopy(model).to(DEVICE)
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(alone))
-    engine = lightning_zero.shard(model, stage=stage, precision=precision, offload=offload, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine.add_optimizer(optimizer)
+    engine, optimizer = sharded(model, stage=stage, precision=precision, offload=offload)
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True)
-    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    close = {"rtol": 1e-4, "atol": 1e-5} if precision == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
     for step in range(STEPS):
-        tokens = batch(step, ranks)
-        with autocast:
-            loss = loss_of(model, tokens[2 * rank : 2 * rank + 2])
+        parts = batch(step, ranks).chunk(ranks)
+        with autocast(precision):
+            loss, others = loss_of(model, parts[rank]), [loss_of(twin, part) for part in parts]
         engine.passes.backward(loss)
+        (sum(others) / ranks).backward()
         norm = lightning_zero.clip_grad_norm_(model, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        with autocast:
-            parts = [loss_of(twin, tokens[2 * r : 2 * r + 2]) for r in range(ranks)]
-        (sum(parts) / ranks).backward()
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        plain.step()
-        plain.zero_grad()
-        close = {"rtol": 1e-4, "atol": 1e-5} if precision == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
         torch.testing.assert_close(norm.cpu(), expected.cpu(), **close)
-        torch.testing.assert_close(loss.detach().cpu(), parts[rank].detach().cpu(), **close)
+        torch.testing.assert_close(loss.detach().cpu(), others[rank].detach().cpu(), **close)
     with lightning_zero.gather(model):
         for (name, own), other in zip(model.named_parameters(), twin.parameters(), strict=True):
             # Of the whole change: Adam's first steps are as long for an element whose gradient is all rounding.
@@ -132,14 +136,10 @@ def compare_with_twin(
 def no_growth(rank: int, ranks: int, stage: str, offload: str) -> None:
     """Reserved memory does not grow over 500 steps."""
     model = Model()
-    engine = lightning_zero.shard(model, stage=stage, offload=offload, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.add_optimizer(optimizer)
+    engine, optimizer = sharded(model, stage=stage, offload=offload)
     reserved = []
     for step in range(520):
-        engine.passes.backward(loss_of(model, batch(step, ranks)))
-        optimizer.step()
-        optimizer.zero_grad()
+        train(engine, optimizer, batch(step, ranks))
         if step in (20, 519):
             torch.cuda.synchronize()
             reserved.append(torch.cuda.memory_reserved())
@@ -150,77 +150,50 @@ def no_growth(rank: int, ranks: int, stage: str, offload: str) -> None:
 def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> None:
     """What a thread reads beside steps is what was there before them."""
     model = Model(width=1024)
-    engine = lightning_zero.shard(model, stage=stage, offload=offload, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine.add_optimizer(optimizer)
-
-    def step(number: int) -> None:
-        engine.passes.backward(loss_of(model, batch(number, ranks)))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def wanted() -> dict[Any, torch.dtype]:
+    engine, optimizer = sharded(model, stage=stage, offload=offload, lr=1e-2)
+    train(engine, optimizer, batch(0, ranks))
+    for first in ("copies", "step"):
         fakes = FakeTensors()
         engine.state_dict(fakes=fakes)
         state_dicts.optimizer_state(engine, optimizer, fakes=fakes)
-        return {value: tensor.dtype for value, tensor in fakes.made}
-
-    step(0)
-    for first in ("copies", "step"):
-        values = wanted()
-        expected, found = Taken(), Taken()
-        for part in own_ranges(engine, values, {}):
-            expected(part)
+        values = {value: tensor.dtype for value, tensor in fakes.made}
+        expected = taken(own_ranges(engine, values, {}))
         kept = KeptRanges(engine, values)
         thread = threading.Timer(0.0 if first == "copies" else 0.3, kept.snapshot.stage)
         thread.start()
         for number in range(1, 4):
-            step(number)
+            train(engine, optimizer, batch(number, ranks))
         thread.join()
-        found.all(kept)
+        found = taken(kept)
         kept.snapshot.close()
-        assert found.values.keys() == expected.values.keys()
-        for value, own in found.values.items():
-            assert torch.equal(own, expected.values[value]), (first, value)
+        assert found.keys() == expected.keys()
+        for value, own in found.items():
+            assert torch.equal(own, expected[value]), (first, value)
     engine.release()
 
 
-class Taken:
+def taken(parts: Iterable[Range]) -> dict[Value, Tensor]:
     """Ranges of one rank that has all, put together."""
-
-    def __init__(self) -> None:
-        self.values: dict[Value, Tensor] = {}
-
-    def __call__(self, part: Range) -> None:
+    found: dict[Value, Tensor] = {}
+    for part in parts:
         own = part.values.detach().to("cpu", copy=True)
-        self.values[part.value] = torch.cat([self.values[part.value], own]) if part.start else own
-
-    def all(self, parts: Iterable[Range]) -> None:
-        for part in parts:
-            self(part)
+        found[part.value] = torch.cat([found[part.value], own]) if part.start else own
+    return found
 
 
 def peak_is_planned(rank: int, ranks: int, precision: str, offload: str, alone: bool) -> None:
     """Wide layers and few tokens: activations, which the plan leaves out, are next to nothing."""
-    small = Model().to(DEVICE)
-    loss_of(small, batch(0, 1)).backward()  # libraries keep memory for their work from now on
-    del small
-    model = Model(width=2048, blocks=6)
+    loss_of(Model().to(DEVICE), batch(0, 1)).backward()  # libraries keep memory for their work from now on
+    model = Model(width=2048, depth=6)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(alone))
-    engine = lightning_zero.shard(model, stage="zero3", precision=precision, offload=offload, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine.add_optimizer(optimizer)
+    engine, optimizer = sharded(model, stage="zero3", precision=precision, offload=offload)
     for step in range(3):
         if step == 1:  # the first gathers and steps settle what is learned and made once
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-            loss = loss_of(model, batch(step, 1))
-        engine.passes.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(engine, optimizer, batch(step, 1), precision)
     engine.passes.wait_for_all()
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
@@ -244,10 +217,8 @@ def transfers_are_hidden(rank: int, ranks: int, offload: str) -> None:
     """Copies run beside kernels, but for those before the first kernel of a step and behind the last."""
     from torch.profiler import ProfilerActivity, profile
 
-    model = Model(width=2048, blocks=8)
-    engine = lightning_zero.shard(model, stage="zero3", offload=offload, device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine.add_optimizer(optimizer)
+    model = Model(width=2048, depth=8)
+    engine, optimizer = sharded(model, stage="zero3", offload=offload)
     tokens = torch.randint(0, 97, (16, 512)).to(DEVICE)  # compute of a unit takes longer than its copies and its step
 
     def closure() -> Tensor:
@@ -286,62 +257,44 @@ class Group:
     """
 
     def __init__(self, ranks: int, backend: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        spawn = multiprocessing.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        pairs = [context.Pipe() for _ in range(ranks)]
-        self.pipes = [ours for ours, _ in pairs]
-        self.processes = [
-            context.Process(target=serve, args=(rank, ranks, port, backend, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        self.ranks = [
+            ProcessPoolExecutor(1, spawn, initializer=join, initargs=(rank, ranks, address, backend))
+            for rank in range(ranks)
         ]
-        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
-            process.start()
-            theirs.close()
 
     def run(self, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-        for pipe in self.pipes:
-            pipe.send((body, args))
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise AssertionError(f"rank {rank} was not ready in {TIMEOUT_S} s")
-            try:
-                failure = pipe.recv()
-            except EOFError as error:
-                raise AssertionError(f"rank {rank} has died") from error
-            if failure is not None:
-                raise AssertionError(f"rank {rank}:\n{failure}")
+        futures = [each.submit(serve, body, rank, len(self.ranks), args) for rank, each in enumerate(self.ranks)]
+        ended, late = wait(futures, TIMEOUT_S, FIRST_EXCEPTION)
+        for future in ended:
+            future.result()
+        assert not late, f"ranks {[futures.index(future) for future in late]} were not ready in {TIMEOUT_S} s"
 
     def close(self, *, kill: bool) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(0 if kill else 30)
-            process.kill()
-            process.join()
+        if not kill:
+            wait([each.submit(dist.destroy_process_group) for each in self.ranks], 30)
+        for each in self.ranks:
+            for process in each._processes.values():
+                process.kill()
+            each.shutdown()
 
 
-def serve(rank: int, ranks: int, port: int, backend: str, pipe: Connection) -> None:
+def join(rank: int, ranks: int, address: str, backend: str) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    while True:
-        try:
-            body, args = pipe.recv()
-        except (EOFError, ConnectionError):
-            break
-        failure = None
-        try:
-            body(rank, ranks, *args)
-            dist.barrier()
-        except BaseException:
-            failure = traceback.format_exc()
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=ranks)
+
+
+def serve(body: Callable[..., None], rank: int, ranks: int, args: tuple[Any, ...]) -> None:
+    try:
+        body(rank, ranks, *args)
+        dist.barrier()
+    finally:
         gc.collect()
         torch.cuda.empty_cache()
-        with contextlib.suppress(BrokenPipeError):  # after another rank has failed, nobody listens
-            pipe.send(failure)
-    dist.destroy_process_group()
 
 
 GROUPS: dict[tuple[int, str], Group] = {}
@@ -367,27 +320,24 @@ def on_gpu(ranks: int, backend: str, body: Callable[..., None], *args: Any) -> N
 
 
 # What counts most comes first: `python -m benchmarks.gpu` may have time for some of them only.
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+HOST_ROWS = [("zero2", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu")]
+PARITY = [
+    *((1, "nccl", stage, "none", True) for stage in STAGES),
+    *((1, "nccl", *place, alone) for place in HOST_ROWS for alone in (False, True)),
+    *((2, "gloo", stage, "none", False) for stage in STAGES),
+    *((1, "nccl", "zero3", row, False) for row in IN_FILES),
+    *((1, "nccl", stage, "none", False) for stage in STAGES),
+]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_over_nccl(stage: str, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, "none", True)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize(
-    ("stage", "offload"), [("zero2", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu")]
-)
-def test_parity_of_host_rows(stage: str, offload: str, alone: bool, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, offload, alone)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_of_two_ranks(stage: str, precision: str) -> None:
-    on_gpu(2, "gloo", compare_with_twin, stage, precision, "none")
+@PRECISIONS
+@pytest.mark.parametrize(("ranks", "backend", "stage", "offload", "alone"), PARITY)
+def test_parity(
+    ranks: int, backend: str, stage: str, offload: str, alone: bool, precision: str, tmp_path: Path
+) -> None:
+    row = {"name": offload, "nvme_path": str(tmp_path)} if offload in IN_FILES else offload
+    on_gpu(ranks, backend, compare_with_twin, stage, precision, row, alone)
 
 
 @pytest.mark.parametrize(
@@ -396,12 +346,6 @@ def test_parity_of_two_ranks(stage: str, precision: str) -> None:
 )
 def test_what_is_kept_is_what_was_there(stage: str, offload: str) -> None:
     on_gpu(1, "nccl", kept_is_what_was_there, stage, offload)
-
-
-@pytest.mark.parametrize("row", IN_FILES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parity_of_rows_in_files(row: str, precision: str, tmp_path: Path) -> None:
-    on_gpu(1, "nccl", compare_with_twin, "zero3", precision, {"name": row, "nvme_path": str(tmp_path)})
 
 
 @pytest.mark.parametrize(("stage", "offload"), [("zero1", "none"), ("zero3", "none"), ("zero3", "cpu")])
@@ -416,12 +360,6 @@ def test_transfers_from_and_to_the_host_are_hidden(offload: str) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("offload", ["none", "optimizer_cpu", "cpu"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@PRECISIONS
 def test_peak_memory_is_as_planned(precision: str, offload: str, alone: bool) -> None:
     on_gpu(1, "nccl", peak_is_planned, precision, offload, alone)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_parity_of_one_rank_that_sends_nothing(stage: str, precision: str) -> None:
-    on_gpu(1, "nccl", compare_with_twin, stage, precision, "none")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import pickle
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,17 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.comm import communicator, transports
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.transports import DirectTransport, choose_transport
-from lightning_zero.config import ConfigError, make_config
-from lightning_zero.config import Transport as TransportName
+from lightning_zero.comm.transports import choose_transport
+from lightning_zero.config import ConfigError, Transport, make_config
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
-from lightning_zero.ranks.waits import PeerError, StallError
 from lightning_zero.trainer.memory.held_bytes import plan_of
 from tests.engine.support import (
+    MakeOptimizer,
     Model,
     Sharded,
     accumulate,
@@ -42,17 +38,17 @@ from tests.engine.support import (
     floats,
     in_pairs,
     language_loss,
-    places_posted_often,
     sgd,
     tokens,
 )
 from tests.engine.test_gradients_together import through_host, together
+from tests.engine.test_hierarchy import Work, accumulated, history
 from tests.engine.test_offload import offload
-from tests.harness import Pool, on_ranks, run
+from tests.harness import on_ranks, run
 from tests.models import Does, linear
 
-CPU = torch.device("cpu")
 WIRES = ("full", "auto")
+BOTH = (False, True)
 WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 
 
@@ -72,30 +68,20 @@ def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator
 
 def trained(
     build: Callable[[], nn.Module],
-    work: Callable[[Sharded, int], Any],
+    work: Work,
     wire: str,
     *,
-    clips: bool = False,
-    steps: int = 3,
-    optimizer: Any = adamw,
     comm: dict[str, Any] | None = None,
+    optimizer: MakeOptimizer = adamw,
+    steps: int = 3,
+    clip: bool = False,
     **config: Any,
-) -> list[Tensor]:
-    """Losses, norms and masters of a training in bf16."""
+) -> list[Any]:
+    """What is found in a training in bf16."""
     torch.manual_seed(3)
-    found: list[Tensor] = []
-    config = {"precision": "bf16"} | config
-    with Sharded(build(), optimizer=optimizer, comm={"grad_comm_dtype": wire, **(comm or {})}, **config) as side:
-        for step in range(steps):
-            with autocast("bf16"):
-                found.append(torch.as_tensor(work(side, step)))
-            if clips:
-                found.append(side.clip(0.3))
-            side.step()
-            side.zero_grad()
-        with lightning_zero.gather(side.module):
-            found += [p.detach().clone() for p in side.module.parameters()]
-    return found
+    config = {"precision": "bf16", "comm": {"grad_comm_dtype": wire, **(comm or {})}, **config}
+    with Sharded(build(), optimizer=optimizer, **config) as side:
+        return history(side, work, steps=steps, precision="bf16", clip=clip)
 
 
 class Case(NamedTuple):
@@ -108,20 +94,10 @@ class Case(NamedTuple):
     precision: Any
 
 
+VALUES = ((1, 2, 3, 4), range(4), (1, 3), BOTH, ("none", "optimizer_cpu", "nvme"), BOTH, ("bf16", "bf16_true"))
 CASES = [
     case
-    for case in (
-        Case(*values)
-        for values in itertools.product(
-            (1, 2, 3, 4),
-            range(4),
-            (1, 3),
-            (False, True),
-            ("none", "optimizer_cpu", "nvme"),
-            (False, True),
-            ("bf16", "bf16_true"),
-        )
-    )
+    for case in itertools.starmap(Case, itertools.product(*VALUES))
     if (case.row == "none" or case.stage > 0) and (case.row != "nvme" or case.stage == 3)
 ]
 
@@ -136,7 +112,7 @@ def _check(case: Case, folder: Path) -> None:
         host = through_host() if case.together and case.row != "none" else contextlib.nullcontext()
         with together() if case.together else contextlib.nullcontext(), host, sent_dtypes(kinds):
             work = accumulated(case.micro_batches)
-            found.append(trained(Model, work, wire, clips=case.clips, optimizer=sgd, **config))
+            found.append(trained(Model, work, wire, clip=case.clips, optimizer=sgd, **config))
         sent.append(kinds)
     assert_equal(*found)
     # The same sums are made by an all-to-all; what is sent by it is narrower under ``auto``.
@@ -167,7 +143,7 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
     """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
     config = {"precision": WHOLE_BF16, **config, "comm": {"grad_comm_dtype": wire, **config.get("comm", {})}}
     with Sharded(Model(), stage=stage, **config) as side:
-        recorder = recording.listen(accelerator_of(CPU))
+        recorder = recording.listen(accelerator_of(torch.device("cpu")))
         before = recorder.moved["reduce"]
         with autocast("bf16"):
             accumulate(side, 0, micro_batches)
@@ -220,6 +196,9 @@ class Part(nn.Linear):
     """A unit."""
 
 
+PARTS = {"classes": ["Part"]}
+
+
 def repeats() -> nn.Module:
     """Gradients that come in parts: before their bucket is complete (that of the root), and after."""
 
@@ -231,10 +210,6 @@ def repeats() -> nn.Module:
         return x
 
     return Does(act, start=linear(8), first=linear(8), parts=nn.ModuleList(Part(8, 8) for _ in range(2)))
-
-
-def accumulated(micro_batches: int = 1) -> Callable[[Sharded, int], Tensor]:
-    return lambda side, step: accumulate(side, step, micro_batches)
 
 
 def again(side: Sharded, step: int) -> Tensor:
@@ -264,7 +239,7 @@ def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) ->
     found = []
     for wire in WIRES:
         with mock.patch.object(BucketGrads, "complete", completed), contextlib.nullcontext() if alone else together():
-            found.append(trained(repeats, counted, wire, stage=stage, unit={"classes": ["Part"]}))
+            found.append(trained(repeats, counted, wire, stage=stage, unit=PARTS))
     assert_equal(*found)
     assert set(apart) == {torch.float32}
     assert {n for _, n in counts} == {2}
@@ -311,24 +286,17 @@ def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
 def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
     def work(side: Sharded, step: int) -> Tensor:
         if step == 1:
-            loss = side.module(floats(9, 4, 8).requires_grad_()).float().square().mean()
-            handle = side.module.first.weight.register_hook(_raise)
-            with pytest.raises(ZeroDivisionError):
-                side.backward(loss)
-            handle.remove()
-            assert not any(
-                g.second_arrivals or g.waiting or g.local is not None for g in side.engine.passes.reducer.grads.values()
-            )
+            with side.module.first.weight.register_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
+                again(side, 9)
+            grads = side.engine.passes.reducer.grads.values()
+            assert not any(each.second_arrivals or each.waiting or each.local is not None for each in grads)
             side.zero_grad()
         return again(side, step)
 
-    found = [trained(repeats, work, wire, stage=stage, unit={"classes": ["Part"]}) for wire in WIRES]
-    assert_equal(*found)
-    assert_equal(found[0], trained(repeats, again, "auto", stage=stage, unit={"classes": ["Part"]}))
-
-
-def _raise(_: Tensor) -> None:
-    raise ZeroDivisionError
+    expected = trained(repeats, again, "auto", stage=stage, unit=PARTS)
+    assert_equal(trained(repeats, work, "full", stage=stage, unit=PARTS), expected)
+    with together():
+        assert_equal(trained(repeats, work, "auto", stage=stage, unit=PARTS), expected)
 
 
 # -- transports and nodes ---------------------------------------------------------------------------------------------
@@ -338,17 +306,17 @@ def _raise(_: Tensor) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_transports_have_the_same_bits(stage: int) -> None:
     """``auto`` beyond a few ranks, and over NCCL: gathers by the library, gradients by an all-to-all."""
-
     found = functools.partial(trained, Model, accumulated(), stage=stage, precision=WHOLE_BF16)
     expected = found("full")
     for wire in WIRES:
-        with mock.patch.object(transports, "DIRECT_MAX_RANKS", 1):
-            assert_equal(expected, found(wire))
-        with through_host():
-            assert_equal(expected, found(wire))
+        for way in (mock.patch.object(transports, "DIRECT_MAX_RANKS", 1), through_host()):
+            with way:
+                assert_equal(expected, found(wire))
 
 
-def _hierarchical(stage: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
     node = f"node {dist.get_rank() // 2}"
     found, sent = [], []
     for wire in WIRES:
@@ -362,57 +330,40 @@ def _hierarchical(stage: int) -> None:
     assert moved == planned > 0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
-    run(4, _hierarchical, stage)
-
-
 @pytest.mark.parametrize(
     ("name", "backend", "world", "exchanges"),
     [
-        (TransportName.auto, "gloo", 2, True),
-        (TransportName.auto, "gloo", 32, True),
-        (TransportName.auto, "nccl", EXCHANGE_MAX_RANKS, True),
-        (TransportName.auto, "nccl", EXCHANGE_MAX_RANKS + 1, False),
-        (TransportName.plain, "nccl", 2, False),
-        (TransportName.direct, "nccl", 2, True),
+        ("auto", "gloo", 32, True),
+        ("auto", "nccl", EXCHANGE_MAX_RANKS, True),
+        ("auto", "nccl", EXCHANGE_MAX_RANKS + 1, False),
+        ("plain", "nccl", 2, False),
+        ("direct", "nccl", 2, True),
     ],
 )
-def test_an_all_to_all_is_for_groups_of_some_ranks(
-    name: TransportName, backend: str, world: int, exchanges: bool
-) -> None:
-    assert choose_transport(name, backend, world, CPU).exchanges is exchanges
+def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, world: int, exchanges: bool) -> None:
+    assert choose_transport(Transport(name), backend, world, torch.device("cpu")).exchanges is exchanges
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("precision", "comm", "words"),
     [
-        ({"precision": "fp32"}, r"grad_comm_dtype: .*zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
-        ({"precision": "fp16"}, r"grad_comm_dtype: .*zero/precision=fp16"),
-        ({"precision": "bf16_true"}, r"grad_comm_dtype: .*reduce_dtype=bf16, that of the weights"),
-        ({"precision": {"name": "bf16", "reduce_dtype": "bf16"}}, r"grad_comm_dtype: .*reduce_dtype=bf16 .*got bf16"),
-        (
-            {"precision": "bf16", "comm": {"transport": "plain"}},
-            r"grad_comm_dtype: .*zero\.comm\.transport=plain .*got bf16",
-        ),
-        (
-            {"comm": {"grad_comm_dtype": "int8"}},
-            r"zero\.comm\.grad_comm_dtype: expected one of auto, full, bf16, got 'int8'",
-        ),
+        ("fp32", {}, r"zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
+        ("fp16", {}, r"zero/precision=fp16"),
+        ("bf16_true", {}, r"reduce_dtype=bf16, that of the weights"),
+        ({"name": "bf16", "reduce_dtype": "bf16"}, {}, r"reduce_dtype=bf16 .*got bf16"),
+        ("bf16", {"transport": "plain"}, r"zero\.comm\.transport=plain .*got bf16"),
+        ("fp32", {"grad_comm_dtype": "int8"}, r"expected one of auto, full, bf16, got 'int8'"),
     ],
 )
-def test_a_wire_that_would_lose_digits_is_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make_config(**settings | {"comm": {"grad_comm_dtype": "bf16", **settings.get("comm", {})}})
-
-
-@on_ranks(2)
-def test_a_row_that_is_chosen_later_is_refused_on_all_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*zero/precision=fp32"):
-        lightning_zero.shard(Model(), device="cpu", comm={"grad_comm_dtype": "bf16"})
+def test_a_wire_that_would_lose_digits_is_refused(precision: Any, comm: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"grad_comm_dtype: .*{words}"):
+        make_config(precision=precision, comm={"grad_comm_dtype": "bf16", **comm})
+    if precision == "fp32":  # also where that is known later
+        with pytest.raises(ConfigError, match=words):
+            lightning_zero.shard(Model(), device="cpu", comm={"grad_comm_dtype": "bf16", **comm})
 
 
 @on_ranks(2)
@@ -427,60 +378,6 @@ def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
     narrow = {"name": "bf16", "grad_dtype": "bf16"}  # they are added in bf16, as was asked for
     found = [trained(Model, accumulated(2), wire, stage=stage, precision=narrow) for wire in ("full", "bf16")]
     assert_equal(*found)
-
-
-# -- ranks that fail in the middle of an exchange ---------------------------------------------------------------------
-
-
-def failing(rank: int, error: Callable[[], Any], times: int) -> Any:
-    """Rank ``rank`` fails when it comes to that reduction."""
-    left = [times]
-    reduce = DirectTransport.reduce
-
-    def maybe(self: DirectTransport, *args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and dist.get_rank() == rank:
-            error()
-        return reduce(self, *args, **options)
-
-    return mock.patch.object(DirectTransport, "reduce", maybe)
-
-
-@pytest.mark.full
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_raises_in_the_middle_is_named(stage: int) -> None:
-    def error() -> None:
-        raise OSError("no buffer")
-
-    with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5):
-        side = Sharded(Model(), stage=stage, precision="bf16", stall_timeout_s=1.5)
-        with autocast("bf16"), failing(1, error, 3):
-            loss = language_loss(side.module, tokens(0))
-            expected = OSError if dist.get_rank() == 1 else StallError
-            with pytest.raises(expected) as caught:
-                side.backward(loss)
-    if dist.get_rank() == 0:
-        assert "rank 1" in str(caught.value)
-    side.engine.comm.waits.close()  # messages were lost: there is no release
-
-
-def _dies(folder: Path) -> None:
-    with places_posted_often(), failing(1, lambda: os.kill(os.getpid(), signal.SIGKILL), 3):
-        side = Sharded(Model(), precision="bf16", stall_timeout_s=20)
-        with autocast("bf16"), pytest.raises(PeerError) as caught:
-            side.backward(language_loss(side.module, tokens(0)))
-    (folder / "said").write_text(str(caught.value))
-
-
-def test_a_rank_that_is_killed_in_the_middle_is_named(tmp_path: Path) -> None:
-    pool = Pool(2)
-    try:
-        with pytest.raises(RuntimeError, match="exit code -9"):
-            pool.run(pickle.dumps((_dies, (tmp_path,), {})), 40)
-        assert "rank 1 (on " in (tmp_path / "said").read_text()
-    finally:
-        pool.kill()
 
 
 def test_many_ranks_are_refused() -> None:

@@ -6,11 +6,9 @@ Here the ways of a device, its streams too, are taken on the host, where there a
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,23 +20,20 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 import lightning_zero.device
 from lightning_zero.comm.transports import DirectTransport, HostTransport
-from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from tests.engine.support import (
     Model,
     Sharded,
-    accumulate,
-    adamw,
     assert_equal,
     check,
     floats,
     language_loss,
-    pairwise_selection,
     tokens,
 )
-from tests.engine.test_hierarchy import history, sharded
+from tests.engine.test_hierarchy import Work, accumulated, histories, history
 from tests.engine.test_offload import offload
 from tests.engine.test_offload_streams import AtOnce
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks
 from tests.models import Does, linear, paths
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -75,26 +70,14 @@ def together() -> Iterator[list[int]]:
         yield counts
 
 
-class Case(NamedTuple):
-    world: int
-    stage: int
-    micro_batches: int
-    precision: str
-
-
-CASES = [Case(*values) for values in itertools.product((1, 2, 3), range(4), (1, 3), ("fp32", "bf16", "bf16_true"))]
-
-
-def trains(case: Case) -> None:
-    work = functools.partial(accumulate, micro_batches=case.micro_batches)
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_training_equals_the_twin(stage: int, micro_batches: int, precision: str) -> None:
     with together() as counts:
-        check(Model, work, stage=case.stage, precision=case.precision, optimizer=adamw)
+        check(Model, accumulated(micro_batches), stage=stage, precision=precision)
     assert max(counts) >= 4  # of a block
-
-
-@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=lambda case: "-".join(map(str, case)))
-def test_training_equals_the_twin(case: Case) -> None:
-    run(case.world, trains, case)
 
 
 def odd() -> nn.Module:
@@ -115,36 +98,25 @@ def odd() -> nn.Module:
     )
 
 
-def assert_equal_alone(build: Callable[[], nn.Module], work: Callable[[Sharded, int], None], stage: int) -> None:
-    """Train with gradients that are copied in together, and alone; the masters are equal to the bit."""
-    with together():
-        sides = [_made(build, stage)]
-    sides.append(_made(build, stage))
-    for side in sides:
-        for step in range(2):
-            work(side, step)
-            side.step()
-            side.zero_grad()
-    found = [side.engine.state_dict() for side in sides]
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
-    for side in sides:
-        side.engine.release()
+def on_both(build: Callable[[], nn.Module], work: Work, *, host: bool = False, **config: Any) -> None:
+    """Gradients that are copied in together train as those that go alone, to the bit.
 
-
-def _made(build: Callable[[], nn.Module], stage: int) -> Sharded:
-    torch.manual_seed(3)
-    return Sharded(build(), stage=stage)
-
-
-def odd_work(side: Sharded, step: int) -> None:
-    side.backward(side.module(tokens(step)))
+    Args:
+        host: messages of those that are copied together go through host memory.
+    """
+    found = []
+    for ways in (together, contextlib.nullcontext):
+        torch.manual_seed(3)
+        through = through_host() if host and ways is together else contextlib.nullcontext()
+        with ways(), through, Sharded(build(), **config) as side:
+            found.append(history(side, work))
+    assert_equal(*found)
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_of_all_kinds_are_those_that_go_alone(stage: int) -> None:
-    assert_equal_alone(odd, odd_work, stage)
+    on_both(odd, lambda side, step: side.backward(side.module(tokens(step))), stage=stage)
 
 
 def scaled_work(side: Sharded, step: int) -> None:
@@ -158,7 +130,7 @@ def scaled_work(side: Sharded, step: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> None:
     """What has been accumulated under another scale counts as much as before."""
-    assert_equal_alone(Model, scaled_work, stage)
+    on_both(Model, scaled_work, stage=stage)
 
 
 @on_ranks(2)
@@ -177,80 +149,25 @@ def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int
         side.step()
 
 
-@on_ranks(1)
-def test_a_gradient_that_waits_is_the_one_that_would_be_written() -> None:
-    """Bit for bit, in every dtype and under every scale; also where a parameter has two gradients."""
-    for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
-        with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
-            for bucket in side.engine.buckets:
-                alone, at_once = (
-                    BucketGrads(bucket, scale, side.engine.passes.reducer.spare, batched_copy=both)
-                    for both in (False, True)
-                )
-                for step in range(2):
-                    for slot, info in enumerate(bucket.params[step:]):
-                        grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)
-                        for grads in (alone, at_once):
-                            grads.take(info.slot, grad)
-                assert alone.scale_of_sum == 1.0
-                expected = alone.complete()
-                factor = at_once.scale_of_sum
-                assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
-def test_a_product_is_as_exact_as_the_wider_dtype(to: torch.dtype, dtype: torch.dtype) -> None:
-    """Whether it is narrowed here or, where it accumulates in fp32 first, later: stages agree."""
-    grad = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)
-    for scale in (1.0, 1 / 8, 1 / 3):
-        view = torch.empty(1000, dtype=to)
-        _put(view, grad, scale)
-        assert torch.equal(view, (grad.float() * scale).to(to)), scale
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
     """Nodes of one rank: the messages that follow a reduction, and the factor on what they sum."""
     found = []
     for ways in (together, contextlib.nullcontext):
-        torch.manual_seed(3)
-        with ways(), sharded(Model(), 1, stage=stage) as side:
-            found.append(history(side, clip=False))
+        with ways():
+            found += histories([(1, "node", {"stage": stage})])
     assert_equal(*found)
 
 
 # -- messages through host memory -------------------------------------------------------------------------------------
 
 
-def on_both(build: Any, work: Any, **config: Any) -> None:
-    """The same on the host and on devices, to the bit."""
-    found = []
-    for ways in (together, contextlib.nullcontext):
-        torch.manual_seed(3)
-        host = through_host() if ways is together else contextlib.nullcontext()
-        with ways(), host, Sharded(build(), optimizer=adamw, **config) as side:
-            values = []
-            for step in range(3):
-                values.append(work(side, step))
-                side.step()
-                side.zero_grad()
-            with lightning_zero.gather(side.module):
-                values += [p.detach().clone() for p in side.module.parameters()]
-            found.append(values)
-    assert_equal(*found)
-
-
 @on_ranks(3)
 @pytest.mark.parametrize(("stage", "row"), [(1, "optimizer_cpu"), (2, "optimizer_nvme")])
 def test_ranks_whose_offloaded_steps_end_at_different_moments(stage: int, row: str, tmp_path: Path) -> None:
     """Each issues the gathers after steps as far as its own have got, and then waits for the others elsewhere."""
-
-    def work(side: Sharded, step: int) -> Tensor:
-        return accumulate(side, step, 1)
-
-    on_both(Model, work, stage=stage, **offload(row, tmp_path))
+    on_both(Model, accumulated(), host=True, stage=stage, **offload(row, tmp_path))
 
 
 @on_ranks(2, 3)
@@ -263,4 +180,4 @@ def test_ranks_that_take_other_paths() -> None:
         side.backward(loss)
         return loss.detach()
 
-    on_both(paths, work, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})
+    on_both(paths, work, host=True, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})

@@ -6,8 +6,9 @@ Nodes are virtual: ranks of one machine that say they are on different ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,36 +18,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lightning_zero
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import Members
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
-from tests.engine.support import Model, Sharded, accumulate, assert_equal, autocast, language_loss, tokens
+from tests.engine.support import Model, Sharded, accumulate, assert_equal, autocast
 from tests.engine.test_offload import offload, whole
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
 STAGES = [0, 1, 2, 3]
 
 
+Work = Callable[[Sharded, int], Any]
+
+
 def sharded(module: nn.Module, ranks_per_node: int, hybrid_shard: str = "node", **config: Any) -> Sharded:
-    return Sharded(
-        module,
-        node=f"node {dist.get_rank() // ranks_per_node}",
-        comm={"hybrid_shard": hybrid_shard},
-        **config,
-    )
+    node = f"node {dist.get_rank() // ranks_per_node}"
+    return Sharded(module, node=node, comm={"hybrid_shard": hybrid_shard}, **config)
+
+
+def accumulated(micro_batches: int = 1) -> Work:
+    return functools.partial(accumulate, micro_batches=micro_batches)
 
 
 def history(
-    side: Sharded, *, steps: int = 3, micro_batches: int = 2, precision: str = "fp32", clip: bool = True
-) -> Any:
+    side: Sharded, work: Work | None = None, *, steps: int = 3, precision: str = "fp32", clip: bool = False
+) -> list[Any]:
+    """What ``work`` (or two micro-batches) gives in each step, norms, and parameters and states at the end."""
     found: list[Any] = []
+    work = work or accumulated(2)
     for step in range(steps):
         with autocast(precision):
-            found.append(accumulate(side, step, micro_batches))
+            found.append(work(side, step))
         if clip:
             found.append(side.clip(0.3))
         side.step()
@@ -54,23 +59,27 @@ def history(
     return found + whole(side)
 
 
-def _parity(ranks_per_node: int, stage: int, precision: str, **config: Any) -> None:
+def histories(each: Iterable[tuple[int, str, dict[str, Any]]], **settings: Any) -> list[list[Any]]:
+    """Of a training for each number of ranks of a node, way to shard, and settings."""
     found = []
-    for hybrid_shard in ("node", "flat"):
+    for ranks_per_node, hybrid_shard, config in each:
         torch.manual_seed(3)
-        with sharded(Model(), ranks_per_node, hybrid_shard, stage=stage, precision=precision, **config) as side:
+        with sharded(Model(), ranks_per_node, hybrid_shard, **config) as side:
             replicas = dist.get_world_size() // ranks_per_node if hybrid_shard == "node" else 1
             assert len(side.engine.comm.topology.shard_groups) == replicas
-            found.append(history(side, precision=precision))
-    # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
-    assert_equal(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
+            found.append(history(side, precision=config.get("precision", "fp32"), **settings))
+    return found
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 @pytest.mark.mainly(lambda precision: precision == "fp32")
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_nodes_of_two_ranks_equal_flat(stage: int, precision: str) -> None:
-    run(4, _parity, 2, stage, precision)
+    config = {"stage": stage, "precision": precision}
+    found = histories([(2, way, config) for way in ("node", "flat")], clip=True)
+    # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
+    assert_equal(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
 
 
 @on_ranks(2)
@@ -78,26 +87,14 @@ def test_two_nodes_of_two_ranks_equal_flat(stage: int, precision: str) -> None:
 def test_nodes_of_one_rank_equal_flat(stage: int) -> None:
     """Nothing is sharded then; on two ranks gradients are added in one order, so it is equal to the bit (a norm is not:
     it has a partial sum for each shard)."""
-    found = []
-    for hybrid_shard in ("node", "flat"):
-        torch.manual_seed(3)
-        with sharded(Model(), 1, hybrid_shard, stage=stage) as side:
-            found.append(history(side, clip=False))
-    assert_equal(*found)
+    assert_equal(*histories([(1, way, {"stage": stage}) for way in ("node", "flat")]))
 
 
-def _offloaded(row: str, stage: int, folder: Path) -> None:
-    found = []
-    for place in (offload(row, folder), {"offload": "none"}):
-        torch.manual_seed(3)
-        with sharded(Model(), 2, stage=stage, **place) as side:
-            found.append(history(side))
-    assert_equal(*found)
-
-
+@on_ranks(4)
 @pytest.mark.parametrize(("row", "stage"), [("optimizer_cpu", 2), ("nvme", 3)])
 def test_offload_changes_nothing_there_either(row: str, stage: int, tmp_path: Path) -> None:
-    run(4, _offloaded, row, stage, tmp_path)
+    places = offload(row, tmp_path), {"offload": "none"}
+    assert_equal(*histories([(2, "node", {"stage": stage, **place}) for place in places], clip=True))
 
 
 # -- bytes between nodes ----------------------------------------------------------------------------------------------
@@ -132,14 +129,16 @@ def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[
         yield found
 
 
-def _bytes(stage: int, micro_batches: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None:
     for hybrid_shard in ("node", "flat"):
         with sharded(Model(), 2, hybrid_shard, stage=stage) as side:
-            history(side, steps=1, micro_batches=micro_batches, clip=False)
+            work = accumulated(micro_batches)
+            history(side, work, steps=1)
             with bytes_from_other_nodes(side.engine.comm, 2) as found:
-                for micro in range(micro_batches):
-                    with contextlib.nullcontext() if micro == micro_batches - 1 else side.no_sync():
-                        side.backward(language_loss(side.module, tokens(5, micro)) / micro_batches)
+                work(side, 5)
                 side.step()
                 side.zero_grad()
                 side.engine.passes.wait_for_all()
@@ -154,36 +153,22 @@ def _bytes(stage: int, micro_batches: int) -> None:
                 assert across["gather"] >= full // 2
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None:
-    run(4, _bytes, stage, micro_batches)
-
-
 # -- choosing ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
     rest = 16 * sum(p.numel() for p in Model().parameters())  # fp32: parameters, gradients and two states
-    for available, replicas in ((8 * rest, 2), (2 * rest, 1)):
+    for available, ranks_per_node, replicas in ((8 * rest, 1, 2), (2 * rest, 1, 1), (8 * rest, 2, 1)):
         memory = mock.patch.object(capacity, "available_host_memory", lambda free=available: free)
-        with memory, sharded(Model(), 1, "auto") as side:
+        with memory, sharded(Model(), ranks_per_node, "auto") as side:
             assert len(side.engine.comm.topology.shard_groups) == replicas
-    with sharded(Model(), 2, "auto") as side:  # one node
-        assert len(side.engine.comm.topology.shard_groups) == 1
-
-
-def _uneven() -> None:
-    node = "a" if dist.get_rank() < 2 else "b"
-    with pytest.raises(ConfigError, match=r"hybrid_shard=node: .* got 2 on a, 1 on b"):
-        lightning_zero.shard(Model(), device="cpu", node=node, comm={"hybrid_shard": "node"})
-    module = Model()  # an engine lives as long as its module
-    engine = lightning_zero.shard(module, device="cpu", node=node)
-    assert len(engine.comm.topology.shard_groups) == 1
-    engine.release()
 
 
 @pytest.mark.full
+@on_ranks(3)
 def test_uneven_nodes() -> None:
-    run(3, _uneven)
+    with pytest.raises(ConfigError, match=r"hybrid_shard=node: .* got 2 on node 0, 1 on node 1"):
+        sharded(Model(), 2)
+    with sharded(Model(), 2, "auto") as side:
+        assert len(side.engine.comm.topology.shard_groups) == 1

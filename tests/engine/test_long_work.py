@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,38 +18,44 @@ from lightning_zero.ranks import progress as long_work
 from lightning_zero.ranks.progress import Count, LongWork
 
 
-class Clock:
-    def __init__(self, step: float) -> None:
-        self.now, self.step = 0.0, step
-
-    def monotonic(self) -> float:
-        return self.now
+@contextlib.contextmanager
+def seen() -> Iterator[tuple[SimpleNamespace, io.StringIO]]:
+    """A clock that stands still, and what is written."""
+    clock, out = SimpleNamespace(now=0.0, monotonic=lambda: clock.now), io.StringIO()
+    with mock.patch.object(long_work, "time", clock), mock.patch("sys.stderr", out):
+        yield clock, out
 
 
 def work(step: float, *, shows: bool = True) -> str:
     """What is written while five items take ``step`` seconds each."""
-    clock, out = Clock(step), io.StringIO()
-    with mock.patch.object(long_work, "time", clock), mock.patch("sys.stderr", out):
+    with seen() as (clock, out):
         for item in LongWork(shows).items("abcde", "sharding"):
             assert item in "abcde"
             clock.now += step
     return out.getvalue()
 
 
-def test_short_work_says_nothing() -> None:
-    assert work(0.1) == "" and work(5.0, shows=False) == ""
+def saving(step: float, *, shows: bool = True) -> str:
+    """What is written while four pieces of 3 MB take ``step`` seconds each."""
+    total = mock.Mock(return_value=12_000_000)
+    with seen() as (clock, out), LongWork(shows).bytes("saving a.ckpt", total) as did:
+        for _ in range(4):
+            clock.now += step
+            did(3_000_000)
+    assert total.call_count == shows
+    return out.getvalue()
 
 
-def test_long_work_says_a_line_now_and_then() -> None:
+def test_long_work_says_a_line_now_and_then_and_short_work_nothing() -> None:
     assert work(2.0) == "sharding: 1 of 5 after 2 s\nsharding: 5 in 10 s\n"
     assert work(6.0) == "sharding: 1 of 5 after 6 s\nsharding: 3 of 5 after 18 s\nsharding: 5 in 30 s\n"
+    assert saving(2.0) == "saving a.ckpt: 3.0 MB of 12.0 MB after 2 s\nsaving a.ckpt: 12.0 MB in 8 s\n"
+    assert work(0.1) == work(5.0, shows=False) == saving(0.2) == saving(2.0, shows=False) == ""
 
 
 def test_what_raises_says_no_end() -> None:
-    clock, out = Clock(0.0), io.StringIO()
-    patched = mock.patch.object(long_work, "time", clock), mock.patch("sys.stderr", out)
     bad = pytest.raises(ValueError, match="of the test")
-    with patched[0], patched[1], bad, LongWork(True).bytes("saving", lambda: 9) as did:
+    with seen() as (clock, out), bad, LongWork(True).bytes("saving", lambda: 9) as did:
         clock.now += 2
         did(3)
         raise ValueError("of the test")
@@ -62,32 +71,8 @@ def test_sharding_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
         assert "sharding" not in capsys.readouterr().err
 
 
-def saving(step: float, *, shows: bool = True) -> str:
-    """What is written while four pieces of 3 MB take ``step`` seconds each."""
-    clock, out = Clock(step), io.StringIO()
-    asked: list[int] = []
-
-    def total() -> int:
-        asked.append(1)
-        return 12_000_000
-
-    patched = mock.patch.object(long_work, "time", clock), mock.patch("sys.stderr", out)
-    with patched[0], patched[1], LongWork(shows).bytes("saving a.ckpt", total) as did:
-        for _ in range(4):
-            clock.now += step
-            did(3_000_000)
-    assert asked == [1] * shows
-    return out.getvalue()
-
-
-def test_bytes_are_counted() -> None:
-    assert saving(2.0) == "saving a.ckpt: 3.0 MB of 12.0 MB after 2 s\nsaving a.ckpt: 12.0 MB in 8 s\n"
-    assert saving(0.2) == "" and saving(2.0, shows=False) == ""
-
-
 def test_a_thread_is_waited_for_with_its_count() -> None:
-    clock, out, count = Clock(0.0), io.StringIO(), Count(8_000_000)
-    future: Future[int] = Future()
+    count, future = Count(8_000_000), Future[int]()
 
     def waited(futures: Any, timeout: float) -> Any:
         clock.now += 1.0
@@ -96,8 +81,7 @@ def test_a_thread_is_waited_for_with_its_count() -> None:
             future.set_result(1)
         return wait(futures, 0)
 
-    patched = mock.patch.object(long_work, "time", clock), mock.patch.object(long_work, "wait", waited)
-    with patched[0], patched[1], mock.patch("sys.stderr", out):
+    with seen() as (clock, out), mock.patch.object(long_work, "wait", waited):
         LongWork(True).wait(future, "saving a.ckpt", count)
     assert out.getvalue() == "saving a.ckpt: 4.0 MB of 8.0 MB after 2 s\nsaving a.ckpt: 8.0 MB in 4 s\n"
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero.config import ConfigError, make_config
+from lightning_zero.config import ConfigError
 from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
 from tests.engine.optimizers import SignDescent
-from tests.engine.support import Model, Sharded, accumulate, assert_equal
-from tests.engine.test_offload import OPTIMIZERS, offload, whole
+from tests.engine.support import Model, Sharded, assert_equal
+from tests.engine.test_hierarchy import accumulated, history
+from tests.engine.test_offload import OPTIMIZERS, offload
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
@@ -65,6 +66,12 @@ def test_rounding_depends_on_place_and_salt_alone() -> None:
     assert len({salt_of("a", step) for step in range(1000)}) == 1000
 
 
+def training(optimizer: str, **config: Any) -> list[Any]:
+    torch.manual_seed(3)
+    with Sharded(Model(), optimizer=OPTIMIZERS[optimizer], **config) as side:
+        return history(side, accumulated(), precision="bf16" if "grad_dtype" in config["precision"] else "fp32")
+
+
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
@@ -96,20 +103,10 @@ def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str)
     """What is stepped is never more than a piece, and the size of pieces changes no bit."""
 
     def trained(chunk: int) -> tuple[list[Any], int]:
-        torch.manual_seed(3)
-        precision = {"name": "bf16", "grad_dtype": "bf16"}
-        with (
-            mock.patch.object(chunks, "CHUNK", chunk),
-            Sharded(Model(), stage=stage, precision=precision, optimizer=OPTIMIZERS[optimizer]) as side,
-        ):
-            shapes = mock.Mock(side_effect=chunks._write_back)  # called with every piece that was stepped
-            with mock.patch.object(chunks, "_write_back", shapes):
-                for number in range(2):
-                    with torch.autocast("cpu", torch.bfloat16):
-                        accumulate(side, number, 1)
-                    side.step()
-                    side.zero_grad()
-            return whole(side), max(call.args[2].numel() for call in shapes.call_args_list)
+        pieces = mock.patch.object(chunks, "_write_back", side_effect=chunks._write_back)  # called with every piece
+        with mock.patch.object(chunks, "CHUNK", chunk), pieces as stepped:
+            found = training(optimizer, stage=stage, precision={"name": "bf16", "grad_dtype": "bf16"})
+        return found, max(call.args[2].numel() for call in stepped.call_args_list)
 
     found, largest = trained(256)
     expected, _ = trained(1 << 20)
@@ -124,26 +121,15 @@ def rounded(**place: Any) -> dict[str, Any]:
     return {"precision": {"name": "bf16_true", "stochastic_rounding": True}, **place}
 
 
-def history(optimizer: str, **config: Any) -> list[Any]:
-    torch.manual_seed(3)
-    with Sharded(Model(), optimizer=OPTIMIZERS[optimizer], **config) as side:
-        losses = []
-        for step in range(3):
-            losses.append(accumulate(side, step, 1))
-            side.step()
-            side.zero_grad()
-        return losses + whole(side)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
-    expected = history(optimizer, stage=3, **rounded())
+    expected = training(optimizer, stage=3, **rounded())
     places: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2)]
     places += [{"stage": 3, **offload(row, tmp_path)} for row in ("cpu", "nvme")]
     for place in places:
-        assert_equal(history(optimizer, **rounded(**place)), expected, str(place))
-    nearest = history(optimizer, stage=3, precision="bf16_true")
+        assert_equal(training(optimizer, **rounded(**place)), expected, str(place))
+    nearest = training(optimizer, stage=3, precision="bf16_true")
     assert any(not torch.equal(a, b) for a, b in zip(nearest, expected, strict=True) if isinstance(a, Tensor))
 
 
@@ -154,11 +140,9 @@ def test_small_steps_are_not_lost() -> None:
     for stochastic in (False, True):
         torch.manual_seed(0)
         module = torch.nn.Linear(64, 64, bias=False)
-        with torch.no_grad():
-            module.weight.fill_(1.0)
-        engine = lightning_zero.shard(
-            module, device="cpu", precision={"name": "bf16_true", "stochastic_rounding": stochastic}
-        )
+        torch.nn.init.ones_(module.weight)
+        precision = {"name": "bf16_true", "stochastic_rounding": stochastic}
+        engine = lightning_zero.shard(module, device="cpu", precision=precision)
         optimizer = torch.optim.SGD(module.parameters(), lr=2**-14)
         engine.add_optimizer(optimizer)
         for _ in range(200):
@@ -175,18 +159,13 @@ def test_small_steps_are_not_lost() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_where_something_is_rounded() -> None:
-    with pytest.raises(
-        ConfigError, match=r"stochastic_rounding: expected false .* got true with zero/precision=bf16\."
-    ):
-        make_config(precision={"name": "bf16", "stochastic_rounding": True})
-
-
 @on_ranks(1)
-def test_refusals_of_the_engine() -> None:
-    with pytest.raises(ConfigError, match="zero/precision=fp32"):
-        lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", precision={"stochastic_rounding": True})
-
+def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
+    for name, precision in (("fp32", {}), ("bf16", {"name": "bf16"})):
+        settings = {"precision": {"stochastic_rounding": True, **precision}}
+        says = rf"stochastic_rounding: expected false .* got true with zero/precision={name}\."
+        with pytest.raises(ConfigError, match=says):
+            lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", **settings)
     module = torch.nn.Linear(8, 8)
     engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"sharding": "slices"}))
     with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*SignDescent"):
