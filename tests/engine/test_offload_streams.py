@@ -19,7 +19,7 @@ from torch import Tensor
 import lightning_zero.device
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import grad_store, master_storage
+from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
@@ -139,26 +139,6 @@ def test_a_norm_is_that_of_the_gradient_as_it_is_now() -> None:
     assert_equal(*found)
 
 
-@on_ranks(1)
-def test_norms_are_taken_on_the_way_once_they_have_been_asked_for() -> None:
-    looks: list[str] = []
-    norm = grad_store.OnHost.norm
-
-    def noted(self: grad_store.OnHost, norm_type: float) -> Tensor | None:
-        found = norm(self, norm_type)
-        looks.append("on the host" if found is None else "on its way")
-        return found
-
-    with streams(), mock.patch.object(grad_store.OnHost, "norm", noted), Sharded(Model(), offload="cpu") as side:
-        for step in range(3):
-            accumulate(side, step, 1)
-            side.clip(0.1)
-            side.step()
-            side.zero_grad()
-    buckets = len(looks) // 3
-    assert looks == ["on the host"] * buckets + ["on its way"] * 2 * buckets
-
-
 def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:
     land = Landing._land
 
@@ -175,12 +155,3 @@ def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one(
         store.add(torch.full((100,), 3.0))
         landing.close()  # the thread has ended
         assert store.value is not None and store.value.eq(3).all()
-
-
-@pytest.mark.parametrize(("source", "target"), [("cpu", "meta"), ("meta", "cpu")])
-def test_values_that_are_cast_between_devices_are_copied_in_pieces(source: str, target: str) -> None:
-    found: list[list[int]] = []
-    copy = mock.patch.object(Tensor, "copy_", lambda *tensors: found.append([t.numel() for t in tensors]))
-    with mock.patch.object(master_storage, "CAST_CHUNK", 2), copy:
-        master_storage.copy_cast(torch.empty(5, device=source), torch.empty(5, dtype=torch.bfloat16, device=target))
-    assert found == [[2, 2], [2, 2], [1, 1]]
