@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.support import (
     ALL_STAGES,
@@ -39,7 +38,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks
-from tests.models import WIDTH, Block, Chain, Does, checkpointed, linear
+from tests.models import WIDTH, Adapted, Block, Chain, Does, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
 
@@ -120,31 +119,10 @@ def test_nested_units_and_a_root_that_is_the_only_unit_train(stages: tuple[int, 
     check(Model, language_work, stage=OUTER_STAGES, unit={"classes": ["Model"]})
 
 
-@on_ranks(2)
-def test_a_module_that_returns_nothing_is_called_where_another_exception_is_handled() -> None:
-    silent = Does(lambda m, x: m.kept.append(m.linear(x)), linear=linear(8), kept=[])
-    module = nn.Sequential(silent)
-    with Sharded(module, stage=3, unit={"classes": ["Does"]}) as side:
-        try:
-            raise KeyError
-        except KeyError:
-            module(torch.ones(2, 8))
-        assert not side.engine.passes.aborted
-        side.backward(silent.kept.pop().sum())
-        side.step()
-
-
 # -- activation checkpointing -----------------------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
-@IN_STAGES
-@REENTRANT
-def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> None:
-    check(lambda: Chain(call=checkpointed(reentrant)), mean_square, stage=stages)
-
-
-@on_ranks(2)
 @IN_STAGES
 @REENTRANT
 def test_several_blocks_in_one_checkpoint_train(stages: tuple[int, ...], reentrant: bool) -> None:
@@ -178,12 +156,8 @@ def test_checkpoints_that_end_recomputation_early_train() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["blocks", "offload"])
-def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_away(how: str) -> None:
-    pack = SavedWeights._pack_inside
-    for stage in ALL_STAGES:
-        with mock.patch.object(SavedWeights, "_pack_inside", autospec=True, side_effect=pack) as packs:
-            check(Chain, mean_square, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
-        assert bool(packs.call_count) == (stage == 3)
+def test_blocks_that_are_computed_again_train(how: str) -> None:
+    check(Chain, mean_square, stage=ALL_STAGES, activation_checkpointing=how, unit={"classes": ["Block"]})
 
 
 @on_ranks(2)
@@ -216,10 +190,7 @@ def test_checkpointed_adapters_train(reentrant: bool) -> None:
     """Frozen weights with small trainable parts, inputs that need no gradient at first."""
 
     def build() -> nn.Module:
-        module = Chain(call=checkpointed(reentrant))
-        for block in module.blocks:
-            block.up.requires_grad_(False)
-            block.norm.requires_grad_(False)
+        module = Chain(Adapted, call=checkpointed(reentrant))
         module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
         return module
 
@@ -253,11 +224,7 @@ def test_two_backwards_through_one_forward_add_up(stages: tuple[int, ...]) -> No
         side.backward(out.abs().mean())
         return out
 
-    def call(block: nn.Module, x: Tensor) -> Any:
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # outside of units torch saves alone
-        return block(x)
-
-    check(lambda: Chain(call=call), work, stage=stages)
+    check(Chain, work, stage=stages)
 
 
 @on_ranks(2)
@@ -298,27 +265,11 @@ def test_a_gradient_penalty_whose_graph_is_walked_twice_trains(checkpointing: st
         loss = penalty(side, floats(step, 2, 3, 5, 5))
         side.backward(loss, retain_graph=True)
         side.backward(loss)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         return loss
 
     conv = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())  # noqa: E731
     build = lambda: nn.Sequential(*(conv() for _ in range(3)))  # noqa: E731
     check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=checkpointing)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward(stages: tuple[int, ...]) -> None:
-    """An attack on the input: gradients of inputs, none of parameters."""
-
-    def work(side: Side, step: int) -> Tensor:
-        x = floats(step, 4, WIDTH).requires_grad_()
-        (slope,) = torch.autograd.grad(side.module(x).square().mean(), x)
-        loss = side.module(x.detach() + 0.1 * slope.sign()).square().mean()
-        side.backward(loss)
-        return loss
-
-    check(Chain, work, stage=stages)
 
 
 @on_ranks(2)
@@ -442,10 +393,9 @@ def test_a_forward_with_gradients_may_lead_nowhere() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("scoped", [False, True])
 def test_evaluation_keeps_the_order_of_training(scoped: bool) -> None:
-    """Plans stay as they are, nothing is agreed anew, and gathers are still issued ahead."""
+    """Nothing is agreed anew, and gathers are still issued ahead."""
     with Sharded(Model(depth=4)) as side:
         engine = side.engine
-        events: list[tuple[str, str]] = []
 
         def in_scope(key: str, evaluation: bool = False) -> Any:
             return engine.step_scope(key, evaluation=evaluation) if scoped else contextlib.nullcontext()
@@ -464,16 +414,15 @@ def test_evaluation_keeps_the_order_of_training(scoped: bool) -> None:
 
         train(0)
         evaluate(1)
-        plans = {key: plan.entries for key, plan in engine.passes.order.plans.items()}
-        engine.comm.observers.append(lambda *event: events.append(event))
+        events: list[str] = []
+        engine.comm.observers.append(lambda kind, _: events.append(kind))
         ahead: list[list[bool]] = []
         for block in side.module.blocks:
             block.register_forward_pre_hook(lambda *_: ahead.append([u.state is State.SHARDED for u in engine.units]))
         for step in range(1, 4):
             train(step)
             evaluate(step + 1)
-        assert {key: plan.entries for key, plan in engine.passes.order.plans.items()} == plans
-        assert not [event for event in events if event[0] == "exchange"]
+        assert "exchange" not in events
         # In every forward, whatever came before it, the next block is on its way when the first starts.
         assert not any(sharded[1] or sharded[2] for sharded in ahead[0::4])
 
@@ -731,33 +680,6 @@ def test_two_models_in_one_process_train(stages: tuple[int, int]) -> None:
         for side, twin in zip(sharded, twins, strict=True):
             assert_same(side, twin)
     for side in sharded:
-        side.engine.release()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stages", [(3, 3), (3, 1)], ids=str)
-def test_an_operation_on_parameters_of_two_models_has_gradients_of_each(stages: tuple[int, int]) -> None:
-    """As a penalty for the distance between them; the refusal is that of each, too."""
-    torch.manual_seed(3)
-    modules = [Chain(), Chain()]
-    unit = {"classes": ["Block"]}
-    sides = [Sharded(m, stage=s, plain=True, unit=unit) for m, s in zip(modules, stages, strict=True)]
-    first, second = (m.blocks[1].up.weight for m in modules)
-    with lightning_zero.gather(modules[0]), lightning_zero.gather(modules[1]):
-        gap = (first - second).detach()
-    for _ in range(2):
-        with sides[0].engine.step_scope(), sides[1].engine.step_scope():
-            distance = (first - second).square().sum()
-        distance.backward()
-        assert torch.equal(distance, gap.square().sum())
-        for module, sign in zip(modules, (2, -2), strict=True):
-            with lightning_zero.gather(module, grads=True):
-                assert torch.equal(module.blocks[1].up.weight.grad, sign * gap)
-        for side in sides:
-            side.zero_grad()
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
-            torch._foreach_add_([first], [second])
-    for side in sides:
         side.engine.release()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,6 +34,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
+from tests.engine.test_offload import compare, train
 from tests.harness import on_ranks
 from tests.models import Does, linear
 
@@ -147,19 +148,8 @@ def test_norms_under_fp64_are_not_rounded_to_fp32(stage: int, norm_type: float) 
 @on_ranks(2)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
-def test_rows_of_one_dtype_are_offloaded(row: str, precision: str) -> None:
-    found = []
-    for offload in ("none", row):
-        torch.manual_seed(3)
-        module = Model()
-        with Sharded(module, precision=precision, offload=offload, optimizer=sgd) as side:
-            for step in range(3):
-                language_work(side, step)
-                side.step()
-                side.zero_grad()
-            with lightning_zero.gather(module):
-                found.append([p.detach().clone() for p in module.parameters()])
-    assert all(torch.equal(a, b) and a.dtype is TRUE[precision] for a, b in zip(*found, strict=True))
+def test_rows_of_one_dtype_are_offloaded(row: str, precision: str, tmp_path: Path) -> None:
+    compare(row, 3, tmp_path, lambda side: train(side, 3), precision=precision, optimizer=sgd)
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp16_true"])
@@ -240,8 +230,7 @@ class Refuses(Does):
     """An operation that takes one dtype only, and that autocast does not know."""
 
     def __init__(self) -> None:
-        weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        super().__init__(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=weight)
+        super().__init__(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=nn.Parameter(torch.ones(WIDTH)))
 
 
 @on_ranks(2)
@@ -256,8 +245,6 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
     with Sharded(module, stage=stage, precision=settings) as side, autocast("bf16"):
         side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
-    with Sharded(nn.Linear(WIDTH, WIDTH), stage=stage) as side, contextlib.suppress(RuntimeError):
-        side.module(torch.zeros(3, 3, dtype=torch.float64))
 
 
 class Packed(nn.Parameter):
@@ -284,56 +271,27 @@ def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) ->
     torch.manual_seed(0)
     module = nn.Sequential(decodes(), decodes())
     before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
+    dtype = TRUE.get(precision, torch.float32)
+
+    def assert_kept(weights: list[Tensor]) -> None:
+        assert all(torch.equal(weight.view(torch.uint8), b) for weight, b in zip(weights, before, strict=True))
+
     with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
         for step in range(2):
             with autocast(precision):
-                loss = module(floats(step, 4, WIDTH).to(TRUE.get(precision, torch.float32))).float().square().mean()
+                loss = module(floats(step, 4, WIDTH).to(dtype)).float().square().mean()
             side.backward(loss)
             side.step()
         with lightning_zero.gather(module):
-            assert all(torch.equal(n.weight.view(torch.uint8), b) for n, b in zip(module, before, strict=True))
+            assert_kept([layer.weight for layer in module])
         state = side.engine.state_dict(only_rank_0=False)
-        assert torch.equal(state["1.weight"].view(torch.uint8), before[1])
-        with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
-            seen = []
-            for layer in module:
-                layer.register_forward_hook(
-                    lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone())
-                )
-            with autocast(precision):
-                module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
-        assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
-
-
-class Product(torch.autograd.Function):
-    """A product with a weight that is decoded from bytes. Its backward decodes bytes that autograd does not know of."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
-        ctx.packed = packed
-        return x @ (packed.to(x.dtype) - 127.5) / Packed.quant_state
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad @ (ctx.packed.to(grad.dtype) - 127.5).t() / Packed.quant_state, None
-
-
-@on_ranks(2)
-def test_bytes_that_a_backward_reads_without_autograd_are_there() -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        layers = nn.Sequential(*[decodes() for _ in range(3)])
-        for layer in layers:  # the backward of what comes last is the first
-            layer.act = lambda m, x: m.adapter(x) + Product.apply(x, m.weight.view(torch.uint8))
-        return layers
-
-    module, twin = build(), build()
-    x = floats(0, 4, WIDTH, rank=0)  # for all ranks
-    twin(x).square().mean().backward()
-    with Sharded(module, stage=3, optimizer=sgd) as side:
-        side.backward(module(x).square().mean())
-        with lightning_zero.gather(module, grads=True):
-            torch.testing.assert_close(module[0].adapter.weight.grad, twin[0].adapter.weight.grad)
+        assert_kept([state["0.weight"], state["1.weight"]])
+        seen: list[Tensor] = []
+        for layer in module:
+            layer.register_forward_hook(lambda layer, *_: seen.append(layer.weight.clone()))
+        with side.engine.step_scope("validation", evaluation=True), torch.no_grad(), autocast(precision):
+            module(floats(9, 4, WIDTH).to(dtype))
+        assert_kept(seen)
 
 
 # -- the scale of the loss --------------------------------------------------------------------------------------------
