@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -186,38 +187,17 @@ class Remembering(SignDescent):
         super().update()
 
 
-class Counter:
-    count = 0
-
-
 class CountingObjects(SignDescent):
     """Counts the steps in an object of its own."""
 
     def __init__(self, params: Any) -> None:
-        self.counter = Counter()
+        self.counter = SimpleNamespace(count=0)
         super().__init__(params)
 
     def update(self) -> None:
         self.counter.count += 1
         if self.counter.count <= 100:
             super().update()
-
-
-class Batched(_Toy):
-    """Orthogonalises matrices of one shape as a batch, whose roundings depend on how many these are."""
-
-    def update(self) -> None:
-        by_shape: dict[Any, list[Tensor]] = {}
-        for _, p in self.used():
-            by_shape.setdefault(p.shape, []).append(p)
-        for listed in by_shape.values():
-            x = torch.stack([p.grad.reshape(len(p), -1) for p in listed])  # type: ignore[union-attr]
-            x = x / x.norm(dim=(1, 2), keepdim=True)
-            for _ in range(3):
-                gram = x @ x.mT
-                x = 3 * x + (-4 * gram + 2 * gram @ gram) @ x
-            for p, update in zip(listed, x, strict=True):
-                p.sub_(update.reshape(p.shape), alpha=0.01)
 
 
 class Shared(SignDescent):
@@ -243,16 +223,6 @@ class Counting(_Toy):
         self.counts["steps"] += 1
         for group, p in self.used():
             p.sub_(self.direction(p.grad), alpha=group["lr"] * self.rate(self.counts["steps"]))
-
-
-class Prepared(Shampoo):
-    """Makes state of other shapes than the parameter's when it is built."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for p in self.param_groups[0]["params"]:
-            grams = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
-            self.state[p] = {"grams": grams, "roots": [None for _ in p.shape]}
 
 
 class Slow(Optimizer):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, Offload, allowed_rows
+from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.engine.whole import state_dicts
@@ -106,8 +107,8 @@ SELECTED = [case._replace(part=part) for part, case in enumerate(pairwise_select
 PARTS = len(SELECTED)
 
 
-def check_held(side: Sharded, what: str) -> None:
-    engine = side.engine
+def check_held(engine: Engine, what: str = "") -> None:
+    """What is held is what is planned."""
     engine.passes.wait_for_all()
     engine.passes.sharded_grads.finish_pending()
     states = state_tensors(engine)
@@ -133,10 +134,10 @@ def _check(case: Case, folder: Path) -> None:
 
             def restage(row: str = row) -> None:
                 side.engine.restage(row.split()[0], offload_of(row, folder))
-                check_held(side, row)
+                check_held(side.engine, row)
 
             loss = train(side, step, case.precision, restage)
-            check_held(side, row)
+            check_held(side.engine, row)
             assert_equal(loss, losses[step], f"loss {step}, after {rows[step - 1]} -> {row}")
         assert side.optimizer is optimizer and side.engine.comm._groups is groups
         assert_equal(values(side), expected)
@@ -258,7 +259,7 @@ def test_rows_by_budgets() -> None:
                 side.engine.restage(3, {"name": "auto", "device_budget": 20_000, "host_budget": 10**6})
                 on_host = OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device)
                 assert {bucket.plan.tiers for bucket in side.engine.buckets} == {OFFLOADS[Offload.none], on_host}
-                check_held(side, "auto")
+                check_held(side.engine, "auto")
             return found + [train(side, step, "fp32") for step in range(1, 4)]
 
     assert_equal(losses(True), losses(False))
