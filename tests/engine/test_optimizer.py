@@ -311,41 +311,6 @@ def test_a_class_of_torch_s_with_a_step_of_its_own_that_is_declared_element_wise
     assert "step" not in sharded.optimizer.__dict__
 
 
-@on_ranks(2, full=(1, 3))
-@PLACES
-def test_parameters_in_two_optimizers(stage: int, row: str, tmp_path: Path) -> None:
-    """Both step with the same gradient, and keep states of their own."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, **offload(row, tmp_path)) as sharded:
-        second = sgd([*module.blocks[1].parameters(), *module.head.parameters()])
-        sharded.engine.add_optimizer(second)
-        params = dict(twin.module.named_parameters())
-        chosen = [twin.masters[p] for n, p in params.items() if n.startswith(("blocks.1.", "head."))]
-        plain_second = sgd([master.flat for master in chosen])
-        for step in range(4):
-            for side in (sharded, twin):
-                language_work(side, step)
-                side.step()
-            second.step()
-            twin.show_grads()
-            for master in chosen:
-                plain_second.state[master.flat].setdefault("momentum_buffer", torch.zeros_like(master.flat))
-            plain_second.step()
-            for param, master in twin.masters.items():
-                param.data.copy_(master.value)
-            assert_same(sharded, twin)
-            for side in (sharded, twin):
-                side.zero_grad()
-        for optimizer, name in ((sharded.optimizer, "exp_avg"), (second, "momentum_buffer")):
-            before = state_dicts.optimizer_state(sharded.engine, optimizer, only_rank_0=False)
-            assert all(name in entry for entry in before["state"].values())
-            state_dicts.load_optimizer_state(sharded.engine, optimizer, before)
-            found = state_dicts.optimizer_state(sharded.engine, optimizer, only_rank_0=False)
-            assert_equal(found["state"], before["state"])
-
-
 @on_ranks(2)
 @IN_STAGES
 def test_an_unknown_optimizer_that_is_declared_element_wise_trains(stages: tuple[int, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -51,14 +50,6 @@ PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Two modules, each a unit."""
     return lambda: nn.Sequential(nn.Sequential(make()), nn.Sequential(make()))
-
-
-@on_ranks(1)
-def test_parameters_have_a_class_of_torch_by_name() -> None:
-    """As tensorboardX tells them, for histograms of weights: by the letters "torch"."""
-    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
-    module = lightning_zero.shard(Model(), stage=3).module
-    assert all("torch" in str(type(p)) and type(p) is not nn.Parameter for p in module.parameters() if p.numel() > 1)
 
 
 # -- tied and frozen --------------------------------------------------------------------------------------------------

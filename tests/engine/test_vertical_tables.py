@@ -211,39 +211,3 @@ def test_a_table_is_found_in_bf16_too() -> None:
         loss, expected = module(batch), plain(batch)
     assert torch.allclose(loss, expected, rtol=1e-2)
     engine.release()
-
-
-def test_what_is_found_for_a_block_is_used_again() -> None:
-    """In the second step nothing is tried, and of the second block one division is."""
-    rows: list[int] = []
-
-    def counts(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
-        rows.append(len(x))
-        return attends(inner, gate, x, table)
-
-    module, _, engine, batch = prepared(counts, made_of("rows"), k=4)
-    module(batch)
-    tried = [2, 2, 4]
-    assert rows == 2 * [*tried, *(4 * [2])]
-    rows.clear()
-    module(batch)
-    assert rows == 2 * (4 * [2])
-    engine.release()
-
-
-def test_it_is_not_enough_to_divide_what_a_block_does_not_use() -> None:
-    rows: list[int] = []
-
-    def ignores(inner: nn.Module, gate: Any, x: Tensor, weights: Tensor, unused: Tensor) -> Tensor:
-        rows.append(len(x))
-        return inner(x) * weights
-
-    module, plain, engine, batch = prepared(
-        ignores, lambda network, batch: (batch * 2, torch.cat([batch, batch], 1)), k=4
-    )
-    module(batch)
-    rows.clear()
-    assert torch.allclose(module(batch), plain(batch), rtol=1e-5)
-    assert set(rows) == {2, ROWS}  # ROWS: of the plain one
-    assert rows.count(ROWS) == 2
-    engine.release()
