@@ -300,25 +300,6 @@ class NormOverLarge(_Toy):
             p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
 
 
-class FirstOfGroup(_Toy):
-    """Cannot stand a param group without tensors, and counts steps for each group."""
-
-    settings: ClassVar = {"lr": 0.01, "count": 0}
-
-    def __init__(self, params: Any) -> None:
-        params = list(params)
-        groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]]
-        super().__init__([{"params": listed} for listed in groups])
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            rate = torch.full((), group["lr"] / group["count"], device=group["params"][0].device)
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * rate)
-
-
 class Fading(_Toy):
     """The momentum of what has no gradient fades, and nothing else of it changes."""
 

@@ -37,7 +37,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks, run
-from tests.models import Adapted, Chain, Does, linear
+from tests.models import Chain, Does, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -178,26 +178,8 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> No
 # -- which parameters are stepped -------------------------------------------------------------------------------------
 
 
-def adapted() -> nn.Module:
-    module = Model()
-    module.embed.requires_grad_(False)
-    module.blocks = nn.ModuleList([Adapted(), module.blocks[1].requires_grad_(False), Adapted(), module.blocks[2]])
-    module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: stays on the device in every row
-    module.register_forward_hook(lambda m, _, out: out * m.scale)
-    return module
-
-
 def trainable(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@SOMEWHERE
-def test_frozen_units_and_adapters_equal_none(row: str, stage: int, precision: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"unit": {"classes": ["Block", "Adapted"]}, "optimizer": trainable}
-    body = lambda side: train(side, 3, precision=precision)  # noqa: E731
-    compare(row, stage, tmp_path, body, adapted, precision=precision, **settings)
 
 
 def spares() -> nn.Module:
@@ -399,17 +381,6 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
 # -- other settings ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
-@SOMEWHERE
-def test_settings_of_time_and_memory_change_nothing(row: str, stage: int, tmp_path: Path) -> None:
-    settings: list[dict[str, Any]] = [{"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}]
-    if stage == 3:
-        settings += [{"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000}, {"dynamic_graph": True}]
-    for config in settings:
-        with slow_steps(0.002):
-            compare(row, stage, tmp_path, lambda side: train(side, 2), **config)
-
-
 @on_ranks(2)
 @SOMEWHERE
 def test_a_module_from_meta_equals_none(row: str, stage: int, tmp_path: Path) -> None:
@@ -470,27 +441,6 @@ def test_two_models_side_by_side_equal_none(row: str, stage: int, tmp_path: Path
                     side.zero_grad()
             found.append([*losses, *whole(one), *whole(other)])
     assert_equal(*found)
-
-
-@on_ranks(1, 2)
-@SOMEWHERE
-def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_path: Path) -> None:
-    def body(side: Sharded) -> list[Any]:
-        calls: list[str] = []
-        side.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-        side.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        found: list[Any] = []
-        for step in range(3):
-
-            def closure(step: int = step) -> Tensor:
-                side.zero_grad()
-                return accumulate(side, step, 1)
-
-            found.append(side.optimizer.step(closure))
-        assert calls == ["before", "after"] * 3
-        return found
-
-    compare(row, stage, tmp_path, body)
 
 
 @on_ranks(2)

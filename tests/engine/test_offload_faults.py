@@ -265,37 +265,6 @@ def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rest
         assert out.eq(2).all()
 
 
-@on_ranks(1)
-def test_masters_in_files_stay_in_memory_until_they_are_written_as_parameters(tmp_path: Path) -> None:
-    """They have not changed, so the storage has nothing to write itself: averages are transferred so, and whole
-    copies."""
-    may_copy, rests, start = threading.Event(), threading.Event(), NvmeTier._start
-
-    def late(tier: NvmeTier, job: Any, piece: range) -> None:
-        assert_set(may_copy)
-        start(tier, job, piece)
-
-    def close() -> None:
-        storage.close(changed=False)
-        rests.set()
-
-    with shard_in_file(tmp_path, Tier.nvme) as (file, storage):
-        with opened(storage, changed=True) as master:
-            master.fill_(1)
-        storage.open()
-        with mock.patch.object(NvmeTier, "_start", late):
-            file.update(storage.master)
-            thread = threading.Thread(target=close)
-            thread.start()
-            assert not rests.wait(0.3), "what is being written has no memory"
-            may_copy.set()
-            thread.join(20)
-        assert rests.is_set()
-        out = torch.empty(2000)
-        file.read(out)
-        assert out.eq(1).all()
-
-
 def assert_set(event: threading.Event) -> None:
     assert event.wait(20)
 
@@ -421,6 +390,7 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
     """Also those who come later. Nobody waits for ever."""
     kind = _Unbound if where == "start of the thread" else Accelerator
     worker = StepWorker(1, kind(torch.device("cpu")))
+    worker.submit([], None)  # which is no end of it
     stepped, later = _OfBucket(_broken if where == "last write" else lambda: None), _OfBucket()
     if where == "no thread":
         worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
@@ -435,16 +405,6 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
             later.awaited_step.future.result(5)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="the disk"):
             worker.wait()
-    worker.close()
-
-
-def test_a_worker_without_jobs_takes_the_next_ones() -> None:
-    worker = StepWorker(1, Accelerator(torch.device("cpu")))
-    worker.submit([], None)
-    bucket = _OfBucket()
-    worker.submit([bucket.job()], None)
-    bucket.awaited_step.future.result(5)  # type: ignore[union-attr]
-    worker.wait()
     worker.close()
 
 
@@ -497,33 +457,6 @@ def test_files_of_a_forgotten_model_go_with_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.01)
-
-
-# -- what ranks have issued when an exception ends a pass -------------------------------------------------------------
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["cpu", "nvme"])
-def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) -> None:
-    """One rank's steps are slow. When both raise in the same place, they have issued the same gathers."""
-    with Sharded(Model(depth=4), stage=3, **offload(row, tmp_path)) as side:
-        train(side, 2)
-        module, comm = side.module, side.engine.comm
-        for fails_in in range(4):
-            with slow_steps(0.03 if dist.get_rank() else 0.0):
-                train(side, 1)
-                block = module.blocks[fails_in]
-                hook = block.register_forward_hook(lambda *_: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    module(tokens(9))
-                side.engine.passes.abort()
-                hook.remove()
-            issued = comm.all_gather_objects(
-                [label for kind, label in comm.counts.elements() if kind == "all_gather"], "a test"
-            )
-            assert issued[0] == issued[1], f"block {fails_in}"
-        side.engine.passes.wait_for_all()
-        train(side, 1)
 
 
 # -- two threads ------------------------------------------------------------------------------------------------------

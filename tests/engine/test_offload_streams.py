@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,6 +53,20 @@ def streams() -> Iterator[None]:
         yield
 
 
+def compare_on_streams(row: str, folder: Path, body: Callable[[Sharded], list[Any]], **settings: Any) -> None:
+    """``body`` finds the same with offload on a device with streams, and without."""
+    found = []
+    for on_streams in (True, False):
+        torch.manual_seed(3)
+        place: dict[str, Any] = offload(row, folder) if on_streams else {"offload": "none"}
+        with (
+            streams() if on_streams else contextlib.nullcontext(),
+            Sharded(Model(width=64), **settings, **place) as side,
+        ):
+            found.append(body(side))
+    assert_equal(*found)
+
+
 CASES = [  # by which norm gradients are clipped, or twice
     ("optimizer_cpu", "fp32", "2", 1),
     ("cpu", "bf16", "inf", 2),
@@ -89,54 +103,41 @@ def test_training_equals_no_offload(
             side.zero_grad()
         return found + whole(side)
 
-    found = []
-    for on_streams in (True, False):
-        torch.manual_seed(3)
-        place: dict[str, Any] = offload(row, tmp_path) if on_streams else {"offload": "none"}
-        with (
-            streams() if on_streams else contextlib.nullcontext(),
-            Sharded(Model(width=64), precision=precision, optimizer=optimizer, **place) as side,
-        ):
-            found.append(history(side))
-    assert_equal(*found)
+    compare_on_streams(row, tmp_path, history, precision=precision, optimizer=optimizer)
 
 
 # -- what is found out on the way -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_a_norm_is_that_of_the_gradient_as_it_is_now() -> None:
+def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
     """What was found out on its way counts only as long as nobody has changed it."""
 
     def norms(side: Sharded) -> list[Tensor]:
         found = []
+
+        def note() -> None:
+            found.append(lightning_zero.grad_norm(side.module))
+
         for step in range(3):
             accumulate(side, step, 1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.clip(0.1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             with lightning_zero.gather(side.module, grads=True):
                 for p in side.module.parameters():
                     p.grad.mul_(3)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             accumulate(side, step, 1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             next(side.module.parameters()).grad = None
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.step()
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.zero_grad()
         return found
 
-    found = []
-    for on_streams in (True, False):
-        torch.manual_seed(3)
-        with (
-            streams() if on_streams else contextlib.nullcontext(),
-            Sharded(Model(width=64), offload="cpu" if on_streams else "none") as side,
-        ):
-            found.append(norms(side))
-    assert_equal(*found)
+    compare_on_streams("cpu", tmp_path, norms)
 
 
 def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:

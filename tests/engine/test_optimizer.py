@@ -415,6 +415,8 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
             shaped = {k: v[: param.numel()].view(param.shape) for k, v in expected["state"][number].items() if v.dim()}
             expected["state"][number] |= shaped
         assert_equal(own["state"], expected["state"])
+        counts = [entry["step"].data_ptr() for entry in own["state"].values() if "step" in entry]
+        assert len(set(counts)) == len(counts)  # one that several share would be counted up several times
         state_dicts.load_optimizer_state(sharded.engine, sharded.optimizer, own)
         assert_equal(state_of(sharded)["state"], own["state"])
         on_rank_0 = state_dicts.optimizer_state(sharded.engine, sharded.optimizer)

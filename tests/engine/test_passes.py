@@ -67,16 +67,6 @@ def test_a_module_used_several_times_in_one_forward_trains(stages: tuple[int, ..
 
 
 @on_ranks(2)
-def test_several_forwards_before_one_backward_train() -> None:
-    def work(side: Side, step: int) -> Tensor:
-        losses = [language_loss(side.module, tokens(step, i)) for i in range(3)]
-        side.backward(sum(losses))  # type: ignore[arg-type]
-        return losses[0]
-
-    check(Model, work, stage=OUTER_STAGES)
-
-
-@on_ranks(2)
 def test_blocks_and_parts_of_units_are_called_for_themselves() -> None:
     """Beside the whole; and without the root's forward, as Lightning's ``training_step`` may."""
 
@@ -319,26 +309,6 @@ def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before
     check(Model, work, steps=1, stage=(0, 1))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
-def test_inputs_that_are_used_often_have_the_same_gradients_at_every_stage(precision: str) -> None:
-    """Autograd adds gradients of one tensor in an order, and in bf16 another order rounds otherwise."""
-    often = lambda m, x: m.a(x) * torch.sigmoid(m.b(x)) + m.c(x)  # noqa: E731
-    make = lambda: Does(often, a=linear(), b=linear(), c=linear())  # noqa: E731
-    found = []
-    for stage in (0, 2, 3):
-        torch.manual_seed(3)
-        module = Chain(make, call=lambda block, x: x + block(x) * torch.tanh(x))
-        with Sharded(module, stage=stage, precision=precision) as side, autocast(precision):
-            x = image(0).to(torch.bfloat16) if precision == "bf16_true" else image(0)
-            side.backward(module(x).float().square().mean())
-            with lightning_zero.gather(module, grads=True):
-                found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
-    for other in found[1:]:
-        assert len(other) == len(found[0]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
 # -- evaluation between training steps --------------------------------------------------------------------------------
 
 
@@ -387,43 +357,6 @@ def test_a_forward_with_gradients_may_lead_nowhere() -> None:
     check(Model, looked_at, stage=OUTER_STAGES)
     check(Chain, target, stage=OUTER_STAGES)
     check(Chain, of_a_block, plain=BOTH)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scoped", [False, True])
-def test_evaluation_keeps_the_order_of_training(scoped: bool) -> None:
-    """Nothing is agreed anew, and gathers are still issued ahead."""
-    with Sharded(Model(depth=4)) as side:
-        engine = side.engine
-
-        def in_scope(key: str, evaluation: bool = False) -> Any:
-            return engine.step_scope(key, evaluation=evaluation) if scoped else contextlib.nullcontext()
-
-        def train(step: int) -> None:
-            with in_scope("train"):
-                loss = language_loss(side.module, tokens(step))
-            side.backward(loss)
-            side.step()
-            side.zero_grad()
-
-        def evaluate(batches: int) -> None:
-            for i in range(batches):
-                with torch.no_grad(), in_scope("validate", evaluation=True):
-                    side.module(tokens(100 + i))
-
-        train(0)
-        evaluate(1)
-        events: list[str] = []
-        engine.comm.observers.append(lambda kind, _: events.append(kind))
-        ahead: list[list[bool]] = []
-        for block in side.module.blocks:
-            block.register_forward_pre_hook(lambda *_: ahead.append([u.state is State.SHARDED for u in engine.units]))
-        for step in range(1, 4):
-            train(step)
-            evaluate(step + 1)
-        assert "exchange" not in events
-        # In every forward, whatever came before it, the next block is on its way when the first starts.
-        assert not any(sharded[1] or sharded[2] for sharded in ahead[0::4])
 
 
 @on_ranks(2)

@@ -437,35 +437,6 @@ def test_state_that_is_taken_out_or_loaded_is_not_shared_with_the_engine(stage: 
 
 
 @on_ranks(2)
-@STAGES
-def test_a_plain_optimizer_goes_on_from_the_state(stage: int) -> None:
-    """One by one parameter, where a step count that several share would be counted up several times."""
-    torch.manual_seed(3)
-    module = Model()
-    with Sharded(module, stage=stage) as side:
-        train(side, range(2))
-        plain = Model()
-        plain.load_state_dict(side.engine.state_dict(only_rank_0=False))
-        single = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, foreach=False, fused=False)
-        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        state["param_groups"][0].update(foreach=False, fused=False)
-        single.load_state_dict(state)
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, single.state_dict())
-        again = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        assert_equal(again["state"], state["state"])
-        batch = tokens(2, rank=0)  # the same on all ranks
-        for _ in range(2):
-            side.backward(language_loss(module, batch))
-            language_loss(plain, batch).backward()
-            for optimizer in (side.optimizer, single):
-                optimizer.step()
-                optimizer.zero_grad()
-        assert {entry["step"].item() for entry in single.state.values()} == {4}
-        with lightning_zero.gather(module):
-            torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(2)
 def test_loading_reports_keys_like_torch() -> None:
     with Sharded(Model()) as side:
         state = side.engine.state_dict(only_rank_0=False)

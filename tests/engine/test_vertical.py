@@ -25,7 +25,7 @@ from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
 from tests.engine.support import Model, autocast, language_loss, tokens
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, Does, Doubles, Dropping, Layers, linear
+from tests.models import VOCABULARY, Does, Dropping, Layers, linear
 from tests.selection import pairwise_places
 
 K = 4
@@ -175,21 +175,6 @@ def test_a_chunk_draws_the_same_numbers_again() -> None:
             y = torch.cat([block(part) for part in y.chunk(K)])
         y.square().mean().backward()
         assert torch.equal(after, torch.rand(3))
-
-
-def test_a_chunk_is_computed_again_under_the_function_modes_of_its_forward() -> None:
-    def act(m: Any, x: Tensor) -> Tensor:
-        with Doubles():
-            return m.blocks(m.enter(x)).square().mean()
-
-    def build() -> nn.Module:
-        block = lambda: Does(lambda m, x: x + torch.tanh(m.linear(x)), linear=linear(8))  # noqa: E731
-        return Does(act, enter=linear(8), blocks=nn.Sequential(block(), block()))
-
-    with beside_plain(build, unit={"classes": ["Does"]}) as (module, plain, _):
-        x = torch.randn(ROWS, 8)
-        module(x).backward()
-        plain(x).backward()
 
 
 def test_a_weight_that_was_cast_without_a_graph_has_a_gradient_under_autocast_around_all_of_a_step() -> None:
@@ -492,9 +477,7 @@ def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
         assert module(torch.randn(ROWS + 1, 8)).isfinite()
 
 
-@pytest.mark.parametrize(
-    "compile", ["none", {"name": "blocks", "arguments": {"backend": "eager"}}], ids=["plain", "compiled"]
-)
+@pytest.mark.parametrize("compile", ["none", {"name": "blocks", "arguments": {"backend": "eager"}}], ids=type)
 def test_a_tensor_that_leaves_a_unit_is_refused_behind_an_evaluation_too(compile: Any) -> None:
     module = passes("keeps").eval()
     with released(module, offload="cpu", compile=compile):

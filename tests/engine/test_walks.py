@@ -1,4 +1,4 @@
-"""Through which files a parameter and a gradient pass: ``docs/architecture.md`` draws these walks.
+"""Through which files a parameter passes: ``docs/architecture.md`` draws the walk.
 
 A file counts if one of its functions has the values in hand: as an argument, a local or a result that is a tensor over
 the same memory. Files that only decide, wait or count do not.
@@ -13,15 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.comm.transports import DirectTransport
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
-from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units.bucket import Bucket
 from tests.engine.support import Model, Sharded, language_loss, tokens
 from tests.harness import on_ranks
@@ -36,17 +32,6 @@ WALK_OF_A_PARAMETER = {
     "comm/reduction.py",
     "engine/units/param.py",
     "engine/passes/saved_weights.py",
-}
-WALK_OF_A_GRADIENT = {
-    "engine/passes/hooks.py",
-    "engine/torch_modes.py",
-    "engine/passes/passes.py",
-    "engine/passes/gradients.py",
-    "engine/passes/bucket_grads.py",
-    "engine/units/grad_store.py",
-    "comm/communicator.py",
-    "comm/transports.py",
-    "comm/reduction.py",
 }
 
 
@@ -101,54 +86,4 @@ def test_a_parameter_passes_few_files() -> None:
         with files_with({storage_of(bucket.full.data), storage_of(bucket.master)}) as found:
             side.backward(language_loss(side.module, tokens(2)))
         assert found == WALK_OF_A_PARAMETER, "\n".join(sorted(found))
-        assert len(found) <= MOST
-
-
-@on_ranks(2)
-def test_a_gradient_passes_few_files() -> None:
-    """From autograd to the shard that the optimizer steps."""
-    with Sharded(Model(depth=3), stage=3) as side:
-        trained(side, 2)
-        bucket = of_block(side)
-        storages: set[int] = set()
-        kept: list[Any] = []  # so that none of them is freed, and its address given to another
-        take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
-
-        def follow(tensor: Tensor) -> None:
-            kept.append(tensor.untyped_storage())
-            storages.add(storage_of(tensor))
-
-        def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
-            if into is bucket:
-                follow(grad)
-            take(self, into, slot, grad)
-            if into is bucket and (local := self.grads[bucket].local) is not None:
-                follow(local)
-
-        def completed(self: BucketGrads) -> Tensor:
-            full = complete(self)
-            if self.bucket is bucket:
-                follow(full)
-            return full
-
-        def reduced(self: DirectTransport, full: Tensor, *args: Any, **kwargs: Any) -> Any:
-            works, total = reduce(self, full, *args, **kwargs)
-            is_ours = storage_of(full) in storages
-
-            def noted() -> Tensor:
-                value = total()
-                if is_ours:
-                    follow(value)
-                return value
-
-            return works, noted
-
-        with (
-            mock.patch.object(Reducer, "take", taken),
-            mock.patch.object(BucketGrads, "complete", completed),
-            mock.patch.object(DirectTransport, "reduce", reduced),
-            files_with(storages) as found,
-        ):
-            side.backward(language_loss(side.module, tokens(2)))
-        assert found == WALK_OF_A_GRADIENT, "\n".join(sorted(found))
         assert len(found) <= MOST

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 from torch.optim import Optimizer
 
 import lightning_zero
@@ -29,7 +28,6 @@ from tests.engine.optimizers import (
     CountingObjects,
     Decaying,
     Fading,
-    FirstOfGroup,
     Flagged,
     Forgetful,
     Lamb,
@@ -65,7 +63,6 @@ from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Does, linear
-from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
 
@@ -315,17 +312,15 @@ def flagged(params: Any) -> Optimizer:
 
 @pytest.mark.sample
 @on_ranks(2)
-@pytest.mark.parametrize("make", [Counting, flagged, Slow, FirstOfGroup, Fading], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Counting, flagged, Slow, Fading], ids=lambda make: make.__name__)
 def test_classes_as_people_write_them(make: Any) -> None:
-    """Collections and functions in attributes, state from the beginning, wrappers, groups that must not be empty."""
+    """Collections and functions in attributes, state from the beginning, wrappers."""
     side_by_side(make, in_part, build=optional, steps=5, stage=3, reduce_bucket_bytes=500)
     with Sharded(Model(), stage=3, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
         steps_of(side, 0, 2)
         side.step()  # no gradient at all: counted, as in one process
         if make is Counting:
             assert side.optimizer.counts == {"steps": 3}  # type: ignore[attr-defined]
-        if make is FirstOfGroup:
-            assert [group["count"] for group in side.optimizer.param_groups] == [3, 3]
 
 
 @pytest.mark.full
@@ -409,32 +404,6 @@ def test_hooks_run_once_a_step_and_see_parameters() -> None:
         assert float(loss) == 1 and seen == ["before", "after"] * 2
 
 
-@pytest.mark.sample
-@on_ranks(2, 3)
-@pytest.mark.parametrize("window", [1 << 14, 1 << 28])
-def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
-    torch.default_generator.manual_seed(3)
-    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-    with Sharded(module, stage=3, optimizer=SignDescent, reduce_bucket_bytes=window) as side:
-        engine, sharded = side.engine, side.engine.optimizers[0]
-        side.backward(module(torch.ones(2, 64)).square().sum())
-        side.step()
-        before = engine.comm.counts.copy()
-        peaks = [peak_of(side.step)]
-        sent = engine.comm.counts - before
-        # A thread of the library lets go of a message when it comes to it, which may be after this one has gone on.
-        peaks += [peak_of(side.step) for _ in range(7)]
-        largest = min(peaks)
-        windows = sharded._windows  # type: ignore[attr-defined]
-        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(windows)
-        assert all(kind == "all_to_all" for kind, _ in sent)
-        planned = sharded.step_peak()
-        temporary = 64 * 64 * 4  # of the optimizer: a sign
-        assert planned <= largest <= planned + temporary + 20_000
-        whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
-        assert largest <= 3 * whole + temporary + 20_000
-
-
 @on_ranks(3, full=(2,))
 @pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
 def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
@@ -463,18 +432,6 @@ def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
     most = max(states.step for states in told)
     assert expected.step <= 1.3 * most and most <= 1.6 * expected.step
     engine.release()
-
-
-def peak_of(act: Any) -> int:
-    """The most bytes that torch's memory grows by while ``act`` runs."""
-    with _silence(), profile(use_kineto=True, profile_memory=True) as recorded:
-        act()
-    now = most = 0
-    for event in recorded.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.full

@@ -88,23 +88,6 @@ def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precisio
 
 
 @on_ranks(2)
-@ROWS
-def test_an_embedding_with_max_norm_trains(stage: int, row: str, tmp_path: Path) -> None:
-    """All ranks look up all rows, so all write the same."""
-
-    class Renormed(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
-
-        def forward(self, batch: Tensor) -> Tensor:
-            self.embed(torch.arange(VOCABULARY))
-            return super().forward(batch)
-
-    check(Renormed, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("in_a_unit", [False, True])
 def test_an_embedding_with_max_norm_whose_ranks_write_differently_is_refused(stage: int, in_a_unit: bool) -> None:
