@@ -258,16 +258,6 @@ class Shrinking(torch.optim.AdamW):
         return loss
 
 
-class Forgetful(torch.optim.AdamW):
-    """Changes the state behind the step of torch."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["exp_avg"].mul_(0.5)
-        return loss
-
-
 class WarmsUp(torch.optim.AdamW):
     """Does something of its own around the step of torch."""
 
@@ -278,16 +268,6 @@ class WarmsUp(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = 0.01 * min(1.0, self.steps / 3)
         return super().step(closure)
-
-
-class Rewritten(torch.optim.SGD):
-    """A subclass of a known optimizer with arithmetic of its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
 class NormOverLarge(_Toy):

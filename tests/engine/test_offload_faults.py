@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import gc
 import os
@@ -38,9 +37,9 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
-from tests.engine.test_offload import late_steps, offload, slow_steps, train
+from tests.engine.test_offload import compare, late_steps, offload, slow_steps, train
 from tests.harness import assert_gone, on_ranks, run
-from tests.models import Clamped
+from tests.models import Clamped, linear
 from tests.rows import IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -474,22 +473,21 @@ def test_a_write_comes_while_the_worker_brings_the_stepped_masters_to_rest(
         time.sleep(0.02)
         return os.pwritev(*args)
 
-    torch.manual_seed(0)
-    blocks = [Clamped("in place", 64) if how == "clamp" else nn.Sequential(nn.Linear(64, 64)) for _ in range(4)]
-    module = nn.Sequential(*blocks)
+    def build() -> nn.Module:
+        clamps = how == "clamp"
+        return nn.Sequential(*(Clamped("in place", 64) if clamps else nn.Sequential(linear(64)) for _ in range(4)))
+
+    def body(side: Sharded) -> list[Tensor]:
+        if side.engine.tiers.nvme is not None:
+            side.engine.tiers.nvme._file.syscalls.pwritev = slow
+        for step in range(4):
+            if how == "assign" and step:
+                for param in side.module.parameters():
+                    param.data = torch.full(param.shape, 0.01 * step)
+            side.backward(side.module(floats(step, 4, 64)).square().mean())
+            side.step()
+            side.zero_grad()
+        return []
+
     unit = {"classes": ["Clamped" if how == "clamp" else "Sequential"]}
-    found: list[list[Tensor]] = []
-    for row in ("none", "optimizer_nvme"):
-        with Sharded(copy.deepcopy(module), stage=stage, unit=unit, **offload(row, tmp_path)) as side:
-            if side.engine.tiers.nvme is not None:
-                side.engine.tiers.nvme._file.syscalls.pwritev = slow
-            for step in range(4):
-                if how == "assign" and step:
-                    for param in side.module.parameters():
-                        param.data = torch.full(param.shape, 0.01 * step)
-                side.backward(side.module(floats(step, 4, 64)).square().mean())
-                side.step()
-                side.zero_grad()
-            with lightning_zero.gather(side.module):
-                found.append([param.detach().clone() for param in side.module.parameters()])
-    assert all(map(torch.equal, *found))
+    compare("optimizer_nvme", stage, tmp_path, body, build, unit=unit)

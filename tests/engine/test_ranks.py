@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.comm.transports import Sent
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
@@ -25,7 +22,6 @@ from tests.engine.support import (
     Sharded,
     Side,
     Twin,
-    accumulate,
     assert_same,
     check,
     floats,
@@ -181,19 +177,6 @@ def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path:
                 side.step()
 
 
-@on_ranks(2)
-def test_a_dynamic_evaluation_has_the_outputs_of_the_plain_module() -> None:
-    with Sharded(FOUR(), dynamic_graph=True, stall_timeout_s=20) as side:
-        full = FOUR()
-        with lightning_zero.gather(side.module):
-            full.load_state_dict(side.module.state_dict())
-        for step in range(3):
-            path = other_order(step, dist.get_rank())
-            with torch.no_grad():
-                x = floats(step, 4, WIDTH)
-                assert torch.equal(side.module(x, path), full(x, path))
-
-
 # -- models that differ -----------------------------------------------------------------------------------------------
 
 
@@ -345,51 +328,3 @@ def test_a_rank_that_owns_nothing_of_a_unit_waits_for_its_step_as_the_others_do(
     build = lambda: Does(act, blocks=nn.ModuleList(linear(3) for _ in range(4)), step=0)  # noqa: E731
     settings = {"unit": {"classes": ["Linear"]}, "stall_timeout_s": 15, "offload": row}
     check(build, work, steps=5, optimizer=sgd, **settings)
-
-
-# -- collectives that come late, at random ----------------------------------------------------------------------------
-
-MAX_DELAY_S = 0.004
-
-
-class LateWork:
-    """A message that is seen to be complete only some time after it is."""
-
-    def __init__(self, work: Any, delay: float) -> None:
-        self._work = work
-        self._from = time.monotonic() + delay
-
-    def is_completed(self) -> bool:
-        return time.monotonic() >= self._from and self._work.is_completed()
-
-    def wait(self, *limit: Any) -> Any:
-        time.sleep(max(0.0, self._from - time.monotonic()))
-        return self._work.wait(*limit)
-
-
-def delay(transport: Any, seed: int) -> None:
-    """Messages are issued after a pause and their end is seen late, on each rank by other lengths."""
-    chance = random.Random(100 * seed + dist.get_rank())
-    pause = lambda: chance.random() ** 4 * MAX_DELAY_S  # noqa: E731  # mostly short
-
-    def late(issue: Callable[..., Sent], *args: Any, **kwargs: Any) -> Sent:
-        time.sleep(pause())
-        sent = issue(*args, **kwargs)
-        return Sent([LateWork(message, pause()) for message in sent.works], sent.finish)
-
-    transport.gather = functools.partial(late, transport.gather)
-    transport.reduce = functools.partial(late, transport.reduce)
-
-
-@on_ranks(3, full=(2,))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_random_delays_change_nothing(stage: int, precision: str) -> None:
-    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
-
-    def work(side: Side, step: int) -> Tensor:
-        if isinstance(side, Sharded) and step == 0:
-            delay(side.engine.comm._transport, stage)
-        return accumulate(side, step, micro_batches=2)
-
-    check(lambda: Model(depth=4), work, stage=stage, precision=precision, plain=True, steps=4, **config)

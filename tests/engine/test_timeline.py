@@ -197,10 +197,6 @@ def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
         with mock.patch.object(type(accelerator), "synchronize", side_effect=AssertionError("waits")):
             side.engine.passes.rest()
         assert recording.recorder is None
-    with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 2)
-        side.engine.release()  # without the end of a run, as without Lightning
-        assert recording.recorder is None
     dist.barrier()
     assert not (tmp_path / "trace.json").exists()
 
@@ -264,17 +260,6 @@ def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
     assert [lanes.rank for lanes in chosen(ranks)] == list(range(8))
     assert [lanes.rank for lanes in chosen(ranks, 3 * 5)] == [0, 1, 3, 4, 6]
     assert [lanes.rank for lanes in chosen(ranks, 1)] == [0]
-
-
-@on_ranks(3)
-def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path) -> None:
-    drawn = mock.patch("lightning_zero.timeline.lanes.chosen.__defaults__", (1,))
-    with at(1, 1), drawn, Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 3)
-    assert {event["pid"] for event in recorded(tmp_path)} == {0, 1, 2}
-    page = (tmp_path / "timeline.html").read_text()
-    assert re.findall("<h2>(.*?)</h2>", page) == ["rank 0"] and re.findall("<td>(rank .)</td>", page)[2] == "rank 2"
-    assert "Lanes of 1 of them" in page
 
 
 # -- ranges for profilers ---------------------------------------------------------------------------------------------

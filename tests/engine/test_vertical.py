@@ -604,17 +604,12 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
 def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
     """A loss of the user's that is not 0 for them; chunks in which all are ignored; parameters of the loss."""
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.7))
-
-        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-            z = logits.logsumexp(-1).square() * self.scale
-            return z + F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    def act(m: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        z = logits.logsumexp(-1).square() * m.scale
+        return z + F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
 
     torch.manual_seed(0)
-    head, loss = nn.Linear(5, 7).requires_grad_(False), Loss()
+    head, loss = nn.Linear(5, 7).requires_grad_(False), Does(act, scale=nn.Parameter(torch.tensor(0.7)))
     hidden, targets = torch.randn(6, 4, 5), torch.randint(0, 7, (6, 4))
     targets[:3] = -100
     targets[4, 1] = -100
@@ -622,9 +617,9 @@ def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
     kept = targets != -100
     wanted = loss(head(hidden[kept]), targets[kept]).mean()
     assert torch.allclose(found, wanted)
-    (one,) = torch.autograd.grad(wanted, [loss.scale])
+    (expected,) = torch.autograd.grad(wanted, [loss.scale])
     found.backward()
-    assert loss.scale.grad is not None and torch.allclose(one, loss.scale.grad)
+    assert torch.allclose(expected, loss.scale.grad)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
