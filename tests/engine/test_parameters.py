@@ -430,18 +430,6 @@ def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: in
         lightning_zero.shard(module, stage=stage, device="cpu")
 
 
-def test_a_lazy_module_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
-        lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
-
-
-@on_ranks(2, full=(1,))
-def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
-    bare = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, device="meta")))
-    with pytest.raises(ValueError, match=r"module 1 \(Does\).*reset_parameters"):
-        lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), bare), device="cpu")
-
-
 # -- hooks of the user on parameters ----------------------------------------------------------------------------------
 
 

@@ -114,10 +114,21 @@ def test_nested_units_and_a_root_that_is_the_only_unit_train(stages: tuple[int, 
 @on_ranks(2, full=(3,))
 @IN_STAGES
 @REENTRANT
-def test_several_blocks_in_one_checkpoint_train(stages: tuple[int, ...], reentrant: bool) -> None:
-    build = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=checkpointed(reentrant))  # noqa: E731
+def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> None:
+    call = checkpointed(reentrant)
+    several = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=call)  # noqa: E731
+    # Under the reentrant kind its gradients arrive twice, and the second time after they were reduced.
+    used_twice = lambda: Chain(call=call, path=(0, 1, 2, 0))  # noqa: E731
+
+    def adapters() -> nn.Module:
+        module = Chain(Adapted, call=call)
+        module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
+        return module
+
     for prefetch_bytes in (0, 10**6):
-        check(build, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
+        check(several, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
+    check(used_twice, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
+    check(adapters, mean_square, stage=OUTER_STAGES)
 
 
 @on_ranks(2)
@@ -164,84 +175,40 @@ def test_a_checkpoint_inside_of_a_unit_trains(stages: tuple[int, ...], reentrant
     check(build, mean_square, stage=stages, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
 
 
-@on_ranks(2)
-@IN_STAGES
-@REENTRANT
-def test_a_checkpointed_block_used_twice_trains(stages: tuple[int, ...], reentrant: bool) -> None:
-    """Under the reentrant kind its gradients arrive twice, and the second time after they were reduced."""
-    build = lambda: Chain(call=checkpointed(reentrant), path=(0, 1, 2, 0))  # noqa: E731
-    check(build, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
-
-
-@on_ranks(2)
-@REENTRANT
-def test_checkpointed_adapters_train(reentrant: bool) -> None:
-    """Frozen weights with small trainable parts, inputs that need no gradient at first."""
-
-    def build() -> nn.Module:
-        module = Chain(Adapted, call=checkpointed(reentrant))
-        module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
-        return module
-
-    check(build, mean_square, stage=OUTER_STAGES)
-
-
 # -- several backwards, gradients of gradients ------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
 @IN_STAGES
-def test_several_backwards_before_a_step_add_up(stages: tuple[int, ...]) -> None:
-    """Each with a forward of its own, without ``no_sync``: reduced at every backward."""
+def test_backwards_of_every_kind_train(stages: tuple[int, ...]) -> None:
+    def of_several_forwards(side: Side, step: int) -> Tensor:
+        """Without ``no_sync``: reduced at every backward."""
+        return torch.stack([mean_square(side, step + 20 * micro).detach() for micro in range(3)])
 
-    def work(side: Side, step: int) -> Tensor:
-        losses = []
-        for micro in range(3):
-            losses.append(language_loss(side.module, tokens(step, micro)))
-            side.backward(losses[-1])
-        return torch.stack(losses)
-
-    check(Model, work, stage=stages, plain=BOTH)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_two_backwards_through_one_forward_add_up(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
+    def two_of_one_forward(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out.square().mean(), retain_graph=True)
         side.backward(out.abs().mean())
         return out
 
-    check(Chain, work, stage=stages)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_a_backward_with_a_gradient_of_its_own_trains(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
+    def with_a_gradient(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out, gradient=floats(step + 50, 4, WIDTH))
         return out
 
-    check(Chain, work, stage=stages, plain=BOTH)
+    def of_a_gradient(side: Side, step: int) -> Tensor:
+        loss = penalty(side, floats(step, 4, WIDTH))
+        side.backward(loss)
+        return loss
+
+    for work in (of_several_forwards, two_of_one_forward, with_a_gradient, of_a_gradient):
+        check(Chain, work, stage=stages, plain=BOTH)
 
 
 def penalty(side: Side, x: Tensor) -> Tensor:
     out = side.module(x.requires_grad_()).square().mean()
     (slope,) = torch.autograd.grad(out, x, create_graph=True)
     return out + slope.square().sum()
-
-
-@on_ranks(2, full=(3,))
-@IN_STAGES
-def test_a_gradient_penalty_trains(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        loss = penalty(side, floats(step, 4, WIDTH))
-        side.backward(loss)
-        return loss
-
-    check(Chain, work, stage=stages, plain=BOTH)
 
 
 @on_ranks(2)

@@ -247,53 +247,6 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
 
 
-class Packed(nn.Parameter):
-    """Holds bytes, as bitsandbytes' ``Params4bit`` does with ``quant_storage=torch.float16``."""
-
-    quant_state = 500.0
-
-
-def decodes() -> nn.Module:
-    """A frozen layer whose weight is decoded from the bytes."""
-
-    def act(m: Any, x: Tensor) -> Tensor:
-        weight = (m.weight.view(torch.uint8).to(x.dtype) - 127.5) / m.weight.quant_state
-        return x @ weight + m.adapter(x)
-
-    packed = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8)
-    return Does(act, weight=Packed(packed.view(torch.float16), requires_grad=False), adapter=linear(WIDTH))
-
-
-@on_ranks(2)
-@OUTER_STAGES
-@pytest.mark.parametrize("precision", ["bf16", "bf16_true", "fp64"])
-def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(decodes(), decodes())
-    before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
-    dtype = TRUE.get(precision, torch.float32)
-
-    def assert_kept(weights: list[Tensor]) -> None:
-        assert all(torch.equal(weight.view(torch.uint8), b) for weight, b in zip(weights, before, strict=True))
-
-    with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
-        for step in range(2):
-            with autocast(precision):
-                loss = module(floats(step, 4, WIDTH).to(dtype)).float().square().mean()
-            side.backward(loss)
-            side.step()
-        with lightning_zero.gather(module):
-            assert_kept([layer.weight for layer in module])
-        state = side.engine.state_dict(only_rank_0=False)
-        assert_kept([state["0.weight"], state["1.weight"]])
-        seen: list[Tensor] = []
-        for layer in module:
-            layer.register_forward_hook(lambda layer, *_: seen.append(layer.weight.clone()))
-        with side.engine.step_scope("validation", evaluation=True), torch.no_grad(), autocast(precision):
-            module(floats(9, 4, WIDTH).to(dtype))
-        assert_kept(seen)
-
-
 # -- the scale of the loss --------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,10 @@ def _add(module: nn.Module, child: nn.Module) -> dict[str, Any]:
 
 CASES: dict[str, Refused] = {
     "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, "zero.unit.classes"),
-    "lazy": (lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {}, "no shape yet"),
+    "lazy": (
+        lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {},
+        r"no shape yet.*configure_model",
+    ),
     "recompute": (
         lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},
         "zero.activation_checkpointing",
@@ -59,7 +62,7 @@ CASES: dict[str, Refused] = {
         "NOWHERE",
     ),
     "reset": (lambda m, _: _add(m, on_meta(Fails)), "in reset_parameters"),
-    "no reset": (lambda m, _: _add(m, on_meta(Does)), "has no reset_parameters"),
+    "no reset": (lambda m, _: _add(m, on_meta(Does)), r"module more \(Does\).*reset_parameters"),
 }
 
 
@@ -101,9 +104,8 @@ def test_an_optimizer_that_one_rank_cannot_take() -> None:
 
 @pytest.mark.full
 @on_ranks(2)
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("how", ["module", "in place", "forward"])
-def test_cuda_graphs_over_parameters_that_move(mode: str, how: str) -> None:
+def test_cuda_graphs_over_parameters_that_move(how: str) -> None:
     def build(mode: str) -> nn.Module:
         model = Model()
         block = model.blocks[1]
@@ -116,7 +118,6 @@ def test_cuda_graphs_over_parameters_that_move(mode: str, how: str) -> None:
         return model
 
     with pytest.raises(ConfigError, match=r"blocks.1 is compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
-        Sharded(build(mode), stage=3)
-    for kept, stage in ((mode, 2), ("max-autotune-no-cudagraphs", 3)):
-        with Sharded(build(kept), stage=stage):
-            pass
+        Sharded(build("reduce-overhead"), stage=3)
+    for kept, stage in (("reduce-overhead", 2), ("max-autotune-no-cudagraphs", 3)):
+        Sharded(build(kept), stage=stage).engine.release()

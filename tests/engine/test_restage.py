@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError, Offload, allowed_rows
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
@@ -32,6 +31,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
+from tests.engine.test_offload import whole
 from tests.harness import on_ranks, run
 from tests.models import Odd
 
@@ -63,12 +63,6 @@ def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] 
         restage()  # while an offloaded step is under way
     side.optimizer.zero_grad(set_to_none=step % 3 == 0)
     return loss.detach().clone()
-
-
-def values(side: Sharded) -> dict[str, Any]:
-    engine = side.engine
-    state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
-    return {"weights": engine.state_dict(only_rank_0=False), "state": state}
 
 
 class Case(NamedTuple):
@@ -124,7 +118,7 @@ def _check(case: Case, folder: Path) -> None:
     torch.manual_seed(3)
     with Sharded(Odd(depth=2), stage="zero3", **settings) as plain:
         losses = [train(plain, step, case.precision) for step in range(len(rows))]
-        expected = values(plain)
+        expected = whole(plain)
     torch.manual_seed(3)
     with Sharded(Odd(depth=2), stage=rows[0].split()[0], offload=offload_of(rows[0], folder), **settings) as side:
         optimizer, groups = side.optimizer, side.engine.comm._groups
@@ -139,7 +133,7 @@ def _check(case: Case, folder: Path) -> None:
             check_held(side.engine, row)
             assert_equal(loss, losses[step], f"loss {step}, after {rows[step - 1]} -> {row}")
         assert side.optimizer is optimizer and side.engine.comm._groups is groups
-        assert_equal(values(side), expected)
+        assert_equal(whole(side), expected)
     assert not list(folder.rglob("*"))
 
 
@@ -251,7 +245,7 @@ def test_frozen_parameters_are_thawed_after_it() -> None:
             if restage:
                 side.engine.restage(0, "none")
             found.append(train(side, 4, "bf16"))
-            return found, values(side)
+            return found, whole(side)
 
     assert_equal(history(True), history(False))
 
@@ -288,7 +282,7 @@ def test_after_an_exception_it_works() -> None:
             hook.remove()
             if restage:
                 side.engine.restage(1)
-            return [*found, train(side, 2, "fp32"), values(side)]
+            return [*found, train(side, 2, "fp32"), whole(side)]
 
     with mock.patch.object(passes, "ABANDON_S", 0.2):
         assert_equal(history(True), history(False))

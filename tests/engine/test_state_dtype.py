@@ -86,15 +86,17 @@ SELECTED = pairwise_selection(matrix(ROWS))
 MORE = pairwise_selection(matrix(MORE_ROWS))
 
 
-def _equals_the_twin(case: Case, folder: Path) -> None:
+def _equals_the_twin(
+    case: Case, folder: Path, make: Callable[[Any], Optimizer] = adamw, moments: dict[str, bool] = MOMENTS
+) -> None:
     stage, row = case.place
     torch.default_generator.manual_seed(3)
     module = wide_model()
     names = [name for name, _ in module.named_parameters()]
-    make = narrow_twin(adamw, names, case.dtype, MOMENTS)
-    twin = Twin(module, optimizer=make, precision=case.precision, each=stage >= 2)
+    narrow = narrow_twin(make, names, case.dtype, moments)
+    twin = Twin(module, optimizer=narrow, precision=case.precision, each=stage >= 2)
     more = {"precision": case.precision, "reduce_bucket_bytes": case.reduce_bucket_bytes}
-    with side_of(module, case.dtype, stage=stage, offload=settings(row, folder), **more) as side:
+    with side_of(module, case.dtype, make=make, stage=stage, offload=settings(row, folder), **more) as side:
         for step in range(3):
             for each in (side, twin):
                 with autocast(case.precision):
@@ -104,7 +106,7 @@ def _equals_the_twin(case: Case, folder: Path) -> None:
             assert_same(side, twin, what=f"step {step}: ")
         state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
         for number, master in enumerate(twin.optimizer.param_groups[0]["params"]):
-            for name in MOMENTS:
+            for name in moments:
                 assert state[number][name].dtype is torch.bfloat16
                 found = state[number][name].float().view(-1)
                 assert torch.equal(found, twin.optimizer.state[master][name][: len(found)]), (names[number], name)
@@ -134,18 +136,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, bool]]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), [(n, ("int8", "bf16")[i % 2]) for i, n in enumerate(OPTIMIZERS)])
-def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
-    make, states = OPTIMIZERS[name]
-    torch.default_generator.manual_seed(3)
-    module = wide_model()
-    twin = Twin(module, optimizer=narrow_twin(make, [n for n, _ in module.named_parameters()], dtype, states))
-    with side_of(module, dtype, make=make) as side:
-        for step in range(3):
-            for each in (side, twin):
-                each.backward(language_loss(each.module, tokens(step)))
-                each.step()
-                each.zero_grad()
-            assert_same(side, twin, what=f"step {step}: ")
+def test_other_optimizers_equal_their_twins(name: str, dtype: str, tmp_path: Path) -> None:
+    _equals_the_twin(Case(2, (3, "none"), dtype, "fp32", 1, 2**28), tmp_path, *OPTIMIZERS[name])
 
 
 @on_ranks(2)
