@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -172,21 +171,6 @@ class RareClip(_Toy):
             p.sub_(p.grad * factor, alpha=group["lr"])
 
 
-class Remembering(SignDescent):
-    """Couples tensors late: notes a norm over all in each step, and reads it after many."""
-
-    def __init__(self, params: Any) -> None:
-        self.norms: deque[float] = deque(maxlen=100)
-        super().__init__(params)
-
-    def update(self) -> None:
-        self.norms.append(float(self.norm_over_all()) if any(self.used()) else 0.0)
-        if len(self.norms) == self.norms.maxlen:
-            for group in self.param_groups:
-                group["lr"] = 0.01 * min(self.norms) / max(self.norms)
-        super().update()
-
-
 class CountingObjects(SignDescent):
     """Counts the steps in an object of its own."""
 
@@ -268,27 +252,6 @@ class WarmsUp(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = 0.01 * min(1.0, self.steps / 3)
         return super().step(closure)
-
-
-class NormOverLarge(_Toy):
-    """Couples tensors by a norm over those that are matrices with sides of more than 64."""
-
-    def update(self) -> None:
-        large = {id(p) for _, p in self.used() if p.dim() == 2 and min(p.shape) > 64}
-        norms = [p.grad.norm() for _, p in self.used() if id(p) in large]
-        for _, p in self.used():
-            p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
-
-
-class Fading(_Toy):
-    """The momentum of what has no gradient fades, and nothing else of it changes."""
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9)
-                if p.grad is not None:
-                    p.sub_(momentum.add_(p.grad), alpha=group["lr"])
 
 
 def matrices_and_rest(params: Any) -> list[dict[str, Any]]:

@@ -57,7 +57,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def offload(row: str, folder: Path) -> dict[str, Any]:
-    """The argument of ``shard``."""
     if row == "auto":  # a model of this size lies on all three tiers
         budgets = {"device_budget": 9_000, "host_budget": 45_000}
         return {"offload": {"name": row, "nvme_path": str(folder), **budgets}}
@@ -160,7 +159,6 @@ def test_gradients_that_rest_and_travel_in_two_dtypes_equal_none(row: str, stage
 @on_ranks(1)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> None:
-    """Buckets that torch's kernels divide among threads."""
     found = []
     for threads in (None, 1, 3):
         torch.manual_seed(3)

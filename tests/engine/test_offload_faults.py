@@ -74,102 +74,35 @@ def assert_at_rest(engine: Engine) -> None:
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
 def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
+    def evaluate() -> None:
+        with torch.no_grad():
+            side.module(tokens(9))
+
+    def save_and_load() -> None:
+        state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
+        state_dicts.load_optimizer_state(engine, side.optimizer, state)
+        assert_at_rest(engine)
+        engine.load_state_dict(engine.state_dict(only_rank_0=False))
+
     with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
         engine = side.engine
-        has_storages = row in STATE_IN_FILES
-        assert (len(file_storages(engine)) == len(engine.buckets)) == has_storages
+        storages = file_storages(engine)
+        assert (len(storages) == len(engine.buckets)) == (row in STATE_IN_FILES)
         assert_at_rest(engine)
-        for step in range(2):
-            train(side, 1, first=step, precision="bf16")
+        for act in (lambda: train(side, 2, precision="bf16"), evaluate, save_and_load):
+            act()
             engine.passes.wait_for_all()
             assert_at_rest(engine)
         if engine.tiers.nvme is not None:  # no holes
             assert os.path.getsize(next(tmp_path.rglob(f"*{engine.comm.rank}.bin"))) == engine.tiers.nvme.nbytes
-        if has_storages:
-            # With two of Adam's; on two ranks there are shards of nothing but padding.
-            assert 3 in (counts := {len(storage._tensors) for storage in file_storages(engine)}) and counts <= {1, 3}
-        with torch.no_grad():
-            side.module(tokens(9))
-        assert_at_rest(engine)
-        of_optimizer = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
-        assert_at_rest(engine)
-        state_dicts.load_optimizer_state(engine, side.optimizer, of_optimizer)
-        assert_at_rest(engine)
-        state = engine.state_dict(only_rank_0=False)
-        engine.load_state_dict(state)
-        engine.passes.wait_for_all()
-        assert_at_rest(engine)
+        if storages:  # with two of Adam's; on two ranks there are shards of nothing but padding
+            assert 3 in (counts := {len(storage._tensors) for storage in storages}) and counts <= {1, 3}
         with lightning_zero.gather(side.module):
-            if has_storages:
-                assert sum(nbytes_in_memory(storage) for storage in file_storages(engine)) == 0
+            assert sum(nbytes_in_memory(storage) for storage in storages) == 0
         assert_at_rest(engine)
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[str, str]]]:
-    """Events of the worker: ("read" | "step" | "stepped" | "write" | "written", bucket)."""
-    events: list[tuple[str, str]] = []
-    stage_in, stage_out, submit = NvmeTier.stage_in, NvmeTier.stage_out, StepWorker.submit
-
-    def note(kind: str, label: str) -> None:
-        if (kind, label) not in events[-1:] and "(parameters)" not in label:  # a bucket has several tensors
-            events.append((kind, label))
-
-    def read(self: NvmeTier, extent: Any, out: Any) -> Any:
-        note("read", extent.label)
-        return stage_in(self, extent, out)
-
-    def write(self: NvmeTier, extent: Any, value: Any) -> Any:
-        future = stage_out(self, extent, value)
-        if "(parameters)" in extent.label:
-            return future
-        note("write", extent.label)
-        return mock.Mock(result=lambda: (future.result(), note("written", extent.label)))
-
-    def submitted(self: StepWorker, jobs: list[StepJob], event: Any) -> None:
-        def noted(job: StepJob) -> StepJob:
-            def work() -> None:
-                note("step", job.bucket.label)
-                job.run()
-                note("stepped", job.bucket.label)
-
-            return job._replace(run=work)
-
-        submit(self, [noted(job) for job in jobs], event)
-
-    with (
-        mock.patch.object(NvmeTier, "stage_in", read),
-        mock.patch.object(NvmeTier, "stage_out", write),
-        mock.patch.object(StepWorker, "submit", submitted),
-    ):
-        yield events
-
-
-@on_ranks(1, 2)
-@SOME_STATE_IN_FILES
-def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
-    with recorded() as events, Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path)) as side:
-        train(side, 1)
-        side.engine.passes.wait_for_all()
-        side.backward(side.module(tokens(1)).float().square().mean())
-        events.clear()
-        side.step()
-        side.engine.passes.wait_for_all()
-        at = {event: place for place, event in reversed(list(enumerate(events)))}
-        order = [label for kind, label in events if kind == "step"]
-        assert order == [b.label for b in side.engine.buckets]  # as the next forward needs them
-        for k, label in enumerate(order):
-            assert at["read", label] < at["step", label] < at["write", label]
-            if k + 1 < len(order):
-                assert at["read", order[k + 1]] < at["step", label]
-            if k:
-                assert at["write", order[k - 1]] < at["step", label]
-                assert at["stepped", label] < at["written", order[k - 1]]  # not waited for until then
-            if k > 1:  # three are in memory
-                assert at["written", order[k - 2]] < at["step", label]
 
 
 @on_ranks(2, full=(1,))
@@ -301,7 +234,6 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
 
 
 def close_all(engine: Engine) -> None:
-    """What is left of an engine whose values are lost."""
     engine.passes.after_step.close()
     engine.tiers.close()
     engine.comm.waits.close()

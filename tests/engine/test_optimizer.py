@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,8 @@ def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_paramet
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module)
-    with Sharded(module, stage=stage) as sharded:
+    with Sharded(module, stage=stage) as sharded, warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a scheduler that has seen no step
         schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in (sharded, twin)]
         for step in range(5):
             language_work(twin, step)
@@ -266,8 +268,6 @@ def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_paramet
 @on_ranks(2)
 @PLACES
 def test_a_hook_before_the_step_sets_its_learning_rate(stage: int, row: str, tmp_path: Path) -> None:
-    """In the step of every bucket, also of one that is stepped later."""
-
     def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5

@@ -55,7 +55,6 @@ def pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def tied_model() -> Model:
-    """Embedding and head share a weight, and so do two blocks."""
     module = Model()
     module.head.weight = module.embed.weight
     module.blocks[2].up.weight = module.blocks[0].up.weight
@@ -254,15 +253,6 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
         state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
         assert (step_of(side, 1), step_of(side, 2)) == expected
-
-
-@on_ranks(2)
-def test_integer_parameters_survive() -> None:
-    def quantized() -> nn.Module:
-        codes = nn.Parameter(torch.arange(-5, 6).repeat(2), requires_grad=False)
-        return Does(lambda m, x: x[:, :1] * (m.codes * m.scale), codes=codes, scale=nn.Parameter(torch.rand(22)))
-
-    check(lambda: nn.Sequential(nn.Sequential(quantized())), mean_square, stage=OUTER_STAGES)
 
 
 @on_ranks(2)

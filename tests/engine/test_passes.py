@@ -132,18 +132,6 @@ def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> 
 
 
 @on_ranks(2)
-@REENTRANT
-def test_two_checkpoints_of_the_whole_model_train(reentrant: bool) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        inputs = [floats(step + 50 * i, 4, WIDTH).requires_grad_() for i in range(2)]
-        loss = sum(checkpoint(side.module, x, use_reentrant=reentrant).square().mean() for x in inputs)
-        side.backward(loss)  # type: ignore[arg-type]
-        return loss  # type: ignore[return-value]
-
-    check(Chain, work, stage=OUTER_STAGES, plain=True, optimizer=sgd, tolerance=1e-6)
-
-
-@on_ranks(2)
 def test_checkpoints_that_end_recomputation_early_train() -> None:
     """The non-reentrant kind stops inside of a module once everything saved has been recomputed."""
 
@@ -264,18 +252,6 @@ def test_accumulation_goes_on_over_scopes_and_numbers_of_micro_batches() -> None
     check(Model, more_and_fewer, steps=4, stage=OUTER_STAGES, plain=True)
 
 
-@on_ranks(2)
-def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before_the_last_backward() -> None:
-    def work(side: Side, step: int) -> None:
-        with side.no_sync():
-            side.backward(language_loss(side.module, tokens(0)))
-        side.module.blocks[1].requires_grad_(False)
-        side.backward(language_loss(side.module, tokens(1)))
-        side.module.blocks[1].requires_grad_(True)
-
-    check(Model, work, steps=1, stage=(0, 1))
-
-
 # -- evaluation between training steps --------------------------------------------------------------------------------
 
 
@@ -299,8 +275,6 @@ def test_evaluation_between_steps_gives_the_same_outputs(stages: tuple[int, ...]
 
 @on_ranks(2)
 def test_a_forward_with_gradients_may_lead_nowhere() -> None:
-    """A loss that is only looked at, and a block by itself: then training goes on."""
-
     def looked_at(side: Side, step: int) -> Tensor:
         language_loss(side.module, tokens(step + 40))
         return language_work(side, step)

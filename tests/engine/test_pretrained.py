@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
 import logging
 import shutil
 import warnings
@@ -20,8 +18,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.pretrained import SafetensorsFolder, sources_from
-from lightning_zero.pretrained.conversions import forget
+from lightning_zero.pretrained import SafetensorsFolder
 from tests.harness import on_ranks
 from tests.models import Does
 
@@ -65,8 +62,6 @@ def saved(kind: str, folder: Path, **settings: Any) -> Any:
 
 
 class Wrapped(nn.Module):
-    """As a LightningModule holds it."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
@@ -334,18 +329,3 @@ def test_adapters_that_follow_from_the_values_are_refused(tmp_path: Path) -> Non
         config.init_lora_weights = "pissa"
     with pytest.raises(ConfigError, match="is on the meta device, where init_lora_weights='pissa' cannot be done"):
         lightning_zero.shard(model, stage=3, init_from=str(tmp_path), device="cpu")
-
-
-def test_sources_of_a_converted_tensor_are_read_whole_once(tmp_path: Path) -> None:
-    """Mixtral's experts: many tensors in files, one in memory, and one at a time."""
-    model = make("mixtral")
-    model.save_pretrained(tmp_path)
-    sources = sources_from(str(tmp_path), make("mixtral", "meta"), warn=False)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    expected = dict(model.named_parameters())[name].detach()
-    assert torch.equal(sources[name].whole(), expected)
-    assert torch.equal(sources[name].read(100, 900), expected.reshape(-1)[100:900])
-    forget()
-    keys = json.dumps(SafetensorsFolder(tmp_path).keys)
-    assert "block_sparse_moe.experts.3.w2" in keys and "gate_up_proj" not in keys
-    assert copy.deepcopy(sources[name]) is sources[name]

@@ -140,20 +140,6 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
 
 
 @on_ranks(2)
-def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() -> None:
-    module = Does(lambda m, x: x * m.scale * m.weight, weight=nn.Parameter(torch.ones(3)))
-    module.register_buffer("scale", torch.ones(3))
-    with Sharded(module, stage=1) as side:
-        loss = side.module(torch.ones(2, 3, requires_grad=True)).sum()
-        if dist.get_rank() == 1:
-            side.module.scale.add_(1.0)
-        side.engine.passes.buffers.sync()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            side.backward(loss)
-        side.engine.passes.abort()
-
-
-@on_ranks(2)
 @EACH_PATH
 @pytest.mark.parametrize("way", ["plain", "in a step", "in an evaluation"])
 def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
@@ -266,30 +252,6 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
                 else:
                     with comm.waits.elsewhere("a reduction"):
                         dist.all_reduce(torch.ones(1))
-        assert_same(sharded, twin)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
-        for step in range(3):
-            with slow_on_rank(slow, 0.1):
-                for side in (sharded, twin):
-                    language_work(side, step)
-                    side.step()
-            generator = torch.Generator().manual_seed(step)
-            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
-                own.data = value = torch.randn(own.shape, generator=generator)
-                other.data.copy_(value)
-                master.value.data.copy_(value)
-            lightning_zero.grad_norm(module)
-            for side in (sharded, twin):
-                side.zero_grad()
         assert_same(sharded, twin)
 
 

@@ -101,7 +101,6 @@ PARTS = len(SELECTED)
 
 
 def check_held(engine: Engine, what: str = "") -> None:
-    """What is held is what is planned."""
     engine.passes.wait_for_all()
     engine.passes.sharded_grads.finish_pending()
     states = state_tensors(engine)
@@ -193,25 +192,6 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
         side.engine.passes.wait_for_all()
         # Nothing but the thread of offloaded steps is left, which waits for more.
         assert threading.active_count() <= threads + 1
-
-
-@on_ranks(2)
-def test_budgets_are_of_what_rests(tmp_path: Path) -> None:
-    """A budget of exactly the bytes of a row will do, whatever is held before it; half of them will not."""
-    row = offload_of("zero3 optimizer_cpu_param_nvme", tmp_path)
-    with Sharded(Model(), stage=3, offload=row) as side:
-        train(side, 0, "fp32")
-        side.engine.passes.wait_for_all()
-        held = torch.tensor([tier.nbytes for tier in (side.engine.tiers.nvme, side.engine.tiers.host) if tier])
-        budgets = dict(zip(("nvme_budget", "host_budget"), side.engine.comm.max_(held).tolist(), strict=True))
-    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
-        train(side, 0, "fp32")
-        for name, nbytes in budgets.items():
-            with pytest.raises(ConfigError, match=f"{name}: rank . needs"):
-                side.engine.restage(offload=row | budgets | {name: nbytes // 2})
-        side.engine.restage(offload=row | budgets)
-        assert side.engine.tiers.nvme is not None and side.engine.tiers.nvme.budget == budgets["nvme_budget"]
-        train(side, 1, "fp32")
 
 
 @on_ranks(2)

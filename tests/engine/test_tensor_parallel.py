@@ -114,7 +114,6 @@ def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def parts_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of whole ``values``."""
     infos = {fqn: info for unit in engine.units for info in unit.infos for fqn in info.fqns}
     return {name: infos[name].part_of_saved(value) for name, value in values.items()}
 

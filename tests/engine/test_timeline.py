@@ -24,7 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Span
-from lightning_zero.timeline.lanes import chosen, lanes_of, outermost, without
+from lightning_zero.timeline.lanes import lanes_of, outermost, without
 from tests.engine.support import Model, Sharded, assert_equal, language_work
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
@@ -124,19 +124,6 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
                 # A broadcast ends for who sends before the other has it: only ends of receivers are bound.
                 assert abs(one["ts"] - other["ts"]) < 10e6
                 assert max(end_of(one), end_of(other)) >= max(one["ts"], other["ts"]) - 5e3, (one, other)
-
-
-@on_ranks(2)
-def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
-    with at(2, 2), Sharded(Model(), timeline=str(tmp_path)) as side:
-        for number in range(5):
-            if dist.get_rank() == 1:
-                time.sleep(0.1)
-            language_work(side, number)
-            side.step()
-    lanes = by_lane(recorded(tmp_path))
-    exposed = [sum(e["dur"] for e in lanes[rank, "compute"] if e["cat"].startswith("exposed")) / 1e6 for rank in (0, 1)]
-    assert exposed[0] > 0.15 > exposed[1], exposed
 
 
 @on_ranks(2)
@@ -251,15 +238,6 @@ def test_a_wait_inside_of_another_counts_once() -> None:
     assert lanes.stood() == {"transfer": 5, "disk": 3}
     # A device's clock is coarse: both may begin at once.
     assert lanes_of(0, [bar(0, 4, why="disk"), bar(0, 9, why="transfer")]).stood() == {"disk": 4, "transfer": 5}
-
-
-def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
-    waits = [3, 1, 4, 0, 9, 2, 6, 5]
-    ends = [Span("mark", "", t, t) for t in (0, 20)]
-    ranks = [lanes_of(n, [bar(0, 10), bar(10, 10 + w, why="gather"), bar(19, 20), *ends]) for n, w in enumerate(waits)]
-    assert [lanes.rank for lanes in chosen(ranks)] == list(range(8))
-    assert [lanes.rank for lanes in chosen(ranks, 3 * 5)] == [0, 1, 3, 4, 6]
-    assert [lanes.rank for lanes in chosen(ranks, 1)] == [0]
 
 
 # -- ranges for profilers ---------------------------------------------------------------------------------------------

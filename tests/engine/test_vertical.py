@@ -186,8 +186,6 @@ def test_a_weight_that_was_cast_without_a_graph_has_a_gradient_under_autocast_ar
 
 
 def test_gradients_of_chunks_are_added_in_fp32() -> None:
-    """Of parameters, and of what all chunks are given."""
-
     def act(m: Any, x: Tensor) -> Tensor:
         table = m.table * 1
         for block in m.blocks:
@@ -668,7 +666,6 @@ def causal_loss(module: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])
 def test_models_of_transformers(kind: str) -> None:
-    """They make a cache of keys and values in training too, where nobody tells them not to."""
     ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
     one, other, *_ = both(lambda: of_transformers(kind), ids, loss=causal_loss, stage=3, offload="cpu")
     assert_close(one, other, of_all=True)

@@ -32,29 +32,24 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Two blocks that are given x, and what ``tables`` makes of the root's parameters and of the batch."""
 
-    def __init__(
-        self, work: Callable[..., Any], tables: Callable[..., Any], gate: float | None = None, turned: bool = False
-    ) -> None:
+    def __init__(self, work: Callable[..., Any], tables: Callable[..., Any], gate: float | None = None) -> None:
         super().__init__()
-        self.turned = turned
         self.enter, self.tables = nn.Linear(WIDTH, WIDTH), tables
         self.rows = nn.Parameter(torch.randn(ROWS, WIDTH))
-        self.zeros = nn.Parameter(torch.zeros(ROWS, WIDTH))
         self.cache = nn.Buffer(torch.randn(2 * ROWS, WIDTH))
         self.blocks = nn.ModuleList([Block(work, gate), Block(work, gate)])
 
     def forward(self, batch: Tensor) -> Tensor:
         x = self.enter(batch)
         for block in self.blocks:
-            given = self.tables(self, batch)
-            x = block(*given[::-1], x) if self.turned else block(x, *given)
+            x = block(x, *self.tables(self, batch))
             x = x[0] + x[1].sum() if isinstance(x, tuple) else x
         return x.square().mean()
 
 
-def attends(inner: nn.Module, gate: Any, x: Tensor, keys: Tensor, values: Tensor | None = None) -> Tensor:
+def attends(inner: nn.Module, gate: Any, x: Tensor, keys: Tensor) -> Tensor:
     """To prototypes, latents, or names of classes."""
-    return inner(x) + gate * (x @ keys.T).softmax(-1) @ (keys if values is None else values)
+    return inner(x) + gate * (x @ keys.T).softmax(-1) @ keys
 
 
 def looks_up(inner: nn.Module, gate: Any, x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -71,10 +66,6 @@ def slopes(inner: nn.Module, gate: Any, x: Tensor, of_heads: Tensor) -> Tensor:
 def rotates(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
     """By a cache of rotations, of which it takes the first."""
     return x + inner(x) * table[: x.shape[1]]
-
-
-def mean_of(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
-    return inner(x) + gate * table.mean(0)
 
 
 def drops(inner: nn.Module, gate: Any, x: Tensor, table: Tensor) -> Tensor:
@@ -104,18 +95,10 @@ def made_of(name: str) -> Callable[..., Any]:
 
 CASES: dict[str, tuple[Any, ...]] = {
     "prototypes": (attends, made_of("rows")),
-    "prototypes at first": (lambda inner, gate, keys, x: attends(inner, gate, x, keys), made_of("rows"), None, True),
     "prototypes behind a gate of zero": (attends, made_of("rows"), 0.0),
-    "prototypes that begin with zeros": (attends, made_of("zeros")),
-    "keys and values behind a gate of zero": (
-        attends,
-        lambda network, batch: (network.rows * 1, network.rows * 2),
-        0.0,
-    ),
     "names of classes": (looks_up, lambda network, batch: (network.rows * 1, batch[:, 0, 0].abs().mul(3).long() % 8)),
     "slopes": (slopes, lambda network, batch: (torch.arange(1.0, ROWS + 1) / ROWS,)),
     "a cache of rotations": (rotates, lambda network, batch: (network.cache[:ROWS],)),
-    "the mean of a table": (mean_of, made_of("rows")),
     "under dropout": (drops, made_of("rows")),
     "beside several of the batch": (
         weighs,
@@ -138,7 +121,6 @@ def prepared(
 
 
 def assert_equal(module: nn.Module, plain: nn.Module, batch: Tensor) -> None:
-    """Loss and gradients are those of torch."""
     loss, expected = module(batch), plain(batch)
     assert torch.allclose(loss, expected, rtol=1e-5)
     loss.backward()

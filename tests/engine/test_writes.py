@@ -16,7 +16,6 @@ import lightning_zero
 from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     ALL_STAGES,
-    OUTER_STAGES,
     Model,
     Sharded,
     Side,
@@ -24,7 +23,6 @@ from tests.engine.support import (
     assert_same,
     autocast,
     check,
-    floats,
     language_loss,
     language_work,
     mean_square,
@@ -150,7 +148,12 @@ def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, preci
 def test_writes_after_a_step_inside_of_a_step_are_kept(
     stage: int, row: str, how: str, unit: str, tmp_path: Path
 ) -> None:
-    """As in ``training_step`` with manual optimization: clamped critics, averaged targets."""
+    """As in ``training_step`` with manual optimization: clamped critics, averaged targets, which are frozen."""
+
+    def build() -> nn.Module:
+        module = Model()
+        module.blocks[1].requires_grad_(False)
+        return module
 
     def work(side: Side, step: int) -> Tensor:
         with scope(side):
@@ -162,30 +165,7 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
             keep_in_masters(side)
         return loss
 
-    check(Model, work, stage=stage, steps=3, unit={"classes": [unit]}, **offload(row, tmp_path))
-
-
-@on_ranks(2)
-def test_an_average_that_is_kept_by_hand_follows() -> None:
-    """A target network inside of the same module, as in self-supervised learning."""
-
-    def build() -> nn.Module:
-        online, target = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()).requires_grad_(False)
-        return Does(lambda m, x: m.online(x), online=online, target=target)
-
-    def work(side: Side, step: int) -> Tensor:
-        with scope(side):
-            module = side.module
-            x = floats(step, 4, WIDTH)
-            loss = (module.online(x) - module.target(x + 1)).square().mean()
-            with torch.no_grad():
-                for slow, fast in zip(module.target.parameters(), module.online.parameters(), strict=True):
-                    slow.lerp_(fast, 0.1)
-                keep_in_masters(side)
-        side.backward(loss)
-        return loss
-
-    check(build, work, stage=OUTER_STAGES, steps=3)
+    check(build, work, stage=stage, steps=3, unit={"classes": [unit]}, **offload(row, tmp_path))
 
 
 # -- assigning --------------------------------------------------------------------------------------------------------
