@@ -354,7 +354,7 @@ def test_bad_parameters_and_state_dicts_of_slices_are_refused() -> None:
 # -- optimizer state --------------------------------------------------------------------------------------------------
 
 
-def through_a_file(state: dict[str, Any]) -> Any:
+def through_a_file(*state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -439,8 +439,7 @@ def test_training_resumes_in_any_stage_and_row(
     settings: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
     with Sharded(Model(), stage=source[0], **offload(source[1], tmp_path), **settings) as first:
         train(first, range(3), precision)
-        weights = through_a_file(first.engine.state_dict(only_rank_0=False))
-        state = through_a_file(state_of(first))
+        weights, state = through_a_file(first.engine.state_dict(only_rank_0=False), state_of(first))
         train(first, range(3, 6), precision)
         expected = first.engine.state_dict(only_rank_0=False)
     with slow_steps(0.002), Sharded(Model(), stage=target[0], **offload(target[1], tmp_path), **settings) as second:

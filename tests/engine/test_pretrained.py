@@ -193,15 +193,6 @@ def test_what_is_left_without_a_value_is_named() -> None:
         lightning_zero.shard(module, stage=3, device="cpu")
 
 
-def test_what_was_built_off_meta_may_be_nan() -> None:
-    module = nn.Sequential(NoReset())
-    module[0].register_buffer("best", torch.tensor(torch.nan))
-    with torch.device("meta"):
-        module.append(nn.Linear(3, 2))
-    lightning_zero.shard(module, stage=3, device="cpu").release()
-    assert module[0].best.isnan() and module[1].weight.isfinite().all()
-
-
 def test_a_model_of_transformers_needs_no_folder() -> None:
     """It makes its first values as it does off meta: norms of ones, small weights, rotary frequencies."""
     module = make("llama", "meta")

@@ -354,11 +354,9 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
     "no state": (lambda p: torch.optim.SGD(p, lr=0.1), {}, "SGD without momentum keeps no state"),
     "step sizes": (lambda p: torch.optim.Rprop(p), {}, "torch.optim.Rprop keeps more than moments"),
-    "averages": (lambda p: torch.optim.ASGD(p), {}, "torch.optim.ASGD keeps more than moments"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, r"AdamW\(amsgrad=True\)"),
     "centered": (lambda p: torch.optim.RMSprop(p, centered=True), {}, r"RMSprop\(centered=True\)"),
     "unknown": (SignDescent, {"sharding": "slices"}, "whose state is not known"),
-    "whole": (lambda p: torch.optim.AdamW(p), {"sharding": "tensors"}, "steps whole tensors"),
     "stepped whole": (SignDescent, {}, "steps whole tensors"),
     "own step": (WarmsUp, {"sharding": "slices"}, "whose state is not known"),
     "torchao": (

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.units.bucket import Bucket
-from tests.engine.support import Model, Sharded, language_loss, tokens
+from tests.engine.support import Model, Sharded, language_work, train
 from tests.harness import on_ranks
 
 ROOT = Path(lightning_zero.__file__).parent
-MOST = 9  # files
 WALK_OF_A_PARAMETER = {
     "engine/units/param_store.py",
     "engine/units/master_storage.py",
@@ -33,10 +31,6 @@ WALK_OF_A_PARAMETER = {
     "engine/units/param.py",
     "engine/passes/saved_weights.py",
 }
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -56,7 +50,8 @@ def files_with(storages: set[int]) -> Iterator[set[str]]:
         if event != "return" or not frame.f_code.co_filename.startswith(str(ROOT) + os.sep):
             return
         with torch._C.DisableTorchFunctionSubclass():
-            if any(storage_of(tensor) in storages for tensor in tensors_in([*frame.f_locals.values(), result])):
+            tensors = tensors_in([*frame.f_locals.values(), result])
+            if any(tensor.untyped_storage()._cdata in storages for tensor in tensors):
                 found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
     sys.setprofile(profile)
@@ -66,24 +61,13 @@ def files_with(storages: set[int]) -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def trained(side: Sharded, steps: int) -> None:
-    for step in range(steps):
-        side.backward(language_loss(side.module, tokens(step)))
-        side.step()
-        side.zero_grad()
-
-
-def of_block(side: Sharded) -> Bucket:
-    return side.engine.units[2].buckets[0]
-
-
 @on_ranks(2)
 def test_a_parameter_passes_few_files() -> None:
     """From its shard to its use, and back: forward and backward of one step."""
-    with Sharded(Model(depth=3), stage=3) as side:
-        trained(side, 2)
-        bucket = of_block(side)
-        with files_with({storage_of(bucket.full.data), storage_of(bucket.master)}) as found:
-            side.backward(language_loss(side.module, tokens(2)))
+    with Sharded(Model(), stage=3) as side:
+        train(side, range(2))
+        bucket = side.engine.units[2].buckets[0]
+        storages = {tensor.untyped_storage()._cdata for tensor in (bucket.full.data, bucket.master)}
+        with files_with(storages) as found:
+            language_work(side, 2)
         assert found == WALK_OF_A_PARAMETER, "\n".join(sorted(found))
-        assert len(found) <= MOST
