@@ -372,16 +372,6 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
 # -- other settings ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@SOMEWHERE
-def test_a_module_from_meta_equals_none(row: str, stage: int, tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return Model()
-
-    compare(row, stage, tmp_path, lambda side: train(side, 2), build)
-
-
 @on_ranks(2, full=(1,))
 @SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:

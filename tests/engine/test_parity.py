@@ -23,13 +23,13 @@ from tests.engine.support import (
     Model,
     Sharded,
     accumulate,
-    adamw,
     assert_equal,
     autocast,
     check,
     in_pairs,
     sgd,
 )
+from tests.engine.test_offload import OPTIMIZERS
 from tests.harness import on_ranks, run
 
 
@@ -51,9 +51,6 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer": ("sgd", "adamw"),
 }
 MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
-
-
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def _check_case(case: Case, **config: Any) -> None:

@@ -309,21 +309,6 @@ def test_evaluation_gathers_every_unit_once_and_leaves_none() -> None:
             assert all(unit.state is State.SHARDED for unit in side.engine.units)
 
 
-@on_ranks(2)
-def test_what_the_engine_makes_in_inference_mode_can_train() -> None:
-    module = Model()
-    twin = Twin(module)
-    with Sharded(module) as sharded:
-        with torch.inference_mode():
-            sharded.module(tokens(0))
-        for side in (sharded, twin):
-            language_work(side, 0)
-            with torch.inference_mode():
-                side.step()
-            side.zero_grad()
-        assert_same(sharded, twin)
-
-
 # -- passes and steps that come between one another -------------------------------------------------------------------
 
 

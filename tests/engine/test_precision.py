@@ -193,23 +193,21 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
     assert set(sent) == {torch.bfloat16}
 
 
-class Refuses(Does):
-    def __init__(self) -> None:
-        super().__init__(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=nn.Parameter(torch.ones(WIDTH)))
-
-
 @on_ranks(2)
 @OUTER_STAGES
 def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
-    with Sharded(module, stage=stage, precision="bf16") as side, autocast("bf16"):
+    def build() -> nn.Module:  # with an operation that takes one dtype only, and that autocast does not know
+        lerp = Does(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=nn.Parameter(torch.ones(WIDTH)))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), lerp)
+
+    x = floats(0, WIDTH, WIDTH)
+    with Sharded(build(), stage=stage, precision="bf16") as side, autocast("bf16"):
         with pytest.raises(RuntimeError):
-            module(floats(0, WIDTH, WIDTH))
+            side.module(x)
         side.engine.passes.abort()
-    settings = {"name": "bf16", "fp32_modules": ["Refuses"]}
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
-    with Sharded(module, stage=stage, precision=settings) as side, autocast("bf16"):
-        side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
+    precision = {"name": "bf16", "fp32_modules": ["Does"]}
+    with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
+        side.backward(side.module(x).square().mean())
 
 
 # -- the scale of the loss --------------------------------------------------------------------------------------------

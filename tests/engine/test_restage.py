@@ -23,20 +23,17 @@ from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_
 from tests.engine.support import (
     Model,
     Sharded,
-    adamw,
     assert_equal,
     autocast,
     language_loss,
     pairwise_selection,
-    sgd,
     tokens,
 )
-from tests.engine.test_offload import whole
+from tests.engine.test_offload import OPTIMIZERS, whole
 from tests.harness import on_ranks, run
 from tests.models import Odd
 
 ROWS = [f"{stage.name} {row.name}" for stage, row in allowed_rows() if row is not Offload.auto]
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def offload_of(row: str, folder: Path) -> dict[str, Any]:

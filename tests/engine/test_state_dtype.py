@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -60,9 +61,7 @@ def side_of(module: nn.Module, dtype: str, *, make: Callable[[Any], Optimizer] =
     return Sharded(module, optimizer=make, optimizer_settings={"state_dtype": dtype}, **config)
 
 
-def wide_model() -> Model:
-    """Parameters of several blocks, which shards cut."""
-    return Model(width=37)
+wide_model = functools.partial(Model, width=37)  # parameters of several blocks, which shards cut
 
 
 class Case(NamedTuple):

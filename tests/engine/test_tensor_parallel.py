@@ -123,6 +123,9 @@ def own_rows(parts: int) -> slice:
     return slice(dist.get_rank() // parts * size, (dist.get_rank() // parts + 1) * size)
 
 
+Found = dict[str, Any]
+
+
 def trained(
     module: nn.Module,
     optimizer: Any,
@@ -131,9 +134,9 @@ def trained(
     micro: int = 1,
     loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
     data: Callable[[int, slice], Tensor] = batch,
-) -> dict[str, Any]:
+) -> Found:
     """Train with clipping in force. ``norms``: of each gradient of the first step, and of all in each step."""
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: Found = {"losses": [], "norms": []}
     for step in range(STEPS):
         for number in range(micro):
             value = loss(module, data(10 * step + number, rows)) / micro
@@ -150,13 +153,7 @@ def trained(
 
 
 def assert_alike(
-    engine: Engine,
-    ours: dict[str, Any],
-    expected: nn.Module,
-    found: dict[str, Any],
-    *,
-    rtol: float = 2e-6,
-    atol: float = 0.0,
+    engine: Engine, ours: Found, expected: nn.Module, found: Found, *, rtol: float = 2e-6, atol: float = 0.0
 ) -> None:
     """Ranks that have trained ``ours`` have the losses, norms and weights of one process."""
     losses = ours["losses"].clone()

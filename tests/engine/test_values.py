@@ -176,22 +176,19 @@ def test_copies_conversions_and_state_dicts_are_refused_outside_of_gather(stage:
                 assert torch.equal(param, times * other.to(param.dtype)), name
 
 
-def _doubles(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    return output * 2
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
+    doubles = lambda module, args, output: output * 2  # noqa: E731
     with Sharded(Model(), stage=stage, precision=precision) as side:
-        handle = side.module.blocks[0].register_forward_hook(_doubles)  # the user's own hooks are copied
+        handle = side.module.blocks[0].register_forward_hook(doubles)  # the user's own hooks are copied
         with lightning_zero.gather(side.module):
             block, whole = copy.deepcopy(side.module.blocks[0]), copy.deepcopy(side.module)
             values = [p.detach().clone() for p in side.module.parameters()]
         handle.remove()
         for copied in (block, whole):
-            assert all(set(inner._forward_hooks.values()) <= {_doubles} for inner in copied.modules())
+            assert all(set(inner._forward_hooks.values()) <= {doubles} for inner in copied.modules())
         assert len(block._forward_hooks) == 1
         side.engine.comm.counts.clear()
         language_loss(whole, tokens(0)).backward()
