@@ -369,9 +369,6 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
         compare(row, stage, tmp_path, body)
 
 
-# -- other settings ---------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, full=(1,))
 @SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:

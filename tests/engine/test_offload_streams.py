@@ -106,9 +106,6 @@ def test_training_equals_no_offload(
     compare_on_streams(row, tmp_path, history, precision=precision, optimizer=optimizer)
 
 
-# -- what is found out on the way -------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
     """What was found out on its way counts only as long as nobody has changed it."""

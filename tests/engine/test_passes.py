@@ -252,6 +252,18 @@ def test_accumulation_goes_on_over_scopes_and_numbers_of_micro_batches() -> None
     check(Model, more_and_fewer, steps=4, stage=OUTER_STAGES, plain=True)
 
 
+@on_ranks(2)
+def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before_the_last_backward() -> None:
+    def work(side: Side, step: int) -> None:
+        with side.no_sync():
+            side.backward(language_loss(side.module, tokens(0)))
+        side.module.blocks[1].requires_grad_(False)
+        side.backward(language_loss(side.module, tokens(1)))
+        side.module.blocks[1].requires_grad_(True)
+
+    check(Model, work, steps=1, stage=(0, 1))
+
+
 # -- evaluation between training steps --------------------------------------------------------------------------------
 
 

@@ -210,9 +210,6 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         side.backward(side.module(x).square().mean())
 
 
-# -- the scale of the loss --------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 @pytest.mark.parametrize("first", [2.0**16, 2.0**126])
 def test_scales_are_those_of_torch_up_to_the_largest(first: float) -> None:

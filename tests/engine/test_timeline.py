@@ -238,9 +238,6 @@ def test_a_wait_inside_of_another_counts_once() -> None:
     assert lanes_of(0, [bar(0, 4, why="disk"), bar(0, 9, why="transfer")]).stood() == {"disk": 4, "transfer": 5}
 
 
-# -- ranges for profilers ---------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_gathers_reductions_steps_and_transfers_have_ranges_with_names(tmp_path: Path) -> None:
     with Sharded(Model(), prefetch_bytes=0, **offload("nvme", tmp_path)) as side:
