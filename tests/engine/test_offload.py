@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import after_step
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
@@ -37,7 +38,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks, run
-from tests.models import Does, linear
+from tests.models import Adapted, Does, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -166,11 +167,31 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, threads: int, tmp_pat
         compare("cpu", 3, tmp_path, lambda side: train(side, 2), build, optimizer=OPTIMIZERS[optimizer])
 
 
+def adapted() -> nn.Module:
+    module = Model()
+    module.embed.requires_grad_(False)
+    module.blocks = nn.ModuleList([Adapted(), module.blocks[1].requires_grad_(False), Adapted(), module.blocks[2]])
+    module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: stays on the device in every row
+    module.register_forward_hook(lambda m, _, out: out * m.scale)
+    return module
+
+
 # -- which parameters are stepped -------------------------------------------------------------------------------------
 
 
 def trainable(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@SOMEWHERE
+def test_frozen_units_and_adapters_equal_none(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        return list(train(side, 3, precision=precision))
+
+    settings: dict[str, Any] = {"unit": {"classes": ["Block", "Adapted"]}, "optimizer": trainable}
+    compare(row, stage, tmp_path, body, adapted, precision=precision, **settings)
 
 
 def spares() -> nn.Module:
@@ -369,6 +390,36 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
         compare(row, stage, tmp_path, body)
 
 
+def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) -> tuple[Any, list[Any]]:
+    """Train from ``loaded`` on (or from the start); what could be saved, and what is found at the end."""
+    torch.manual_seed(3)
+    with Sharded(Model(), stage=stage, optimizer=trainable, **place) as side:
+        first = 0
+        if loaded is not None:
+            first = 2
+            with lightning_zero.gather(side.module):
+                for p in side.module.parameters():
+                    p.data.zero_()
+            side.engine.load_state_dict(loaded[0])
+            state_dicts.load_optimizer_state(side.engine, side.optimizer, loaded[1])
+        losses = train(side, steps, first=first)
+        optimizer = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        return (side.engine.state_dict(only_rank_0=False), optimizer), [*losses, *whole(side)]
+
+
+@pytest.mark.full
+@on_ranks(2, full=(1,))
+def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
+    places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in [*PLACES, *AUTO])]
+    expected = _state(*places[0], 4)[1]
+    with slow_steps(0.002):
+        for i, (place, stage) in enumerate(places):
+            saved, _ = _state(place, stage, 2)
+            other, other_stage = places[(i * 4 + 3) % len(places)]  # another one for each
+            found = _state(other, other_stage, 2, saved)[1]
+            assert_equal(found[2:], expected[4:], f"{place} {stage} -> {other} {other_stage}")
+
+
 @on_ranks(2, full=(1,))
 @SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:
@@ -419,3 +470,33 @@ def test_two_models_side_by_side_equal_none(row: str, stage: int, tmp_path: Path
                     side.zero_grad()
             found.append([*losses, *whole(one), *whole(other)])
     assert_equal(*found)
+
+
+@on_ranks(1)
+def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) -> None:
+    plain = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, 3, device="meta")))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="reset_parameters"):
+            lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), plain), device="cpu", **offload("nvme", tmp_path))
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        calls: list[str] = []
+        side.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        side.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        found: list[Any] = []
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                side.zero_grad()
+                return accumulate(side, step, 1)
+
+            found.append(side.optimizer.step(closure))
+        assert calls == ["before", "after"] * 3
+        return found
+
+    compare(row, stage, tmp_path, body)

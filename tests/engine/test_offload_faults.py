@@ -197,6 +197,37 @@ def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rest
         assert out.eq(2).all()
 
 
+@on_ranks(1)
+def test_masters_in_files_stay_in_memory_until_they_are_written_as_parameters(tmp_path: Path) -> None:
+    """They have not changed, so the storage has nothing to write itself: averages are transferred so, and whole
+    copies."""
+    may_copy, rests, start = threading.Event(), threading.Event(), NvmeTier._start
+
+    def late(tier: NvmeTier, job: Any, piece: range) -> None:
+        assert_set(may_copy)
+        start(tier, job, piece)
+
+    def close() -> None:
+        storage.close(changed=False)
+        rests.set()
+
+    with shard_in_file(tmp_path, Tier.nvme) as (file, storage):
+        with opened(storage, changed=True) as master:
+            master.fill_(1)
+        storage.open()
+        with mock.patch.object(NvmeTier, "_start", late):
+            file.update(storage.master)
+            thread = threading.Thread(target=close)
+            thread.start()
+            assert not rests.wait(0.3), "what is being written has no memory"
+            may_copy.set()
+            thread.join(20)
+        assert rests.is_set()
+        out = torch.empty(2000)
+        file.read(out)
+        assert out.eq(1).all()
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(20)
 
@@ -241,6 +272,32 @@ def close_all(engine: Engine) -> None:
 
 def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
     assert all(word in str(error) for word in (str(folder), ".bin", "byte offset", "#0", what)), error
+
+
+@on_ranks(1)
+@SOME_STATE_IN_FILES
+def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
+    side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
+    train(side, 2)
+    side.engine.passes.wait_for_all()
+    accumulate(side, 2, 1)
+    os.truncate(next(tmp_path.rglob("*.bin")), 4096)
+    for attempt in range(10):  # more often than there are units
+        with pytest.raises(DiskError) as caught:
+            if attempt == 0:
+                side.step()  # the worker finds it, perhaps before this has returned
+            with torch.no_grad():
+                side.module(tokens(3))  # and it stays so
+        assert_names_it(caught.value, tmp_path, "the file ends here")
+        side.engine.passes.abort()
+    for look in (
+        side.engine.state_dict,
+        side.engine.passes.wait_for_all,
+        lambda: state_dicts.optimizer_state(side.engine, side.optimizer),
+    ):
+        with pytest.raises(DiskError):
+            look()
+    close_all(side.engine)
 
 
 def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Callable[..., int]:
@@ -288,6 +345,16 @@ def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.r
             side.engine.passes.abort()
     close_all(side.engine)
     return weakref.ref(side.engine)
+
+
+@on_ranks(1)
+def test_a_failed_step_is_not_raised_in_the_waits_of_others() -> None:
+    side = Sharded(Model(), stage=1)
+    unit, error = side.engine.units[0], RuntimeError("a step has failed")
+    unit.buckets[0].awaited_step.ask(None).set_exception(error)
+    side.engine.passes.after_step._pending_syncs.append((unit, unit.buckets[:1]))
+    assert not side.engine.passes.after_step.go_on()
+    assert error.__traceback__ is None
 
 
 def test_cores_are_left_beside_the_step() -> None:
@@ -388,6 +455,30 @@ def test_files_of_a_forgotten_model_go_with_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.01)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["cpu", "nvme"])
+def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) -> None:
+    """One rank's steps are slow. When both raise in the same place, they have issued the same gathers."""
+    with Sharded(Model(depth=4), stage=3, **offload(row, tmp_path)) as side:
+        train(side, 2)
+        module, comm = side.module, side.engine.comm
+        for fails_in in range(4):
+            with slow_steps(0.03 if dist.get_rank() else 0.0):
+                train(side, 1)
+                block = module.blocks[fails_in]
+                hook = block.register_forward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    module(tokens(9))
+                side.engine.passes.abort()
+                hook.remove()
+            issued = comm.all_gather_objects(
+                [label for kind, label in comm.counts.elements() if kind == "all_gather"], "a test"
+            )
+            assert issued[0] == issued[1], f"block {fails_in}"
+        side.engine.passes.wait_for_all()
+        train(side, 1)
 
 
 # -- two threads ------------------------------------------------------------------------------------------------------

@@ -244,6 +244,40 @@ def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precis
 
 @on_ranks(2)
 @OUTER
+def test_several_optimizers_are_stepped_in_turns(stage: int) -> None:
+    """The second one's gradients wait for it."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    engine = lightning_zero.shard(module, stage=stage, device="cpu")
+    names = dict(module.named_parameters())
+    blocks = [n for n in names if n.startswith("blocks")]
+    others = [n for n in names if n not in blocks]
+    ours = [adamw([names[n] for n in part]) for part in (blocks, others)]
+    for optimizer in ours:
+        engine.add_optimizer(optimizer)
+    masters = dict(zip(names, twin.masters.values(), strict=True))
+    theirs = [adamw([masters[n].flat for n in part]) for part in (blocks, others)]
+    for step in range(4):
+        engine.passes.backward(language_loss(module, tokens(step)))
+        twin.backward(language_loss(twin.module, tokens(step)))
+        twin.show_grads()
+        which = step % 2
+        ours[which].step()
+        theirs[which].step()
+        with torch.no_grad():
+            for param, master in twin.masters.items():
+                param.copy_(master.value)
+        module.zero_grad()
+        twin.zero_grad()
+        with lightning_zero.gather(module):
+            for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
+                assert torch.equal(own, master.value)
+    engine.release()
+
+
+@on_ranks(2)
+@OUTER
 def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_parameters(stage: int) -> None:
     torch.manual_seed(3)
     module = Model()
@@ -263,6 +297,18 @@ def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_paramet
             listed = sharded.optimizer.param_groups[0]["params"]
             assert [id(p) for p in listed] == [id(p) for p in module.parameters()]
         assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0025]
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_trains() -> None:
+    made: list[Optimizer] = []
+
+    def build() -> Model:
+        module = Model()
+        made.append(adamw(module.parameters()))
+        return module
+
+    check(build, language_work, optimizer=lambda params: made[-1] if len(made) == 2 else adamw(params))
 
 
 @on_ranks(2)

@@ -92,6 +92,20 @@ def frozen_model(*names: str) -> nn.Module:
     return module
 
 
+BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+@pytest.mark.parametrize(
+    "frozen",
+    [("embed",), ("blocks.1",), BACKBONE, ("blocks.0.up", "blocks.2.norm")],
+    ids=["embedding", "one unit", "backbone", "parts of units"],
+)
+def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
+    check(functools.partial(frozen_model, *frozen), language_work, stage=stages)
+
+
 @on_ranks(2)
 def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
     with Sharded(frozen_model("blocks.1")) as side:
@@ -123,6 +137,20 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...
 
     build = functools.partial(frozen_model, "embed", "blocks.0")
     check(build, work, steps=5, stage=stages, precision=precision)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_unfreezing_after_a_forward_that_led_nowhere_trains(stages: tuple[int, ...]) -> None:
+    """Its pass is still open, and is that of the next forward too."""
+
+    def work(side: Side, step: int) -> Tensor:
+        if step == 1:
+            side.module(tokens(step))
+            side.module.blocks[0].requires_grad_(True)
+        return language_work(side, step)
+
+    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=stages)
 
 
 @on_ranks(2, full=(3,))
@@ -253,6 +281,21 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
         state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
         assert (step_of(side, 1), step_of(side, 2)) == expected
+
+
+@on_ranks(2, full=(3,))
+@IN_STAGES
+def test_fewer_elements_than_ranks_train(stages: tuple[int, ...]) -> None:
+    check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=stages)
+
+
+@on_ranks(2)
+def test_integer_parameters_survive() -> None:
+    def quantized() -> nn.Module:
+        codes = nn.Parameter(torch.arange(-5, 6).repeat(2), requires_grad=False)
+        return Does(lambda m, x: x[:, :1] * (m.codes * m.scale), codes=codes, scale=nn.Parameter(torch.rand(22)))
+
+    check(lambda: nn.Sequential(nn.Sequential(quantized())), mean_square, stage=OUTER_STAGES)
 
 
 @on_ranks(2)
@@ -418,6 +461,18 @@ def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: in
     module[1].weight = nn.Parameter(TwoTensor(values, values), requires_grad=trainable)
     with pytest.raises(ConfigError, match=r"parameter 1\.weight is a TwoTensor, a wrapper.*after training"):
         lightning_zero.shard(module, stage=stage, device="cpu")
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
+        lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
+
+
+@on_ranks(2, full=(1,))
+def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
+    bare = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, device="meta")))
+    with pytest.raises(ValueError, match=r"module 1 \(Does\).*reset_parameters"):
+        lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), bare), device="cpu")
 
 
 # -- hooks of the user on parameters ----------------------------------------------------------------------------------

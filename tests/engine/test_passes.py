@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
@@ -453,6 +454,23 @@ def test_passes_that_end_early_or_skip_do_not_pile_units_up(evaluation: bool) ->
             if not evaluation:
                 engine.passes.backward(x.sum())
             assert max(gathered) <= 3, path
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dynamic_graph", [False, True])
+def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic_graph: bool) -> None:
+    most = 0
+    unshard_begin = Unit.unshard_begin
+
+    def counted(self: Unit) -> None:
+        nonlocal most
+        unshard_begin(self)
+        most = max(most, sum(unit.state is not State.SHARDED for unit in side.engine.units))
+
+    with Sharded(Chain(depth=9), stage=3, dynamic_graph=dynamic_graph, prefetch_bytes=1) as side:
+        with mock.patch.object(Unit, "unshard_begin", counted), torch.no_grad():
+            side.module(floats(0, 4, WIDTH), range(9 if dist.get_rank() else 1))
+        assert most <= 4, "the root, one in use, and one for another rank"
 
 
 # -- several models ---------------------------------------------------------------------------------------------------

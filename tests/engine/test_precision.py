@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,21 @@ def test_rows_of_one_dtype_train_as_a_plain_copy(stages: tuple[int, ...], precis
 
 
 @on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_norms_under_fp64_are_not_rounded_to_fp32(stage: int, norm_type: float) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision="fp64", each=stage >= 2)
+    with Sharded(module, stage=stage, precision="fp64") as sharded:
+        for side in (sharded, twin):
+            language_work(side, 0)
+        norms = [side.clip(1e-3, norm_type) for side in (sharded, twin)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
+        assert_same(sharded, twin, grads=True, tolerance=1e-13)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
 def test_rows_of_one_dtype_are_offloaded(row: str, precision: str, tmp_path: Path) -> None:
@@ -208,6 +224,82 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
     precision = {"name": "bf16", "fp32_modules": ["Does"]}
     with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
         side.backward(side.module(x).square().mean())
+
+
+class Packed(nn.Parameter):
+    """Holds bytes, as bitsandbytes' ``Params4bit`` does with ``quant_storage=torch.float16``."""
+
+    quant_state = 500.0
+
+
+def decodes() -> nn.Module:
+    """A frozen layer whose weight is decoded from the bytes."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        weight = (m.weight.view(torch.uint8).to(x.dtype) - 127.5) / m.weight.quant_state
+        return x @ weight + m.adapter(x)
+
+    packed = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8)
+    return Does(act, weight=Packed(packed.view(torch.float16), requires_grad=False), adapter=linear(WIDTH))
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true", "fp64"])
+def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(decodes(), decodes())
+    before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
+    with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
+        for step in range(2):
+            with autocast(precision):
+                loss = module(floats(step, 4, WIDTH).to(TRUE.get(precision, torch.float32))).float().square().mean()
+            side.backward(loss)
+            side.step()
+        with lightning_zero.gather(module):
+            assert all(torch.equal(n.weight.view(torch.uint8), b) for n, b in zip(module, before, strict=True))
+        state = side.engine.state_dict(only_rank_0=False)
+        assert torch.equal(state["1.weight"].view(torch.uint8), before[1])
+        with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
+            seen = []
+            for layer in module:
+                layer.register_forward_hook(
+                    lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone())
+                )
+            with autocast(precision):
+                module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
+        assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
+
+
+class Product(torch.autograd.Function):
+    """A product with a weight that is decoded from bytes. Its backward decodes bytes that autograd does not know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.packed = packed
+        return x @ (packed.to(x.dtype) - 127.5) / Packed.quant_state
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad @ (ctx.packed.to(grad.dtype) - 127.5).t() / Packed.quant_state, None
+
+
+@on_ranks(2)
+def test_bytes_that_a_backward_reads_without_autograd_are_there() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[decodes() for _ in range(3)])
+        for layer in layers:  # the backward of what comes last is the first
+            layer.act = lambda m, x: m.adapter(x) + Product.apply(x, m.weight.view(torch.uint8))
+        return layers
+
+    module, twin = build(), build()
+    x = floats(0, 4, WIDTH, rank=0)  # for all ranks
+    twin(x).square().mean().backward()
+    with Sharded(module, stage=3, optimizer=sgd) as side:
+        side.backward(module(x).square().mean())
+        with lightning_zero.gather(module, grads=True):
+            torch.testing.assert_close(module[0].adapter.weight.grad, twin[0].adapter.weight.grad)
 
 
 @on_ranks(1)

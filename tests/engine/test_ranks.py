@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import time
 from typing import Any
 from unittest import mock
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.comm.transports import Sent
 from lightning_zero.config import ConfigError
+from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import (
@@ -22,6 +25,7 @@ from tests.engine.support import (
     Sharded,
     Side,
     Twin,
+    accumulate,
     assert_same,
     check,
     floats,
@@ -140,6 +144,20 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
 
 
 @on_ranks(2)
+def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() -> None:
+    module = Does(lambda m, x: x * m.scale * m.weight, weight=nn.Parameter(torch.ones(3)))
+    module.register_buffer("scale", torch.ones(3))
+    with Sharded(module, stage=1) as side:
+        loss = side.module(torch.ones(2, 3, requires_grad=True)).sum()
+        if dist.get_rank() == 1:
+            side.module.scale.add_(1.0)
+        side.engine.passes.buffers.sync()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            side.backward(loss)
+        side.engine.passes.abort()
+
+
+@on_ranks(2)
 @EACH_PATH
 @pytest.mark.parametrize("way", ["plain", "in a step", "in an evaluation"])
 def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
@@ -161,6 +179,19 @@ def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path:
             if step % 2 and way == "plain":
                 side.backward(loss)
                 side.step()
+
+
+@on_ranks(2)
+def test_a_dynamic_evaluation_has_the_outputs_of_the_plain_module() -> None:
+    with Sharded(FOUR(), dynamic_graph=True, stall_timeout_s=20) as side:
+        full = FOUR()
+        with lightning_zero.gather(side.module):
+            full.load_state_dict(side.module.state_dict())
+        for step in range(3):
+            path = other_order(step, dist.get_rank())
+            with torch.no_grad():
+                x = floats(step, 4, WIDTH)
+                assert torch.equal(side.module(x, path), full(x, path))
 
 
 # -- models that differ -----------------------------------------------------------------------------------------------
@@ -191,6 +222,20 @@ def test_models_that_differ_are_refused_on_all_ranks(what: str, place: str, stag
     with pytest.raises(ConfigError, match=rf"expected the same model on all ranks, got .*{place}"):
         lightning_zero.shard(odd_model(what, dist.get_rank()), stage=stage)
     check(linear, mean_square, stage=stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_that_is_ordered_otherwise_on_a_rank_is_as_on_rank_0(stage: int) -> None:
+    def model(turned: bool) -> nn.Linear:
+        module = nn.Linear(WIDTH, WIDTH, bias=False)
+        values = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH) / 100
+        module.weight = nn.Parameter(values.t().contiguous().t() if turned else values)
+        return module
+
+    module = model(turned=dist.get_rank() == 1)
+    with Sharded(module, stage=stage), lightning_zero.gather(module):
+        assert torch.equal(module.weight, model(False).weight) and module.weight.is_contiguous()
 
 
 # -- ranks of which one is slower, or owns less -----------------------------------------------------------------------
@@ -256,6 +301,30 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+            generator = torch.Generator().manual_seed(step)
+            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
+                own.data = value = torch.randn(own.shape, generator=generator)
+                other.data.copy_(value)
+                master.value.data.copy_(value)
+            lightning_zero.grad_norm(module)
+            for side in (sharded, twin):
+                side.zero_grad()
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
 def test_a_read_on_one_rank_says_that_it_takes_all() -> None:
     side = Sharded(Model(), stage=1, stall_timeout_s=1.5, offload="optimizer_cpu")
     language_work(side, 0)
@@ -290,3 +359,62 @@ def test_a_rank_that_owns_nothing_of_a_unit_waits_for_its_step_as_the_others_do(
     build = lambda: Does(act, blocks=nn.ModuleList(linear(3) for _ in range(4)), step=0)  # noqa: E731
     settings = {"unit": {"classes": ["Linear"]}, "stall_timeout_s": 15, "offload": row}
     check(build, work, steps=5, optimizer=sgd, **settings)
+
+
+MAX_DELAY_S = 0.004
+
+
+class LateWork:
+    """A message that is seen to be complete only some time after it is."""
+
+    def __init__(self, work: Any, delay: float) -> None:
+        self._work = work
+        self._from = time.monotonic() + delay
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._from and self._work.is_completed()
+
+    def wait(self, *limit: Any) -> Any:
+        time.sleep(max(0.0, self._from - time.monotonic()))
+        return self._work.wait(*limit)
+
+
+class LateTransport:
+    """Issues messages after a pause and shows their end late, each rank by other lengths."""
+
+    def __init__(self, inner: Any, chance: random.Random) -> None:
+        self._inner, self._chance = inner, chance
+        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
+
+    def _pause(self) -> float:
+        return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
+
+    def gather(self, *args: Any) -> Sent:
+        time.sleep(self._pause())
+        return self._late(self._inner.gather(*args))
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Sent:
+        time.sleep(self._pause())
+        return self._late(self._inner.reduce(*args, **kwargs))
+
+    def _late(self, sent: Sent) -> Sent:
+        return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
+
+
+def delay(engine: Engine, seed: int) -> None:
+    chance = random.Random(100 * seed + dist.get_rank())
+    engine.comm._transport = LateTransport(engine.comm._transport, chance)
+
+
+@on_ranks(3, full=(2,))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_random_delays_change_nothing(stage: int, precision: str) -> None:
+    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
+
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded) and step == 0:
+            delay(side.engine, stage)
+        return accumulate(side, step, micro_batches=2)
+
+    check(lambda: Model(depth=4), work, stage=stage, precision=precision, plain=True, steps=4, **config)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError, Offload, allowed_rows
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
+from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.support import (
     Model,
     Sharded,
+    adamw,
     assert_equal,
     autocast,
     language_loss,
@@ -189,6 +191,32 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
         side.engine.passes.wait_for_all()
         # Nothing but the thread of offloaded steps is left, which waits for more.
         assert threading.active_count() <= threads + 1
+
+
+@on_ranks(2)
+def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path: Path) -> None:
+    """At stage 0 it stepped all; a job in the worker that nobody waits for would move what the next gather reads."""
+    may_run = threading.Event()
+    take = StepWorker._take
+
+    def late(self: StepWorker) -> Any:
+        may_run.wait(60)
+        return take(self)
+
+    with Sharded(Model(width=4), stage=0, optimizer=adamw) as side:  # a unit is smaller than a shard
+        train(side, 0, "fp32")
+        side.engine.restage("zero3", offload_of("zero3 nvme", tmp_path))
+        with mock.patch.object(StepWorker, "_take", late):
+            side.backward(language_loss(side.module, tokens(1)))
+            side.step()
+            owned = [bool(bucket.owned_fragments()) for bucket in side.engine.buckets]
+            assert all(owned) == (dist.get_rank() == 0)
+            assert [bucket.awaited_step.is_done for bucket in side.engine.buckets] == [not own for own in owned]
+            worker = side.engine.passes.after_step._worker
+            assert (worker is not None and worker._running) == any(owned)
+            may_run.set()
+            train(side, 2, "fp32")
+            side.engine.passes.wait_for_all()
 
 
 @on_ranks(2)

@@ -48,7 +48,7 @@ from tests.engine.support import (
 from tests.engine.test_held_bytes import settings
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
-from tests.models import Odd
+from tests.models import VOCABULARY, Odd
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -443,3 +443,28 @@ def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: st
     exact = 0.25 + 0.75 * 0.999**3000
     assert average(noisy=False) > 0.9  # it does not come down
     assert abs(average(noisy=True) / exact - 1) < 0.1
+
+
+@pytest.mark.full
+@on_ranks(1)
+def test_losses_follow_those_of_fp32() -> None:
+    def losses(dtype: str) -> Tensor:
+        torch.default_generator.manual_seed(3)
+        with side_of(Model(), dtype, make=lambda p: torch.optim.AdamW(p, lr=2e-3, betas=(0.9, 0.999))) as side:
+            found = []
+            for step in range(200):
+                batch = tokens(step, rank=0, rows=8)
+                wanted = (3 * batch + batch // 4) % VOCABULARY
+                loss = nn.functional.cross_entropy(side.module(batch).flatten(0, 1), wanted.flatten())
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+                found.append(loss.detach())
+            return torch.stack(found)
+
+    exact = losses("fp32")
+    assert exact[-20:].mean() < 0.2 * exact[:5].mean()
+    for dtype, near in (("bf16", 0.001), ("int8", 0.01)):
+        found = losses(dtype)
+        assert (found - exact).abs().max() < near * exact[0]
+        assert abs(found[-20:].mean() / exact[-20:].mean() - 1) < 0.05

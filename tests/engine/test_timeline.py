@@ -127,6 +127,19 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
+    with at(2, 2), Sharded(Model(), timeline=str(tmp_path)) as side:
+        for number in range(5):
+            if dist.get_rank() == 1:
+                time.sleep(0.1)
+            language_work(side, number)
+            side.step()
+    lanes = by_lane(recorded(tmp_path))
+    exposed = [sum(e["dur"] for e in lanes[rank, "compute"] if e["cat"].startswith("exposed")) / 1e6 for rank in (0, 1)]
+    assert exposed[0] > 0.15 > exposed[1], exposed
+
+
+@on_ranks(2)
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     with at(1, 1), Sharded(Model(), timeline=str(tmp_path)) as side:
         steps(side, 3)

@@ -82,6 +82,23 @@ def test_the_values_of_one_rank_count_where_it_is_named(stage: int) -> None:
 
 
 @on_ranks(2)
+@STAGES
+@pytest.mark.mainly(lambda stage: stage == 3)
+def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        state = side.engine.state_dict(only_rank_0=False)
+        with side.engine.step_scope():
+            with torch.no_grad():
+                for param in side.module.parameters():
+                    param.mul_(0.5)
+            side.engine.load_state_dict(state)
+            assert torch.equal(side.module.head.weight, state["head.weight"])
+            assert side.engine.units[0].buckets[0].shows_values  # as long as the step lasts
+        found = side.engine.state_dict(only_rank_0=False)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@on_ranks(2)
 def test_gather_takes_a_parameter_several_or_a_submodule_and_nests() -> None:
     with Sharded(Model()) as side:
         block = side.module.blocks[1]

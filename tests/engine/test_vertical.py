@@ -483,6 +483,51 @@ def test_an_evaluation_runs_a_unit_whole_that_keeps_a_tensor(mode: Callable[[], 
         assert module.blocks[0].kept.shape == (ROWS, 8)
 
 
+def of_heads(bias: Tensor, gives: bool = False) -> nn.Module:
+    """Attention with a bias of heads, of which there are as many as samples; and a number for each of two experts."""
+
+    def heads(m: Any, x: Tensor, bias: Tensor) -> Any:
+        q = x.unflatten(2, (8, 2)).transpose(1, 2)
+        scores = q @ q.transpose(2, 3) + bias
+        x = x + m.inner((scores.softmax(-1) @ q).transpose(1, 2).flatten(2))
+        return (x, x.flatten(0, 1)[:, :2].mean(0)) if gives else x
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        x, loads = m.enter(x), torch.zeros(2)
+        for block in m.blocks:
+            x = block(x, bias)
+            x, loads = (x[0], loads + x[1]) if isinstance(x, tuple) else (x, loads)
+        return x.mean() + loads.sum()
+
+    return Does(act, enter=linear(16), blocks=nn.ModuleList(Does(heads, inner=linear(16)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("k", "bias", "gives", "words"),
+    [
+        (8, torch.randn(8, 5, 5), False, None),
+        (8, torch.randn(8, 1, 5, 5), False, None),
+        (4, torch.randn(1, 8, 5, 5), True, r"a result \[2\] with one that is not of samples"),
+        (2, torch.randn(1, 8, 5, 5), True, r"a result \[2\] with one that is not of samples"),
+    ],
+    ids=["a bias", "a bias of samples", "a result like chunks", "a result unlike chunks"],
+)
+def test_sizes_that_are_the_batchs_by_chance(k: int, bias: Tensor, gives: bool, words: str | None) -> None:
+    module, plain = of_heads(bias, gives), of_heads(bias, gives)
+    with released(module, k=k) as engine:
+        x = torch.randn(8, 5, 16)
+        plain.load_state_dict(engine.state_dict())
+        state = torch.get_rng_state()
+        for _ in range(2):  # in an evaluation it is run whole where it cannot be divided
+            with torch.no_grad():
+                assert torch.allclose(module(x), plain(x))
+        with pytest.raises(CannotDivide, match=words) if words else contextlib.nullcontext():
+            loss = module(x)
+            assert torch.allclose(loss, plain(x))
+            loss.backward()
+        assert torch.equal(state, torch.get_rng_state())
+
+
 def test_an_error_in_a_chunk_says_what_was_divided() -> None:
     module = Layers(*(Does(lambda m, x: m.inner(x).view(ROWS, 8), inner=linear(8)) for _ in range(2)))
     with released(module, unit={"classes": ["Does"]}), pytest.raises(RuntimeError, match="is invalid") as raised:

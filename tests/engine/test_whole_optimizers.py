@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.optim import Optimizer
 
 import lightning_zero
@@ -27,6 +28,7 @@ from tests.engine.optimizers import (
     Lamb,
     Langevin,
     NormOverAll,
+    NormOverLarge,
     RareClip,
     Shampoo,
     Shared,
@@ -54,6 +56,7 @@ from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Does, linear
+from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
 
@@ -387,6 +390,44 @@ def test_hooks_run_once_a_step_and_see_parameters() -> None:
         assert float(loss) == 1 and seen == ["before", "after"] * 2
 
 
+@pytest.mark.sample
+@on_ranks(2, 3)
+@pytest.mark.parametrize("window", [1 << 14, 1 << 28])
+def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
+    torch.default_generator.manual_seed(3)
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    with Sharded(module, stage=3, optimizer=SignDescent, reduce_bucket_bytes=window) as side:
+        engine, sharded = side.engine, side.engine.optimizers[0]
+        side.backward(module(torch.ones(2, 64)).square().sum())
+        side.step()
+        before = engine.comm.counts.copy()
+        peaks = [peak_of(side.step)]
+        sent = engine.comm.counts - before
+        # A thread of the library lets go of a message when it comes to it, which may be after this one has gone on.
+        peaks += [peak_of(side.step) for _ in range(7)]
+        largest = min(peaks)
+        windows = sharded._windows  # type: ignore[attr-defined]
+        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(windows)
+        assert all(kind == "all_to_all" for kind, _ in sent)
+        planned = sharded.step_peak()
+        temporary = 64 * 64 * 4  # of the optimizer: a sign
+        assert planned <= largest <= planned + temporary + 20_000
+        whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
+        assert largest <= 3 * whole + temporary + 20_000
+
+
+def peak_of(act: Any) -> int:
+    """The most bytes that torch's memory grows by while ``act`` runs."""
+    with _silence(), profile(use_kineto=True, profile_memory=True) as recorded:
+        act()
+    now = most = 0
+    for event in recorded.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 @pytest.mark.full
 @on_ranks(4)
 @pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
@@ -508,3 +549,27 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             Sharded(Model(), stage=0, optimizer=make)
     with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
         Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"sharding": "slices"})
+
+
+def large() -> nn.Module:
+    """Two matrices above a side of 64, of unequal shapes, and what is below it."""
+    return nn.Sequential(nn.Linear(20, 70), nn.Linear(70, 72), nn.Linear(72, 66))
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("own", [{}, {"sharding": "slices"}])
+def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
+    for groups in (1, 2):
+        module = large()
+        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
+        params = list(module.parameters())
+        listed = [{"params": params[n::groups]} for n in range(groups)]
+        with pytest.raises(ConfigError, match="came out otherwise"):
+            engine.add_optimizer(NormOverLarge(listed))
+        engine.release()
+    for build in (large, Model):  # what couples nothing here is not refused
+        module = build()
+        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
+        engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
+        engine.release()

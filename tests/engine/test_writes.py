@@ -16,6 +16,7 @@ import lightning_zero
 from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     ALL_STAGES,
+    IN_STAGES,
     Model,
     Sharded,
     Side,
@@ -23,6 +24,7 @@ from tests.engine.support import (
     assert_same,
     autocast,
     check,
+    floats,
     language_loss,
     language_work,
     mean_square,
@@ -83,6 +85,23 @@ def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precisio
         bound = torch.tensor(0.15).bfloat16().float()
         assert all(p.abs().max() <= bound for p in masters if p.ndim == 2)
         assert any((p.bfloat16().float() != p).any() for p in masters if p.ndim == 2)  # others keep their digits
+
+
+@on_ranks(2)
+@ROWS
+def test_an_embedding_with_max_norm_trains(stage: int, row: str, tmp_path: Path) -> None:
+    """All ranks look up all rows, so all write the same."""
+
+    class Renormed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.embed(torch.arange(VOCABULARY))
+            return super().forward(batch)
+
+    check(Renormed, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
 
 
 @on_ranks(2)
@@ -229,6 +248,29 @@ def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str
             side.backward(loss)
         side.engine.passes.abort()
         language_work(side, 0)
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_a_backward_of_values_that_were_assigned_again_is_done(stages: tuple[int, ...]) -> None:
+    """What is clamped once is not changed by it again."""
+
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        nn.init.constant_(module[0].weight, 0.2)
+        return module
+
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            losses = []
+            for i in range(2):
+                write(side.module[0].weight, lambda weight: weight.clamp_(-0.2, 0.2), "assigned")
+                losses.append(side.module(floats(step, 2, 6) + i).square().mean())
+            loss = sum(losses)
+            side.backward(loss)  # type: ignore[arg-type]
+        return loss  # type: ignore[return-value]
+
+    check(build, work, stage=stages, steps=1)
 
 
 @on_ranks(2)
