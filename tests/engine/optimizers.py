@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -171,53 +171,17 @@ class RareClip(_Toy):
             p.sub_(p.grad * factor, alpha=group["lr"])
 
 
-class Remembering(SignDescent):
-    """Couples tensors late: notes a norm over all in each step, and reads it after many."""
-
-    def __init__(self, params: Any) -> None:
-        self.norms: deque[float] = deque(maxlen=100)
-        super().__init__(params)
-
-    def update(self) -> None:
-        self.norms.append(float(self.norm_over_all()) if any(self.used()) else 0.0)
-        if len(self.norms) == self.norms.maxlen:
-            for group in self.param_groups:
-                group["lr"] = 0.01 * min(self.norms) / max(self.norms)
-        super().update()
-
-
-class Counter:
-    count = 0
-
-
 class CountingObjects(SignDescent):
     """Counts the steps in an object of its own."""
 
     def __init__(self, params: Any) -> None:
-        self.counter = Counter()
+        self.counter = SimpleNamespace(count=0)
         super().__init__(params)
 
     def update(self) -> None:
         self.counter.count += 1
         if self.counter.count <= 100:
             super().update()
-
-
-class Batched(_Toy):
-    """Orthogonalises matrices of one shape as a batch, whose roundings depend on how many these are."""
-
-    def update(self) -> None:
-        by_shape: dict[Any, list[Tensor]] = {}
-        for _, p in self.used():
-            by_shape.setdefault(p.shape, []).append(p)
-        for listed in by_shape.values():
-            x = torch.stack([p.grad.reshape(len(p), -1) for p in listed])  # type: ignore[union-attr]
-            x = x / x.norm(dim=(1, 2), keepdim=True)
-            for _ in range(3):
-                gram = x @ x.mT
-                x = 3 * x + (-4 * gram + 2 * gram @ gram) @ x
-            for p, update in zip(listed, x, strict=True):
-                p.sub_(update.reshape(p.shape), alpha=0.01)
 
 
 class Shared(SignDescent):
@@ -243,16 +207,6 @@ class Counting(_Toy):
         self.counts["steps"] += 1
         for group, p in self.used():
             p.sub_(self.direction(p.grad), alpha=group["lr"] * self.rate(self.counts["steps"]))
-
-
-class Prepared(Shampoo):
-    """Makes state of other shapes than the parameter's when it is built."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for p in self.param_groups[0]["params"]:
-            grams = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
-            self.state[p] = {"grams": grams, "roots": [None for _ in p.shape]}
 
 
 class Slow(Optimizer):
@@ -288,16 +242,6 @@ class Shrinking(torch.optim.AdamW):
         return loss
 
 
-class Forgetful(torch.optim.AdamW):
-    """Changes the state behind the step of torch."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["exp_avg"].mul_(0.5)
-        return loss
-
-
 class WarmsUp(torch.optim.AdamW):
     """Does something of its own around the step of torch."""
 
@@ -308,56 +252,6 @@ class WarmsUp(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] = 0.01 * min(1.0, self.steps / 3)
         return super().step(closure)
-
-
-class Rewritten(torch.optim.SGD):
-    """A subclass of a known optimizer with arithmetic of its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"])
-
-
-class NormOverLarge(_Toy):
-    """Couples tensors by a norm over those that are matrices with sides of more than 64."""
-
-    def update(self) -> None:
-        large = {id(p) for _, p in self.used() if p.dim() == 2 and min(p.shape) > 64}
-        norms = [p.grad.norm() for _, p in self.used() if id(p) in large]
-        for _, p in self.used():
-            p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
-
-
-class FirstOfGroup(_Toy):
-    """Cannot stand a param group without tensors, and counts steps for each group."""
-
-    settings: ClassVar = {"lr": 0.01, "count": 0}
-
-    def __init__(self, params: Any) -> None:
-        params = list(params)
-        groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]]
-        super().__init__([{"params": listed} for listed in groups])
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            rate = torch.full((), group["lr"] / group["count"], device=group["params"][0].device)
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * rate)
-
-
-class Fading(_Toy):
-    """The momentum of what has no gradient fades, and nothing else of it changes."""
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9)
-                if p.grad is not None:
-                    p.sub_(momentum.add_(p.grad), alpha=group["lr"])
 
 
 def matrices_and_rest(params: Any) -> list[dict[str, Any]]:

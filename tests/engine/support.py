@@ -82,31 +82,35 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Master:
-    """What the twin's optimizer steps for one parameter: flat, and padded as the layout pads it.
+    """What the twin's optimizer steps for one parameter: flat, and padded as the layout pads it; or ``shaped`` as it.
 
     torch's fused kernels compute the last elements of a tensor, those that fill no vector, with other roundings.
     """
 
-    def __init__(self, param: nn.Parameter) -> None:
-        padded = torch.zeros(-(-param.numel() // 32) * 32, dtype=param.dtype, device=param.device)
-        padded[: param.numel()] = param.detach().reshape(-1)
-        self.flat = nn.Parameter(padded, requires_grad=param.requires_grad)
+    def __init__(self, param: nn.Parameter, *, shaped: bool = False) -> None:
+        values = param.detach().clone(memory_format=torch.contiguous_format)
+        if not shaped:
+            values = F.pad(values.reshape(-1), (0, -param.numel() % 32))
+        self.flat = nn.Parameter(values, requires_grad=param.requires_grad)
         self._shape = param.shape
+
+    def _of_param(self, flat: Tensor) -> Tensor:
+        return flat.view(-1)[: self._shape.numel()].view(self._shape)
 
     @property
     def value(self) -> Tensor:
-        return self.flat.detach()[: self._shape.numel()].view(self._shape)
+        return self._of_param(self.flat.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        return None if self.flat.grad is None else self.flat.grad[: self._shape.numel()].view(self._shape)
+        return None if self.flat.grad is None else self._of_param(self.flat.grad)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         self.flat.grad = None
         if grad is not None:
             self.flat.grad = torch.zeros_like(self.flat)
-            self.flat.grad[: grad.numel()] = grad.reshape(-1)
+            self._of_param(self.flat.grad).copy_(grad)
 
 
 class Twin:
@@ -118,11 +122,18 @@ class Twin:
     """
 
     def __init__(
-        self, module: nn.Module, *, optimizer: MakeOptimizer = adamw, precision: str = "fp32", each: bool = True
+        self,
+        module: nn.Module,
+        *,
+        optimizer: MakeOptimizer = adamw,
+        precision: str = "fp32",
+        each: bool = True,
+        shaped: bool = False,
     ) -> None:
         """
         Args:
             each: gradients are averaged at every backward (stages 2 and 3), else in the last of a step.
+            shaped: the optimizer steps tensors of the parameters' own shapes, as one process does.
         """
         self.module = copy.deepcopy(module).to(DEVICE)
         for param in self.module.parameters():
@@ -133,7 +144,7 @@ class Twin:
         self._local: dict[nn.Parameter, Tensor] = {}
         self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
         self._divides_sums = precision == "bf16"  # of gradients that are made in bf16, and added in fp32
-        self.masters = _lower(self.module, precision)
+        self.masters = _lower(self.module, precision, shaped=shaped)
         self.optimizer = optimizer([master.flat for master in self.masters.values()])
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -182,8 +193,7 @@ class Twin:
     def show_grads(self) -> None:
         """Put the gradients where a plain optimizer and plain clipping look for them."""
         for param, master in self.masters.items():
-            grad = self.grads.get(param)
-            master.grad = grad
+            master.grad = self.grads.get(param)
 
     def step(self) -> None:
         self.show_grads()
@@ -269,14 +279,14 @@ Side = Twin | Sharded
 Work = Callable[[Side, int], Any]
 
 
-def _lower(module: nn.Module, precision: str) -> dict[nn.Parameter, Master]:
+def _lower(module: nn.Module, precision: str, *, shaped: bool) -> dict[nn.Parameter, Master]:
     """Round the parameters of ``module`` as ``precision`` says; each with the master that the optimizer steps."""
     if precision in TRUE:
         module.to(TRUE[precision])
     if precision == "bf16":  # frozen parameters have no master: they rest as they are used
         for param in (p for p in module.parameters() if not p.requires_grad and p.is_floating_point()):
             param.data = param.data.to(torch.bfloat16).to(param.dtype)
-    masters = {param: Master(param) for param in module.parameters()}
+    masters = {param: Master(param, shaped=shaped) for param in module.parameters()}
     if precision == "bf16":
         norms = [m for m in module.modules() if isinstance(m, NORMS)]
         kept = {id(p) for m in norms for p in m.parameters()}

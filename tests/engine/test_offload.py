@@ -5,12 +5,10 @@ Both runs are of the same stage, so losses, gradients, parameters and optimizer 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,10 +20,9 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.units import after_step
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
-from tests.engine.optimizers import WarmsUp
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -37,12 +34,11 @@ from tests.engine.support import (
     floats,
     in_pairs,
     language_loss,
-    mean_square,
     sgd,
     tokens,
 )
 from tests.harness import on_ranks, run
-from tests.models import Adapted, Chain, Does, linear
+from tests.models import Adapted, Does, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -62,7 +58,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def offload(row: str, folder: Path) -> dict[str, Any]:
-    """The argument of ``shard``."""
     if row == "auto":  # a model of this size lies on all three tiers
         budgets = {"device_budget": 9_000, "host_budget": 45_000}
         return {"offload": {"name": row, "nvme_path": str(folder), **budgets}}
@@ -77,7 +72,7 @@ def whole(side: Sharded) -> list[Any]:
         return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
 
 
-Body = Callable[[Sharded], list[Any]]
+Body = Callable[[Sharded], Sequence[Any]]
 
 
 def compare(
@@ -88,15 +83,17 @@ def compare(
     for place in (offload(row, folder), {"offload": "none"}):
         torch.manual_seed(3)
         with Sharded(build(), stage=stage, **place, **config) as side:
-            found.append(body(side) + whole(side))
+            found.append([*body(side), *whole(side)])
     assert_equal(*found, f"{row} at stage {stage}")
 
 
-def train(side: Sharded, steps: int, *, first: int = 0, precision: str = "fp32") -> list[Tensor]:
+def train(
+    side: Sharded, steps: int, *, first: int = 0, precision: str = "fp32", micro_batches: int = 1
+) -> list[Tensor]:
     losses = []
     for step in range(first, first + steps):
         with autocast(precision):
-            losses.append(accumulate(side, step, 1))
+            losses.append(accumulate(side, step, micro_batches))
         side.step()
         side.zero_grad()
     return losses
@@ -155,38 +152,19 @@ def test_training_equals_none(case: Case, tmp_path: Path) -> None:
 @on_ranks(2)
 @SOMEWHERE
 def test_gradients_that_rest_and_travel_in_two_dtypes_equal_none(row: str, stage: int, tmp_path: Path) -> None:
-    def body(side: Sharded) -> list[Any]:
-        found: list[Any] = []
-        for step in range(3):
-            with autocast("bf16"):
-                found.append(accumulate(side, step, 3))
-            side.step()
-            side.zero_grad()
-        return found
-
     precision = {"name": "bf16", "grad_dtype": "bf16", "reduce_dtype": "fp32"}
+    body = lambda side: train(side, 3, precision="bf16", micro_batches=3)  # noqa: E731
     compare(row, stage, tmp_path, body, precision=precision, optimizer=sgd)
 
 
 @on_ranks(1)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> None:
-    """Buckets that torch's kernels divide among threads."""
-    found = []
-    for threads in (None, 1, 3):
-        torch.manual_seed(3)
-        with mock.patch(
-            "lightning_zero.engine.units.after_step.threads_of_steps", lambda *_, count=threads, **__: count
-        ):
-            row = "none" if threads is None else "cpu"
-            side = Sharded(Model(width=301, depth=1), optimizer=OPTIMIZERS[optimizer], offload=row)
-        with side:
-            found.append([*train(side, 2), *whole(side)])
-    assert_equal(found[1], found[0])
-    assert_equal(found[2], found[0])
-
-
-# -- which parameters are stepped -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_of_the_step_do_not_matter(optimizer: str, threads: int, tmp_path: Path) -> None:
+    """Of buckets that torch's kernels divide among threads."""
+    build = lambda: Model(width=301, depth=1)  # noqa: E731
+    with mock.patch.object(after_step, "threads_of_steps", lambda *_, **__: threads):
+        compare("cpu", 3, tmp_path, lambda side: train(side, 2), build, optimizer=OPTIMIZERS[optimizer])
 
 
 def adapted() -> nn.Module:
@@ -196,6 +174,9 @@ def adapted() -> nn.Module:
     module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: stays on the device in every row
     module.register_forward_hook(lambda m, _, out: out * m.scale)
     return module
+
+
+# -- which parameters are stepped -------------------------------------------------------------------------------------
 
 
 def trainable(params: Any) -> torch.optim.Optimizer:
@@ -409,32 +390,6 @@ def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path
         compare(row, stage, tmp_path, body)
 
 
-# -- other settings ---------------------------------------------------------------------------------------------------
-
-
-@on_ranks(1, 2)
-@SOMEWHERE
-def test_settings_of_time_and_memory_change_nothing(row: str, stage: int, tmp_path: Path) -> None:
-    at_stage_3: list[dict[str, Any]] = [
-        {"keep_gathered_bytes": 10**9},
-        {"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000},
-        {"dynamic_graph": True},
-    ]
-    for config in ({"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}, *(at_stage_3 if stage == 3 else [])):
-        with slow_steps(0.002):
-            compare(row, stage, tmp_path, lambda side: list(train(side, 2)), **config)
-
-
-@on_ranks(2)
-@SOMEWHERE
-def test_a_module_from_meta_equals_none(row: str, stage: int, tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return Model()
-
-    compare(row, stage, tmp_path, lambda side: list(train(side, 2)), build)
-
-
 def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) -> tuple[Any, list[Any]]:
     """Train from ``loaded`` on (or from the start); what could be saved, and what is found at the end."""
     torch.manual_seed(3)
@@ -526,22 +481,6 @@ def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) 
     assert not list(tmp_path.rglob("*.bin"))
 
 
-# -- optimizers that the worker cannot take apart ---------------------------------------------------------------------
-
-
-@on_ranks(1, 2)
-@SOMEWHERE
-def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Path) -> None:
-    """It counts its steps: there is one call for all of a group, and not one for each bucket."""
-
-    def body(side: Sharded) -> list[Any]:
-        losses = train(side, 3)
-        assert vars(side.optimizer)["steps"] == 3
-        return list(losses)
-
-    compare(row, stage, tmp_path, body, optimizer=WarmsUp, optimizer_settings={"sharding": "slices"})
-
-
 @on_ranks(1, 2)
 @SOMEWHERE
 def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_path: Path) -> None:
@@ -561,32 +500,3 @@ def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_
         return found
 
     compare(row, stage, tmp_path, body)
-
-
-NEVER = property(lambda _: False, lambda *_: None)
-
-
-@on_ranks(2)
-def test_a_unit_is_used_again_while_the_next_awaits_its_step() -> None:
-    """It was to be dropped behind the next gather, and this is not the path of the passes before. Nothing is gathered
-    that would not be if it had been dropped at once."""
-
-    def found(side: Sharded) -> tuple[list[Tensor], Counter[tuple[str, str]]]:
-        losses = []
-        for step, times in enumerate((1, 1, 2, 1, 2, 2)):
-            side.module.path = (0,) * times + (1, 2)
-            losses.append(mean_square(side, step).detach())
-            side.step()
-            side.zero_grad()
-        return losses, side.engine.comm.counts
-
-    both = []
-    for at_once in (False, True):
-        torch.manual_seed(3)
-        with (
-            mock.patch.object(GatherOrder, "holds_next", NEVER, create=True) if at_once else contextlib.nullcontext(),
-            Sharded(Chain(), stage=3, offload="cpu") as side,
-        ):
-            both.append(found(side))
-    assert_equal(both[0][0], both[1][0])
-    assert both[0][1] == both[1][1]

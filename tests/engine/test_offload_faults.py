@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import gc
 import os
@@ -38,10 +37,10 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
-from tests.engine.test_offload import late_steps, offload, slow_steps, train
+from tests.engine.test_offload import compare, late_steps, offload, slow_steps, train
 from tests.harness import assert_gone, on_ranks, run
-from tests.models import Clamped
-from tests.rows import IN_FILES, PARAMS_IN_FILES, PLACES, STATE_IN_FILES
+from tests.models import Clamped, linear
+from tests.rows import IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -75,151 +74,35 @@ def assert_at_rest(engine: Engine) -> None:
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
 def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
-    with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
-        engine = side.engine
-        has_storages = row in STATE_IN_FILES
-        assert (len(file_storages(engine)) == len(engine.buckets)) == has_storages
-        assert_at_rest(engine)
-        for step in range(2):
-            train(side, 1, first=step, precision="bf16")
-            engine.passes.wait_for_all()
-            assert_at_rest(engine)
-        if has_storages:
-            # With two of Adam's; on two ranks there are shards of nothing but padding.
-            assert 3 in (counts := {len(storage._tensors) for storage in file_storages(engine)}) and counts <= {1, 3}
+    def evaluate() -> None:
         with torch.no_grad():
             side.module(tokens(9))
-        assert_at_rest(engine)
-        of_optimizer = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
-        assert_at_rest(engine)
-        state_dicts.load_optimizer_state(engine, side.optimizer, of_optimizer)
-        assert_at_rest(engine)
-        state = engine.state_dict(only_rank_0=False)
-        engine.load_state_dict(state)
-        engine.passes.wait_for_all()
-        assert_at_rest(engine)
-        with lightning_zero.gather(side.module):
-            if has_storages:
-                assert sum(nbytes_in_memory(storage) for storage in file_storages(engine)) == 0
-        assert_at_rest(engine)
 
+    def save_and_load() -> None:
+        state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
+        state_dicts.load_optimizer_state(engine, side.optimizer, state)
+        assert_at_rest(engine)
+        engine.load_state_dict(engine.state_dict(only_rank_0=False))
 
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
-def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path) -> None:
-    """Gradient, master and two of Adam's once, and compute parameters where they rest apart; padding and alignment."""
-    with Sharded(Model(width=64), stage=stage, precision=precision, **offload(row, tmp_path)) as side:
-        train(side, 2, precision=precision)
+    with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
         engine = side.engine
-        engine.passes.wait_for_all()
-        owned = sum(b.owned_numel for b in engine.buckets)
-        compute = sum(b.owned_numel * b.dtypes.compute.itemsize for b in engine.buckets)
-        pages = 4096 * sum(4 for _ in engine.buckets)
-        if engine.tiers.nvme is not None:
-            wanted = 12 * owned * (row in STATE_IN_FILES) + compute * (row in PARAMS_IN_FILES)
-            assert wanted <= engine.tiers.nvme.nbytes <= wanted + pages
-            size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.comm.rank}.bin"))
-            assert size == engine.tiers.nvme.nbytes  # no holes
-        if engine.tiers.host is not None:
-            wanted = sum(b.owned_numel * b.dtypes.grad.itemsize for b in engine.buckets)
-            wanted += 0 if row in STATE_IN_FILES else 12 * owned
-            assert wanted - pages <= engine.tiers.host.nbytes <= wanted + pages  # padding has no state
+        storages = file_storages(engine)
+        assert (len(storages) == len(engine.buckets)) == (row in STATE_IN_FILES)
+        assert_at_rest(engine)
+        for act in (lambda: train(side, 2, precision="bf16"), evaluate, save_and_load):
+            act()
+            engine.passes.wait_for_all()
+            assert_at_rest(engine)
+        if engine.tiers.nvme is not None:  # no holes
+            assert os.path.getsize(next(tmp_path.rglob(f"*{engine.comm.rank}.bin"))) == engine.tiers.nvme.nbytes
+        if storages:  # with two of Adam's; on two ranks there are shards of nothing but padding
+            assert 3 in (counts := {len(storage._tensors) for storage in storages}) and counts <= {1, 3}
+        with lightning_zero.gather(side.module):
+            assert sum(nbytes_in_memory(storage) for storage in storages) == 0
+        assert_at_rest(engine)
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Events of the worker: ("read" | "step" | "write" | "written", bucket); and how many buckets were in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []
-        self.most_in_memory = 0
-        self.storages: list[FileStorage] = []
-
-    def note(self, kind: str, label: str) -> None:
-        if (kind, label) not in self.events[-1:]:  # a bucket has several tensors
-            self.events.append((kind, label))
-        self.most_in_memory = max(self.most_in_memory, sum(nbytes_in_memory(storage) > 0 for storage in self.storages))
-
-    def at(self, kind: str, label: str) -> int:
-        return self.events.index((kind, label))
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[Recorder]:
-    recorder = Recorder()
-    stage_in, stage_out, submit = NvmeTier.stage_in, NvmeTier.stage_out, StepWorker.submit
-
-    def read(self: NvmeTier, extent: Any, out: Any) -> Any:
-        if "(parameters)" not in extent.label:
-            recorder.note("read", extent.label)
-        return stage_in(self, extent, out)
-
-    class Seen:
-        def __init__(self, future: Any, label: str) -> None:
-            self._future, self._label = future, label
-
-        def result(self) -> Any:
-            result = self._future.result()
-            recorder.note("written", self._label)
-            return result
-
-    def write(self: NvmeTier, extent: Any, value: Any) -> Any:
-        future = stage_out(self, extent, value)
-        if "(parameters)" in extent.label:
-            return future
-        recorder.note("write", extent.label)
-        return Seen(future, extent.label)
-
-    def submitted(self: StepWorker, jobs: list[StepJob], event: Any) -> None:
-        def noted(job: StepJob) -> StepJob:
-            def work() -> None:
-                recorder.note("step", job.bucket.label)
-                job.run()
-                recorder.note("stepped", job.bucket.label)
-
-            return job._replace(run=work)
-
-        submit(self, [noted(job) for job in jobs], event)
-
-    with (
-        mock.patch.object(NvmeTier, "stage_in", read),
-        mock.patch.object(NvmeTier, "stage_out", write),
-        mock.patch.object(StepWorker, "submit", submitted),
-    ):
-        yield recorder
-
-
-@on_ranks(1, 2)
-@SOME_STATE_IN_FILES
-def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
-    with recorded() as recorder:
-        side = Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path))
-        recorder.storages = file_storages(side.engine)
-        with side:
-            train(side, 1)
-            side.engine.passes.wait_for_all()
-            assert recorder.most_in_memory <= 3, "in the first step"
-            side.backward(side.module(tokens(1)).float().square().mean())
-            recorder.events.clear()
-            side.step()
-            side.engine.passes.wait_for_all()
-            found = recorder
-            order = [label for kind, label in found.events if kind == "step"]
-            assert order == [b.label for b in side.engine.buckets]  # as the next forward needs them
-            for k, label in enumerate(order):
-                assert found.at("read", label) < found.at("step", label) < found.at("write", label)
-                if k + 1 < len(order):
-                    assert found.at("read", order[k + 1]) < found.at("step", label)
-                if k:
-                    before = order[k - 1]
-                    assert found.at("write", before) < found.at("step", label)
-                    assert found.at("stepped", label) < found.at("written", before)  # not waited for until then
-                if k > 1:
-                    assert found.at("written", order[k - 2]) < found.at("step", label)
-            assert recorder.most_in_memory == 3
 
 
 @on_ranks(2, full=(1,))
@@ -382,17 +265,13 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
 
 
 def close_all(engine: Engine) -> None:
-    """What is left of an engine whose values are lost."""
     engine.passes.after_step.close()
     engine.tiers.close()
     engine.comm.waits.close()
 
 
 def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
-    text = str(error)
-    assert str(folder) in text and ".bin" in text, text
-    assert "byte offset" in text and "#0" in text, text
-    assert what in text, text
+    assert all(word in str(error) for word in (str(folder), ".bin", "byte offset", "#0", what)), error
 
 
 @on_ranks(1)
@@ -460,8 +339,10 @@ def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.r
     side.engine.passes.abort()
     broken = False
     if kind == "write" or "optimizer_nvme" in row:  # what was lost stays lost
-        with pytest.raises(DiskError):
-            accumulate(side, 3, 1)
+        for look in (lambda: accumulate(side, 3, 1), side.engine.state_dict, side.engine.passes.wait_for_all):
+            with pytest.raises(DiskError):
+                look()
+            side.engine.passes.abort()
     close_all(side.engine)
     return weakref.ref(side.engine)
 
@@ -507,6 +388,7 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
     """Also those who come later. Nobody waits for ever."""
     kind = _Unbound if where == "start of the thread" else Accelerator
     worker = StepWorker(1, kind(torch.device("cpu")))
+    worker.submit([], None)  # which is no end of it
     stepped, later = _OfBucket(_broken if where == "last write" else lambda: None), _OfBucket()
     if where == "no thread":
         worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
@@ -524,16 +406,6 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
     worker.close()
 
 
-def test_a_worker_without_jobs_takes_the_next_ones() -> None:
-    worker = StepWorker(1, Accelerator(torch.device("cpu")))
-    worker.submit([], None)
-    bucket = _OfBucket()
-    worker.submit([bucket.job()], None)
-    bucket.awaited_step.future.result(5)  # type: ignore[union-attr]
-    worker.wait()
-    worker.close()
-
-
 @on_ranks(1)
 def test_an_error_that_passes_is_retried(tmp_path: Path) -> None:
     failures = iter([False, False, True, True])
@@ -548,38 +420,27 @@ def test_an_error_that_passes_is_retried(tmp_path: Path) -> None:
         assert next(failures, None) is None
 
 
-STALL_S = 2.0
-
-
-def _fail_on_one_rank(folder: Path) -> tuple[str, float]:
+def _fail_on_one_rank(folder: Path) -> None:
     watchdog.EVERY_S = 0.05
-    side = Sharded(Model(), stall_timeout_s=STALL_S, **offload("nvme", folder))
+    side = Sharded(Model(), stall_timeout_s=2.0, **offload("nvme", folder))
     train(side, 2)
     side.engine.passes.wait_for_all()
     accumulate(side, 2, 1)
     if dist.get_rank() == 0:
         os.truncate(next(folder.rglob("rank00000.bin")), 4096)
     side.step()
-    started = time.monotonic()
     with pytest.raises((DiskError, RuntimeError)) as caught:
         for step in range(3, 5):
             accumulate(side, step, 1)
-    waited = time.monotonic() - started
-    return f"{type(caught.value).__name__}: {caught.value}", waited
-
-
-def _leave(folder: Path) -> None:
-    """The pool has lost messages of a group: it ends here."""
-    raise RuntimeError(*_fail_on_one_rank(folder))
+    # The pool has lost messages of a group: it ends here.
+    raise RuntimeError(f"{type(caught.value).__name__}: {caught.value}")
 
 
 def test_the_other_rank_does_not_hang(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
-        run(2, _leave, tmp_path, timeout=40)
-    notes = "\n".join(caught.value.__notes__)
-    text = f"{caught.value} {notes}"
-    assert "DiskError" in text and "the file ends here" in text
-    assert "on rank" in text
+        run(2, _fail_on_one_rank, tmp_path, timeout=40)
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert "DiskError" in text and "the file ends here" in text and "on rank" in text
 
 
 @on_ranks(1)
@@ -594,9 +455,6 @@ def test_files_of_a_forgotten_model_go_with_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.01)
-
-
-# -- what ranks have issued when an exception ends a pass -------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -638,22 +496,21 @@ def test_a_write_comes_while_the_worker_brings_the_stepped_masters_to_rest(
         time.sleep(0.02)
         return os.pwritev(*args)
 
-    torch.manual_seed(0)
-    blocks = [Clamped("in place", 64) if how == "clamp" else nn.Sequential(nn.Linear(64, 64)) for _ in range(4)]
-    module = nn.Sequential(*blocks)
+    def build() -> nn.Module:
+        clamps = how == "clamp"
+        return nn.Sequential(*(Clamped("in place", 64) if clamps else nn.Sequential(linear(64)) for _ in range(4)))
+
+    def body(side: Sharded) -> list[Tensor]:
+        if side.engine.tiers.nvme is not None:
+            side.engine.tiers.nvme._file.syscalls.pwritev = slow
+        for step in range(4):
+            if how == "assign" and step:
+                for param in side.module.parameters():
+                    param.data = torch.full(param.shape, 0.01 * step)
+            side.backward(side.module(floats(step, 4, 64)).square().mean())
+            side.step()
+            side.zero_grad()
+        return []
+
     unit = {"classes": ["Clamped" if how == "clamp" else "Sequential"]}
-    found: list[list[Tensor]] = []
-    for row in ("none", "optimizer_nvme"):
-        with Sharded(copy.deepcopy(module), stage=stage, unit=unit, **offload(row, tmp_path)) as side:
-            if side.engine.tiers.nvme is not None:
-                side.engine.tiers.nvme._file.syscalls.pwritev = slow
-            for step in range(4):
-                if how == "assign" and step:
-                    for param in side.module.parameters():
-                        param.data = torch.full(param.shape, 0.01 * step)
-                side.backward(side.module(floats(step, 4, 64)).square().mean())
-                side.step()
-                side.zero_grad()
-            with lightning_zero.gather(side.module):
-                found.append([param.detach().clone() for param in side.module.parameters()])
-    assert all(map(torch.equal, *found))
+    compare("optimizer_nvme", stage, tmp_path, body, build, unit=unit)

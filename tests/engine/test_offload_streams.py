@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch import Tensor
 import lightning_zero.device
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import grad_store, master_storage
+from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
@@ -51,6 +51,20 @@ def streams() -> Iterator[None]:
         mock.patch.object(pinned, "PAIR_NBYTES", 1024),
     ):
         yield
+
+
+def compare_on_streams(row: str, folder: Path, body: Callable[[Sharded], list[Any]], **settings: Any) -> None:
+    """``body`` finds the same with offload on a device with streams, and without."""
+    found = []
+    for on_streams in (True, False):
+        torch.manual_seed(3)
+        place: dict[str, Any] = offload(row, folder) if on_streams else {"offload": "none"}
+        with (
+            streams() if on_streams else contextlib.nullcontext(),
+            Sharded(Model(width=64), **settings, **place) as side,
+        ):
+            found.append(body(side))
+    assert_equal(*found)
 
 
 CASES = [  # by which norm gradients are clipped, or twice
@@ -89,74 +103,38 @@ def test_training_equals_no_offload(
             side.zero_grad()
         return found + whole(side)
 
-    found = []
-    for on_streams in (True, False):
-        torch.manual_seed(3)
-        place: dict[str, Any] = offload(row, tmp_path) if on_streams else {"offload": "none"}
-        with (
-            streams() if on_streams else contextlib.nullcontext(),
-            Sharded(Model(width=64), precision=precision, optimizer=optimizer, **place) as side,
-        ):
-            found.append(history(side))
-    assert_equal(*found)
-
-
-# -- what is found out on the way -------------------------------------------------------------------------------------
+    compare_on_streams(row, tmp_path, history, precision=precision, optimizer=optimizer)
 
 
 @on_ranks(2)
-def test_a_norm_is_that_of_the_gradient_as_it_is_now() -> None:
+def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
     """What was found out on its way counts only as long as nobody has changed it."""
 
     def norms(side: Sharded) -> list[Tensor]:
         found = []
+
+        def note() -> None:
+            found.append(lightning_zero.grad_norm(side.module))
+
         for step in range(3):
             accumulate(side, step, 1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.clip(0.1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             with lightning_zero.gather(side.module, grads=True):
                 for p in side.module.parameters():
                     p.grad.mul_(3)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             accumulate(side, step, 1)
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             next(side.module.parameters()).grad = None
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.step()
-            found.append(lightning_zero.grad_norm(side.module))
+            note()
             side.zero_grad()
         return found
 
-    found = []
-    for on_streams in (True, False):
-        torch.manual_seed(3)
-        with (
-            streams() if on_streams else contextlib.nullcontext(),
-            Sharded(Model(width=64), offload="cpu" if on_streams else "none") as side,
-        ):
-            found.append(norms(side))
-    assert_equal(*found)
-
-
-@on_ranks(1)
-def test_norms_are_taken_on_the_way_once_they_have_been_asked_for() -> None:
-    looks: list[str] = []
-    norm = grad_store.OnHost.norm
-
-    def noted(self: grad_store.OnHost, norm_type: float) -> Tensor | None:
-        found = norm(self, norm_type)
-        looks.append("on the host" if found is None else "on its way")
-        return found
-
-    with streams(), mock.patch.object(grad_store.OnHost, "norm", noted), Sharded(Model(), offload="cpu") as side:
-        for step in range(3):
-            accumulate(side, step, 1)
-            side.clip(0.1)
-            side.step()
-            side.zero_grad()
-    buckets = len(looks) // 3
-    assert looks == ["on the host"] * buckets + ["on its way"] * 2 * buckets
+    compare_on_streams("cpu", tmp_path, norms)
 
 
 def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:
@@ -175,12 +153,3 @@ def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one(
         store.add(torch.full((100,), 3.0))
         landing.close()  # the thread has ended
         assert store.value is not None and store.value.eq(3).all()
-
-
-@pytest.mark.parametrize(("source", "target"), [("cpu", "meta"), ("meta", "cpu")])
-def test_values_that_are_cast_between_devices_are_copied_in_pieces(source: str, target: str) -> None:
-    found: list[list[int]] = []
-    copy = mock.patch.object(Tensor, "copy_", lambda *tensors: found.append([t.numel() for t in tensors]))
-    with mock.patch.object(master_storage, "CAST_CHUNK", 2), copy:
-        master_storage.copy_cast(torch.empty(5, device=source), torch.empty(5, dtype=torch.bfloat16, device=target))
-    assert found == [[2, 2], [2, 2], [1, 1]]

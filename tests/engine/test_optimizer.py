@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import math
-import subprocess
-import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
-from tests.engine.test_offload import offload
+from tests.engine.test_offload import offload, slow_steps
 from tests.harness import on_ranks
 from tests.models import WIDTH, Does, linear
+from tests.rows import PLACES as OFFLOADED
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -93,17 +94,21 @@ def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
 
 
 @on_ranks(2)
-@OUTER
-def test_norms_of_complex_gradients_are_real(stage: int) -> None:
-    module = nn.Linear(3, 5, dtype=torch.complex64)
-    twin = Twin(module, optimizer=sgd)
-    with Sharded(module, stage=stage, optimizer=sgd) as side:
-        for each in (side, twin):
-            each.backward(each.module(torch.ones(2, 3, dtype=torch.complex64)).abs().sum())
-        norms = [each.clip(0.5) for each in (side, twin)]
-        assert norms[0].dtype == torch.float32
-        torch.testing.assert_close(*norms)
-        assert_same(side, twin, grads=True, tolerance=1e-6)
+def test_complex_parameters_train_and_are_clipped_as_by_torch() -> None:
+    """Norms are real; the state of Adagrad starts at another complex number than zero."""
+
+    def build() -> nn.Module:
+        turns = lambda: nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))  # noqa: E731
+        return nn.Sequential(*(Does(lambda m, x: (x * m.turn).abs() + x, turn=turns()) for _ in range(2)))
+
+    def work(side: Side, step: int) -> Tensor:
+        mean_square(side, step)
+        norm = side.clip(0.5)
+        assert norm.dtype == torch.float32
+        return norm
+
+    adagrad = lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1)  # noqa: E731
+    check(build, work, stage=OUTER_STAGES, optimizer=adagrad, tolerance=1e-6)
 
 
 @on_ranks(2)
@@ -124,13 +129,12 @@ def test_a_norm_is_that_of_some_parameters_in_one_message(stage: int) -> None:
         sharded.clip(1e6)
         assert len(issued) == 1
         assert torch.equal(lightning_zero.grad_norm(module), before)  # a small norm is not scaled up
-        with lightning_zero.gather(module, grads=True):
-            module.head.bias.grad[0] = math.inf
-        assert sharded.clip(1.0).isinf()
-        with lightning_zero.gather(module, grads=True):
-            module.head.bias.grad[0] = math.nan
-        with pytest.raises(RuntimeError, match="gradient norm is"):
-            lightning_zero.clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+        for bad in (math.inf, math.nan):
+            with lightning_zero.gather(module, grads=True):
+                module.head.bias.grad[0] = bad
+            with pytest.raises(RuntimeError, match="gradient norm is"):
+                lightning_zero.clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+        assert sharded.clip(1.0).isnan()
 
 
 # -- graphs of before a step ------------------------------------------------------------------------------------------
@@ -172,24 +176,19 @@ def test_a_step_of_other_parameters_leaves_a_graph_as_it_was(stage: int, row: st
     heads = lambda m, x: (m.first(x).square().mean(), m.second(x).square().mean())  # noqa: E731
     module = Does(heads, first=linear(), second=linear())  # both are of the root unit
     plain = copy.deepcopy(module)
-    for param in (*module.parameters(), *plain.parameters()):
-        dist.broadcast(param.data, 0)
     x = torch.randn(4, 19, generator=torch.Generator().manual_seed(1))  # the same on all ranks: the mean is each
     engine = lightning_zero.shard(module, device="cpu", stage=stage, offload=row)
     for model, act in ((module, engine.passes.backward), (plain, torch.Tensor.backward)):
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
-        if model is module:
-            for optimizer in optimizers:
-                engine.add_optimizer(optimizer)
+        for optimizer in optimizers if model is module else ():
+            engine.add_optimizer(optimizer)
         for _ in range(2):
-            first, second = model(x)
-            for loss, optimizer in zip((first, second), optimizers, strict=True):
+            for loss, optimizer in zip(model(x), optimizers, strict=True):
                 act(loss)
                 optimizer.step()
                 optimizer.zero_grad()
     with lightning_zero.gather(module):
-        for own, other in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own, other)
+        torch.testing.assert_close([*module.parameters()], [*plain.parameters()])
     engine.release()
 
 
@@ -222,16 +221,6 @@ def test_every_element_wise_class_is_among_them() -> None:
 @pytest.mark.sample
 def test_element_wise_optimizers_of_torch_train(name: str) -> None:
     check(Model, language_work, stage=OUTER_STAGES, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
-
-
-@on_ranks(2)
-def test_adagrad_starts_complex_parameters_as_torch_does() -> None:
-    def build() -> nn.Module:
-        turns = lambda: nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))  # noqa: E731
-        return nn.Sequential(*(Does(lambda m, x: (x * m.turn).abs() + x, turn=turns()) for _ in range(2)))
-
-    adagrad = lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1)  # noqa: E731
-    check(build, mean_square, stage=OUTER_STAGES, optimizer=adagrad)
 
 
 @on_ranks(2, full=(3,))
@@ -293,7 +282,8 @@ def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_paramet
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module)
-    with Sharded(module, stage=stage) as sharded:
+    with Sharded(module, stage=stage) as sharded, warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a scheduler that has seen no step
         schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in (sharded, twin)]
         for step in range(5):
             language_work(twin, step)
@@ -324,8 +314,6 @@ def test_an_optimizer_built_before_sharding_trains() -> None:
 @on_ranks(2)
 @PLACES
 def test_a_hook_before_the_step_sets_its_learning_rate(stage: int, row: str, tmp_path: Path) -> None:
-    """In the step of every bucket, also of one that is stepped later."""
-
     def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
@@ -339,30 +327,6 @@ def test_a_hook_before_the_step_sets_its_learning_rate(stage: int, row: str, tmp
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-FIRST_OF_ITS_BASE = """
-import torch
-from torch import nn
-import lightning_zero
-
-class Named(torch.optim.AdamW):
-    pass
-
-module = nn.Linear(4, 4)
-engine = lightning_zero.shard(module, device="cpu")
-optimizer = Named(module.parameters())
-engine.add_optimizer(optimizer)
-engine.passes.backward(module(torch.ones(2, 4)).sum())
-optimizer.step()
-assert type(optimizer) is Named
-"""
-
-
-@pytest.mark.full
-def test_a_class_without_a_step_of_its_own_is_its_base_also_where_that_was_never_used() -> None:
-    """torch puts its hooks around the step of the first class that is used: in a process without others."""
-    subprocess.run([sys.executable, "-c", FIRST_OF_ITS_BASE], check=True, timeout=100)
 
 
 @on_ranks(2, full=(1, 3))
@@ -393,47 +357,6 @@ def test_a_class_of_torch_s_with_a_step_of_its_own_that_is_declared_element_wise
     assert "step" not in sharded.optimizer.__dict__
 
 
-@on_ranks(2, full=(1, 3))
-@PLACES
-def test_parameters_in_two_optimizers(stage: int, row: str, tmp_path: Path) -> None:
-    """Both step with the same gradient, and keep states of their own."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, **offload(row, tmp_path)) as sharded:
-        second = sgd([*module.blocks[1].parameters(), *module.head.parameters()])
-        sharded.engine.add_optimizer(second)
-        params = dict(twin.module.named_parameters())
-        chosen = [twin.masters[p] for n, p in params.items() if n.startswith(("blocks.1.", "head."))]
-        plain_second = sgd([master.flat for master in chosen])
-        for step in range(4):
-            for side in (sharded, twin):
-                language_work(side, step)
-                side.step()
-            second.step()
-            twin.show_grads()
-            for master in chosen:
-                plain_second.state[master.flat].setdefault("momentum_buffer", torch.zeros_like(master.flat))
-            plain_second.step()
-            for param, master in twin.masters.items():
-                param.data.copy_(master.value)
-            assert_same(sharded, twin)
-            for side in (sharded, twin):
-                side.zero_grad()
-        optimizers = (sharded.optimizer, second)
-
-        def states() -> list[Any]:
-            return [state_dicts.optimizer_state(sharded.engine, o, only_rank_0=False) for o in optimizers]
-
-        before = states()
-        for name, state in zip(("exp_avg", "momentum_buffer"), before, strict=True):
-            assert all(name in entry for entry in state["state"].values())
-        for optimizer, state in zip(optimizers, before, strict=True):
-            state_dicts.load_optimizer_state(sharded.engine, optimizer, state)
-        for found, state in zip(states(), before, strict=True):
-            assert_equal(found["state"], state["state"])
-
-
 @on_ranks(2)
 @IN_STAGES
 def test_an_unknown_optimizer_that_is_declared_element_wise_trains(stages: tuple[int, ...]) -> None:
@@ -444,46 +367,30 @@ def test_an_unknown_optimizer_that_is_declared_element_wise_trains(stages: tuple
 @on_ranks(1)
 def test_what_is_declared_element_wise_and_is_not_is_refused() -> None:
     """Norms of slices are others, and each rank's norm over all is its own; random numbers cannot be tried."""
-    wrong = "came out otherwise"
-    for kind, why in (
-        (Lamb, wrong),
-        (torch.optim.Adafactor, wrong),
-        (NormOverAll, wrong),
-        (Shared, wrong),
-        (Langevin, ""),
-    ):
+    for kind in (Lamb, torch.optim.Adafactor, NormOverAll, Shared, Langevin):
         module = Model()
         engine = lightning_zero.shard(module, device="cpu", optimizer={"sharding": "slices"})
-        if why:
-            with pytest.raises(ValueError, match=rf"zero\.optimizer\.sharding: .*{kind.__name__}.*{why}"):
-                engine.add_optimizer(kind(module.parameters()))
-        else:
+        why = rf"zero\.optimizer\.sharding: .*{kind.__name__}.*came out otherwise"
+        with contextlib.nullcontext() if kind is Langevin else pytest.raises(ValueError, match=why):
             engine.add_optimizer(kind(module.parameters()))
         engine.release()
 
 
 @on_ranks(1, 2)
-def test_bad_parameters_are_refused_by_name() -> None:
-    module = Model()
-    engine = lightning_zero.shard(module, device="cpu")
-    engine.add_optimizer(adamw(module.blocks.parameters()))
+def test_bad_parameters_and_state_dicts_of_slices_are_refused() -> None:
     foreign = nn.Linear(7, 3)
-    with pytest.raises(ValueError, match=r"shape \(3, 7\) is not part of the sharded module"):
-        engine.add_optimizer(sgd([*module.head.parameters(), *foreign.parameters()]))
-    with pytest.raises(ValueError, match="differentiable"):
-        engine.add_optimizer(torch.optim.SGD(module.head.parameters(), differentiable=True))
-    engine.add_optimizer(sgd(module.head.parameters()))
-    engine.release()
-
-
-@on_ranks(2)
-def test_a_foreign_parameter_in_a_group_and_state_dicts_of_slices_are_refused() -> None:
-    with Sharded(Model()) as side:
+    with Sharded(Model(), optimizer=lambda params: adamw([*params][:-2])) as side:
+        head = side.module.head
+        with pytest.raises(ValueError, match=r"shape \(3, 7\) is not part of the sharded module"):
+            side.engine.add_optimizer(sgd([*head.parameters(), *foreign.parameters()]))
+        with pytest.raises(ValueError, match="differentiable"):
+            side.engine.add_optimizer(torch.optim.SGD(head.parameters(), differentiable=True))
+        side.engine.add_optimizer(sgd(head.parameters()))
         with pytest.raises(RuntimeError, match="optimizer_state"):
             side.optimizer.state_dict()
         with pytest.raises(RuntimeError, match="load_optimizer_state"):
             side.optimizer.load_state_dict({})
-        side.optimizer.add_param_group({"params": nn.Linear(7, 3).parameters()})
+        side.optimizer.add_param_group({"params": foreign.parameters()})
         language_work(side, 0)
         with pytest.raises(ValueError, match="not part of the sharded module"):
             side.step()
@@ -493,12 +400,15 @@ def test_a_foreign_parameter_in_a_group_and_state_dicts_of_slices_are_refused() 
 # -- optimizer state --------------------------------------------------------------------------------------------------
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+def through_a_file(*state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded: dict[str, Any] = torch.load(file)
-    return loaded
+    return torch.load(file)
+
+
+def state_of(side: Sharded) -> dict[str, Any]:
+    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
 
 
 def unused_head(side: Side, step: int) -> Tensor:
@@ -531,53 +441,60 @@ def train(side: Side, steps: Iterable[int], precision: str) -> None:
 def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: str, optimizer: MakeOptimizer) -> None:
     torch.manual_seed(3)
     module = Model()
+    module.empty = nn.Parameter(torch.ones(0, 5))
+    module.register_forward_hook(lambda m, _, out: out + m.empty.sum())
     twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as sharded:
         for side in (sharded, twin):
             train(side, range(3), precision)
-        own = state_dicts.optimizer_state(sharded.engine, sharded.optimizer, only_rank_0=False)
-        expected = twin.optimizer.state_dict()
+        own, expected = state_of(sharded), twin.optimizer.state_dict()
         settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
-        assert own["state"].keys() == expected["state"].keys()
         for number, param in enumerate(module.parameters()):
-            for key, value in expected["state"][number].items():
-                found = own["state"][number][key]
-                if value.dim():
-                    assert found.shape == param.shape
-                    value = value[: param.numel()].view(param.shape)
-                assert torch.equal(found, value), (number, key)
-        if dist.get_rank():
-            assert state_dicts.optimizer_state(sharded.engine, sharded.optimizer) == {}
-        else:
-            state_dicts.optimizer_state(sharded.engine, sharded.optimizer)
+            shaped = {k: v[: param.numel()].view(param.shape) for k, v in expected["state"][number].items() if v.dim()}
+            expected["state"][number] |= shaped
+        assert_equal(own["state"], expected["state"])
+        counts = [entry["step"].data_ptr() for entry in own["state"].values() if "step" in entry]
+        assert len(set(counts)) == len(counts)  # one that several share would be counted up several times
+        state_dicts.load_optimizer_state(sharded.engine, sharded.optimizer, own)
+        assert_equal(state_of(sharded)["state"], own["state"])
+        on_rank_0 = state_dicts.optimizer_state(sharded.engine, sharded.optimizer)
+        assert bool(on_rank_0) == (dist.get_rank() == 0)
 
 
-def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
+Place = tuple[int, str]
+RESUMED: list[tuple[Place, Place]] = [
+    ((3, "none"), (3, "none")),
+    ((0, "none"), (3, "none")),
+    ((2, "none"), (0, "none")),
+    *(((stage, row), (3 - stage % 3, "none")) for row, stage in OFFLOADED),
+    *(((i % 4, "none"), (stage, row)) for i, (row, stage) in enumerate(OFFLOADED)),
+    *(((3, "auto"), (stage, "auto")) for stage in (1, 2, 3)),
+]
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize(("source", "target"), RESUMED)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.mainly(lambda source, target, precision, optimizer: precision == "fp32" and optimizer is adamw)
+def test_training_resumes_in_any_stage_and_row(
+    source: Place, target: Place, precision: str, optimizer: MakeOptimizer, tmp_path: Path
+) -> None:
     torch.manual_seed(3)
-    module, expected = Model(), None
-    with Sharded(module, stage=source, precision=precision, optimizer=optimizer) as first:
+    settings: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
+    with Sharded(Model(), stage=source[0], **offload(source[1], tmp_path), **settings) as first:
         train(first, range(3), precision)
-        weights = through_a_file(first.engine.state_dict(only_rank_0=False))
-        state = through_a_file(state_dicts.optimizer_state(first.engine, first.optimizer, only_rank_0=False))
+        weights, state = through_a_file(first.engine.state_dict(only_rank_0=False), state_of(first))
         train(first, range(3, 6), precision)
         expected = first.engine.state_dict(only_rank_0=False)
-    with Sharded(Model(), stage=target, precision=precision, optimizer=optimizer) as second:
+    with slow_steps(0.002), Sharded(Model(), stage=target[0], **offload(target[1], tmp_path), **settings) as second:
         train(second, range(1), precision)  # what was there is replaced
         second.engine.load_state_dict(weights)
         whole_params.masters_changed(second.engine)
         state_dicts.load_optimizer_state(second.engine, second.optimizer, state)
         train(second, range(3, 6), precision)
-        for name, value in second.engine.state_dict(only_rank_0=False).items():
-            assert torch.equal(value, expected[name]), name
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("source", "target"), [(3, 3), (0, 3), (3, 1), (2, 0)])
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
-def test_training_resumes_in_any_stage(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
-    _assert_resumes(source, target, precision, optimizer)
+        assert_equal(second.engine.state_dict(only_rank_0=False), expected)
 
 
 @on_ranks(2)
@@ -587,26 +504,18 @@ def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Pat
     torch.manual_seed(3)
     with Sharded(Model(), **offload(row, tmp_path)) as side:
         train(side, range(3), "fp32")
-        saved = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        weights = side.engine.state_dict(only_rank_0=False)
+        saved = state_of(side)
         train(side, range(3, 5), "fp32")
-        later = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        before = [state["exp_avg"] for state in side.optimizer.state.values()]
+        before = {id(state["exp_avg"]) for state in side.optimizer.state.values()}
         state_dicts.load_optimizer_state(side.engine, side.optimizer, saved)
-        side.engine.load_state_dict(weights)
-        after = [state["exp_avg"] for state in side.optimizer.state.values()]
-        assert {id(tensor) for tensor in after} == {id(tensor) for tensor in before}
-        found = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        assert_equal(found["state"], saved["state"])
-        train(side, range(3, 5), "fp32")
-        found = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        assert_equal(found["state"], later["state"])
+        assert {id(state["exp_avg"]) for state in side.optimizer.state.values()} == before
+        assert_equal(state_of(side)["state"], saved["state"])
 
 
 @on_ranks(2)
 def test_settings_of_param_groups_are_loaded_and_state_of_another_model_is_refused() -> None:
     with Sharded(Model()) as side:
-        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        state = state_of(side)
         state["param_groups"][0]["lr"] = 0.123
         state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
         assert side.optimizer.param_groups[0]["lr"] == 0.123
@@ -647,6 +556,5 @@ def test_an_optimizer_that_has_stepped_before_goes_on(kind: Any, stage: int) -> 
             optimizer.step()
             optimizer.zero_grad()
     with lightning_zero.gather(module):
-        for own, other in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
     engine.release()

@@ -23,13 +23,13 @@ from tests.engine.support import (
     Model,
     Sharded,
     accumulate,
-    adamw,
     assert_equal,
     autocast,
     check,
     in_pairs,
     sgd,
 )
+from tests.engine.test_offload import OPTIMIZERS
 from tests.harness import on_ranks, run
 
 
@@ -51,9 +51,6 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer": ("sgd", "adamw"),
 }
 MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
-
-
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def _check_case(case: Case, **config: Any) -> None:
@@ -129,17 +126,6 @@ def test_settings_of_time_and_memory_change_nothing() -> None:
         {"dynamic_graph": True},
     ):
         assert_equal(plain, _history(3, **config))
-
-
-@on_ranks(2, full=(3,))
-def test_other_buckets_sum_norms_in_another_order_and_that_is_all() -> None:
-    plain = _history(3)
-    for config in (
-        {"reduce_bucket_bytes": 3000},  # less than the largest parameter
-        {"unit": {"classes": ["Block", "Linear"]}},  # nested units
-        {"unit": {"classes": ["Model"]}},  # the root alone
-    ):
-        assert_equal(plain, _history(3, **config), tolerance=1e-6)
 
 
 @on_ranks(2, full=(3,))

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.support import (
     ALL_STAGES,
@@ -39,7 +38,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks
-from tests.models import WIDTH, Block, Chain, Does, checkpointed, linear
+from tests.models import WIDTH, Adapted, Block, Chain, Does, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
 
@@ -66,16 +65,6 @@ def image_work(side: Side, step: int) -> Tensor:
 @IN_STAGES
 def test_a_module_used_several_times_in_one_forward_trains(stages: tuple[int, ...]) -> None:
     check(lambda: Chain(path=(0, 1, 2, 1, 1, 0)), mean_square, stage=stages, plain=BOTH)
-
-
-@on_ranks(2)
-def test_several_forwards_before_one_backward_train() -> None:
-    def work(side: Side, step: int) -> Tensor:
-        losses = [language_loss(side.module, tokens(step, i)) for i in range(3)]
-        side.backward(sum(losses))  # type: ignore[arg-type]
-        return losses[0]
-
-    check(Model, work, stage=OUTER_STAGES)
 
 
 @on_ranks(2)
@@ -120,20 +109,6 @@ def test_nested_units_and_a_root_that_is_the_only_unit_train(stages: tuple[int, 
     check(Model, language_work, stage=OUTER_STAGES, unit={"classes": ["Model"]})
 
 
-@on_ranks(2)
-def test_a_module_that_returns_nothing_is_called_where_another_exception_is_handled() -> None:
-    silent = Does(lambda m, x: m.kept.append(m.linear(x)), linear=linear(8), kept=[])
-    module = nn.Sequential(silent)
-    with Sharded(module, stage=3, unit={"classes": ["Does"]}) as side:
-        try:
-            raise KeyError
-        except KeyError:
-            module(torch.ones(2, 8))
-        assert not side.engine.passes.aborted
-        side.backward(silent.kept.pop().sum())
-        side.step()
-
-
 # -- activation checkpointing -----------------------------------------------------------------------------------------
 
 
@@ -141,28 +116,20 @@ def test_a_module_that_returns_nothing_is_called_where_another_exception_is_hand
 @IN_STAGES
 @REENTRANT
 def test_checkpointed_blocks_train(stages: tuple[int, ...], reentrant: bool) -> None:
-    check(lambda: Chain(call=checkpointed(reentrant)), mean_square, stage=stages)
+    call = checkpointed(reentrant)
+    several = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=call)  # noqa: E731
+    # Under the reentrant kind its gradients arrive twice, and the second time after they were reduced.
+    used_twice = lambda: Chain(call=call, path=(0, 1, 2, 0))  # noqa: E731
 
+    def adapters() -> nn.Module:
+        module = Chain(Adapted, call=call)
+        module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
+        return module
 
-@on_ranks(2)
-@IN_STAGES
-@REENTRANT
-def test_several_blocks_in_one_checkpoint_train(stages: tuple[int, ...], reentrant: bool) -> None:
-    build = lambda: Chain(lambda: nn.Sequential(Block(), Block()), 2, call=checkpointed(reentrant))  # noqa: E731
     for prefetch_bytes in (0, 10**6):
-        check(build, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
-
-
-@on_ranks(2)
-@REENTRANT
-def test_two_checkpoints_of_the_whole_model_train(reentrant: bool) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        inputs = [floats(step + 50 * i, 4, WIDTH).requires_grad_() for i in range(2)]
-        loss = sum(checkpoint(side.module, x, use_reentrant=reentrant).square().mean() for x in inputs)
-        side.backward(loss)  # type: ignore[arg-type]
-        return loss  # type: ignore[return-value]
-
-    check(Chain, work, stage=OUTER_STAGES, plain=True, optimizer=sgd, tolerance=1e-6)
+        check(several, mean_square, stage=stages, prefetch_bytes=prefetch_bytes, unit={"classes": ["Block"]})
+    check(used_twice, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
+    check(adapters, mean_square, stage=OUTER_STAGES)
 
 
 @on_ranks(2)
@@ -178,12 +145,8 @@ def test_checkpoints_that_end_recomputation_early_train() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["blocks", "offload"])
-def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_away(how: str) -> None:
-    pack = SavedWeights._pack_inside
-    for stage in ALL_STAGES:
-        with mock.patch.object(SavedWeights, "_pack_inside", autospec=True, side_effect=pack) as packs:
-            check(Chain, mean_square, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
-        assert bool(packs.call_count) == (stage == 3)
+def test_blocks_that_are_computed_again_train(how: str) -> None:
+    check(Chain, mean_square, stage=ALL_STAGES, activation_checkpointing=how, unit={"classes": ["Block"]})
 
 
 @on_ranks(2)
@@ -201,91 +164,40 @@ def test_a_checkpoint_inside_of_a_unit_trains(stages: tuple[int, ...], reentrant
     check(build, mean_square, stage=stages, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
 
 
-@on_ranks(2)
-@IN_STAGES
-@REENTRANT
-def test_a_checkpointed_block_used_twice_trains(stages: tuple[int, ...], reentrant: bool) -> None:
-    """Under the reentrant kind its gradients arrive twice, and the second time after they were reduced."""
-    build = lambda: Chain(call=checkpointed(reentrant), path=(0, 1, 2, 0))  # noqa: E731
-    check(build, mean_square, stage=stages, tolerance=1e-6, optimizer=sgd)
-
-
-@on_ranks(2)
-@REENTRANT
-def test_checkpointed_adapters_train(reentrant: bool) -> None:
-    """Frozen weights with small trainable parts, inputs that need no gradient at first."""
-
-    def build() -> nn.Module:
-        module = Chain(call=checkpointed(reentrant))
-        for block in module.blocks:
-            block.up.requires_grad_(False)
-            block.norm.requires_grad_(False)
-        module.first.requires_grad_(reentrant)  # the reentrant kind needs an input with a gradient
-        return module
-
-    check(build, mean_square, stage=OUTER_STAGES)
-
-
 # -- several backwards, gradients of gradients ------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
 @IN_STAGES
-def test_several_backwards_before_a_step_add_up(stages: tuple[int, ...]) -> None:
-    """Each with a forward of its own, without ``no_sync``: reduced at every backward."""
+def test_backwards_of_every_kind_train(stages: tuple[int, ...]) -> None:
+    def of_several_forwards(side: Side, step: int) -> Tensor:
+        """Without ``no_sync``: reduced at every backward."""
+        return torch.stack([mean_square(side, step + 20 * micro).detach() for micro in range(3)])
 
-    def work(side: Side, step: int) -> Tensor:
-        losses = []
-        for micro in range(3):
-            losses.append(language_loss(side.module, tokens(step, micro)))
-            side.backward(losses[-1])
-        return torch.stack(losses)
-
-    check(Model, work, stage=stages, plain=BOTH)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_two_backwards_through_one_forward_add_up(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
+    def two_of_one_forward(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out.square().mean(), retain_graph=True)
         side.backward(out.abs().mean())
         return out
 
-    def call(block: nn.Module, x: Tensor) -> Any:
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # outside of units torch saves alone
-        return block(x)
-
-    check(lambda: Chain(call=call), work, stage=stages)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_a_backward_with_a_gradient_of_its_own_trains(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
+    def with_a_gradient(side: Side, step: int) -> Tensor:
         out = side.module(floats(step, 4, WIDTH))
         side.backward(out, gradient=floats(step + 50, 4, WIDTH))
         return out
 
-    check(Chain, work, stage=stages, plain=BOTH)
+    def of_a_gradient(side: Side, step: int) -> Tensor:
+        loss = penalty(side, floats(step, 4, WIDTH))
+        side.backward(loss)
+        return loss
+
+    for work in (of_several_forwards, two_of_one_forward, with_a_gradient, of_a_gradient):
+        check(Chain, work, stage=stages, plain=BOTH)
 
 
 def penalty(side: Side, x: Tensor) -> Tensor:
     out = side.module(x.requires_grad_()).square().mean()
     (slope,) = torch.autograd.grad(out, x, create_graph=True)
     return out + slope.square().sum()
-
-
-@on_ranks(2, full=(3,))
-@IN_STAGES
-def test_a_gradient_penalty_trains(stages: tuple[int, ...]) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        loss = penalty(side, floats(step, 4, WIDTH))
-        side.backward(loss)
-        return loss
-
-    check(Chain, work, stage=stages, plain=BOTH)
 
 
 @on_ranks(2)
@@ -298,27 +210,11 @@ def test_a_gradient_penalty_whose_graph_is_walked_twice_trains(checkpointing: st
         loss = penalty(side, floats(step, 2, 3, 5, 5))
         side.backward(loss, retain_graph=True)
         side.backward(loss)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         return loss
 
     conv = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())  # noqa: E731
     build = lambda: nn.Sequential(*(conv() for _ in range(3)))  # noqa: E731
     check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=checkpointing)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_autograd_grad_of_inputs_is_followed_by_an_ordinary_backward(stages: tuple[int, ...]) -> None:
-    """An attack on the input: gradients of inputs, none of parameters."""
-
-    def work(side: Side, step: int) -> Tensor:
-        x = floats(step, 4, WIDTH).requires_grad_()
-        (slope,) = torch.autograd.grad(side.module(x).square().mean(), x)
-        loss = side.module(x.detach() + 0.1 * slope.sign()).square().mean()
-        side.backward(loss)
-        return loss
-
-    check(Chain, work, stage=stages)
 
 
 @on_ranks(2)
@@ -369,26 +265,6 @@ def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before
     check(Model, work, steps=1, stage=(0, 1))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
-def test_inputs_that_are_used_often_have_the_same_gradients_at_every_stage(precision: str) -> None:
-    """Autograd adds gradients of one tensor in an order, and in bf16 another order rounds otherwise."""
-    often = lambda m, x: m.a(x) * torch.sigmoid(m.b(x)) + m.c(x)  # noqa: E731
-    make = lambda: Does(often, a=linear(), b=linear(), c=linear())  # noqa: E731
-    found = []
-    for stage in (0, 2, 3):
-        torch.manual_seed(3)
-        module = Chain(make, call=lambda block, x: x + block(x) * torch.tanh(x))
-        with Sharded(module, stage=stage, precision=precision) as side, autocast(precision):
-            x = image(0).to(torch.bfloat16) if precision == "bf16_true" else image(0)
-            side.backward(module(x).float().square().mean())
-            with lightning_zero.gather(module, grads=True):
-                found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
-    for other in found[1:]:
-        assert len(other) == len(found[0]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
 # -- evaluation between training steps --------------------------------------------------------------------------------
 
 
@@ -412,19 +288,9 @@ def test_evaluation_between_steps_gives_the_same_outputs(stages: tuple[int, ...]
 
 @on_ranks(2)
 def test_a_forward_with_gradients_may_lead_nowhere() -> None:
-    """A loss that is only looked at, targets without gradients, and a block by itself: then training goes on."""
-
     def looked_at(side: Side, step: int) -> Tensor:
         language_loss(side.module, tokens(step + 40))
         return language_work(side, step)
-
-    def target(side: Side, step: int) -> Tensor:
-        x = floats(step, 4, WIDTH)
-        with torch.no_grad():
-            target = side.module(x)
-        loss = (side.module(x + 1) - target).square().mean()
-        side.backward(loss)
-        return loss
 
     def of_a_block(side: Side, step: int) -> Tensor:
         """It opens the pass, and the evaluation afterwards goes through it in the middle."""
@@ -435,47 +301,7 @@ def test_a_forward_with_gradients_may_lead_nowhere() -> None:
         return seen
 
     check(Model, looked_at, stage=OUTER_STAGES)
-    check(Chain, target, stage=OUTER_STAGES)
     check(Chain, of_a_block, plain=BOTH)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("scoped", [False, True])
-def test_evaluation_keeps_the_order_of_training(scoped: bool) -> None:
-    """Plans stay as they are, nothing is agreed anew, and gathers are still issued ahead."""
-    with Sharded(Model(depth=4)) as side:
-        engine = side.engine
-        events: list[tuple[str, str]] = []
-
-        def in_scope(key: str, evaluation: bool = False) -> Any:
-            return engine.step_scope(key, evaluation=evaluation) if scoped else contextlib.nullcontext()
-
-        def train(step: int) -> None:
-            with in_scope("train"):
-                loss = language_loss(side.module, tokens(step))
-            side.backward(loss)
-            side.step()
-            side.zero_grad()
-
-        def evaluate(batches: int) -> None:
-            for i in range(batches):
-                with torch.no_grad(), in_scope("validate", evaluation=True):
-                    side.module(tokens(100 + i))
-
-        train(0)
-        evaluate(1)
-        plans = {key: plan.entries for key, plan in engine.passes.order.plans.items()}
-        engine.comm.observers.append(lambda *event: events.append(event))
-        ahead: list[list[bool]] = []
-        for block in side.module.blocks:
-            block.register_forward_pre_hook(lambda *_: ahead.append([u.state is State.SHARDED for u in engine.units]))
-        for step in range(1, 4):
-            train(step)
-            evaluate(step + 1)
-        assert {key: plan.entries for key, plan in engine.passes.order.plans.items()} == plans
-        assert not [event for event in events if event[0] == "exchange"]
-        # In every forward, whatever came before it, the next block is on its way when the first starts.
-        assert not any(sharded[1] or sharded[2] for sharded in ahead[0::4])
 
 
 @on_ranks(2)
@@ -494,37 +320,6 @@ def test_evaluation_gathers_every_unit_once_and_leaves_none() -> None:
                 side.module.blocks[1](floats(0, 2, WIDTH))
             assert side.engine.passes.key is None
             assert all(unit.state is State.SHARDED for unit in side.engine.units)
-
-
-@on_ranks(2)
-def test_generation_repeats_its_gathers_without_new_agreements() -> None:
-    """Evaluation steps of different numbers of forwards follow one plan."""
-    with Sharded(Model()) as side:
-        exchanged: list[str] = []
-        side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind))
-        for forwards in (1, 3, 2, 5):
-            exchanged.clear()
-            with torch.no_grad(), side.engine.step_scope("generate", evaluation=True):
-                for i in range(forwards):
-                    side.module(tokens(i))
-            if forwards > 1:
-                assert "exchange" not in exchanged
-                assert exchanged.count("all_gather") == 1 + 3 * forwards  # the root once
-
-
-@on_ranks(2)
-def test_what_the_engine_makes_in_inference_mode_can_train() -> None:
-    module = Model()
-    twin = Twin(module)
-    with Sharded(module) as sharded:
-        with torch.inference_mode():
-            sharded.module(tokens(0))
-        for side in (sharded, twin):
-            language_work(side, 0)
-            with torch.inference_mode():
-                side.step()
-            side.zero_grad()
-        assert_same(sharded, twin)
 
 
 # -- passes and steps that come between one another -------------------------------------------------------------------
@@ -662,29 +457,6 @@ def test_passes_that_end_early_or_skip_do_not_pile_units_up(evaluation: bool) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("scoped", [False, True])
-def test_a_path_that_changes_for_good_is_soon_known(scoped: bool) -> None:
-    exchanged: list[bool] = []
-    with Sharded(Chain(depth=12), stall_timeout_s=10) as side:
-        side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind == "exchange"))
-
-        def passes(depth: int, number: int) -> int:
-            count = 0
-            for step in range(number):
-                exchanged.clear()
-                with scope(side) if scoped else contextlib.nullcontext():
-                    loss = side.module(floats(step, 4, WIDTH), range(depth)).mean()
-                side.backward(loss)
-                side.step()
-                count += any(exchanged)
-            return count
-
-        assert passes(6, 3) == 1
-        assert 1 <= passes(12, 8) <= 4
-        assert passes(12, 3) == 0
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("dynamic_graph", [False, True])
 def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic_graph: bool) -> None:
     most = 0
@@ -731,33 +503,6 @@ def test_two_models_in_one_process_train(stages: tuple[int, int]) -> None:
         for side, twin in zip(sharded, twins, strict=True):
             assert_same(side, twin)
     for side in sharded:
-        side.engine.release()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stages", [(3, 3), (3, 1)], ids=str)
-def test_an_operation_on_parameters_of_two_models_has_gradients_of_each(stages: tuple[int, int]) -> None:
-    """As a penalty for the distance between them; the refusal is that of each, too."""
-    torch.manual_seed(3)
-    modules = [Chain(), Chain()]
-    unit = {"classes": ["Block"]}
-    sides = [Sharded(m, stage=s, plain=True, unit=unit) for m, s in zip(modules, stages, strict=True)]
-    first, second = (m.blocks[1].up.weight for m in modules)
-    with lightning_zero.gather(modules[0]), lightning_zero.gather(modules[1]):
-        gap = (first - second).detach()
-    for _ in range(2):
-        with sides[0].engine.step_scope(), sides[1].engine.step_scope():
-            distance = (first - second).square().sum()
-        distance.backward()
-        assert torch.equal(distance, gap.square().sum())
-        for module, sign in zip(modules, (2, -2), strict=True):
-            with lightning_zero.gather(module, grads=True):
-                assert torch.equal(module.blocks[1].up.weight.grad, sign * gap)
-        for side in sides:
-            side.zero_grad()
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
-            torch._foreach_add_([first], [second])
-    for side in sides:
         side.engine.release()
 
 

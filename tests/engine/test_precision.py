@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,6 +34,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
+from tests.engine.test_offload import compare, train
 from tests.harness import on_ranks
 from tests.models import Does, linear
 
@@ -45,8 +46,7 @@ WIDTH = 16
 
 def takes_two() -> nn.Module:
     """A layer of two inputs; one comes from another layer, and so in lower precision under autocast."""
-    both = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-    return Does(lambda m, x: m.both(m.first(x), x), first=linear(WIDTH), both=both)
+    return Does(lambda m, x: m.both(m.first(x), x), first=linear(WIDTH), both=nn.Bilinear(WIDTH, WIDTH, WIDTH))
 
 
 def looks_up() -> nn.Module:
@@ -147,19 +147,8 @@ def test_norms_under_fp64_are_not_rounded_to_fp32(stage: int, norm_type: float) 
 @on_ranks(2)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
-def test_rows_of_one_dtype_are_offloaded(row: str, precision: str) -> None:
-    found = []
-    for offload in ("none", row):
-        torch.manual_seed(3)
-        module = Model()
-        with Sharded(module, precision=precision, offload=offload, optimizer=sgd) as side:
-            for step in range(3):
-                language_work(side, step)
-                side.step()
-                side.zero_grad()
-            with lightning_zero.gather(module):
-                found.append([p.detach().clone() for p in module.parameters()])
-    assert all(torch.equal(a, b) and a.dtype is TRUE[precision] for a, b in zip(*found, strict=True))
+def test_rows_of_one_dtype_are_offloaded(row: str, precision: str, tmp_path: Path) -> None:
+    compare(row, 3, tmp_path, lambda side: train(side, 3), precision=precision, optimizer=sgd)
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp16_true"])
@@ -222,42 +211,19 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
 
 @on_ranks(2)
 @OUTER_STAGES
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_bilinear_gives_back_the_dtype_that_it_was_given(stage: int, precision: str) -> None:
-    """Also without autocast, where the layer after it takes nothing else."""
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    module = nn.Sequential(takes_two(), nn.Linear(WIDTH, WIDTH))
-    with Sharded(module, stage=stage, precision=precision) as side:
-        loss = module(floats(0, 4, WIDTH).to(low))
-        assert loss.dtype is low
-        side.backward(loss.float().square().mean())
-        with side.engine.step_scope(evaluation=True), torch.no_grad():
-            wide = floats(0, 4, WIDTH)
-            assert module[0].both(wide, wide.to(low)).dtype is torch.float32
-
-
-class Refuses(Does):
-    """An operation that takes one dtype only, and that autocast does not know."""
-
-    def __init__(self) -> None:
-        weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        super().__init__(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=weight)
-
-
-@on_ranks(2)
-@OUTER_STAGES
 def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
-    with Sharded(module, stage=stage, precision="bf16") as side, autocast("bf16"):
+    def build() -> nn.Module:  # with an operation that takes one dtype only, and that autocast does not know
+        lerp = Does(lambda m, x: torch.lerp(x.float(), m.weight, 0.5), weight=nn.Parameter(torch.ones(WIDTH)))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), lerp)
+
+    x = floats(0, WIDTH, WIDTH)
+    with Sharded(build(), stage=stage, precision="bf16") as side, autocast("bf16"):
         with pytest.raises(RuntimeError):
-            module(floats(0, WIDTH, WIDTH))
+            side.module(x)
         side.engine.passes.abort()
-    settings = {"name": "bf16", "fp32_modules": ["Refuses"]}
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
-    with Sharded(module, stage=stage, precision=settings) as side, autocast("bf16"):
-        side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
-    with Sharded(nn.Linear(WIDTH, WIDTH), stage=stage) as side, contextlib.suppress(RuntimeError):
-        side.module(torch.zeros(3, 3, dtype=torch.float64))
+    precision = {"name": "bf16", "fp32_modules": ["Does"]}
+    with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
+        side.backward(side.module(x).square().mean())
 
 
 class Packed(nn.Parameter):
@@ -334,9 +300,6 @@ def test_bytes_that_a_backward_reads_without_autograd_are_there() -> None:
         side.backward(module(x).square().mean())
         with lightning_zero.gather(module, grads=True):
             torch.testing.assert_close(module[0].adapter.weight.grad, twin[0].adapter.weight.grad)
-
-
-# -- the scale of the loss --------------------------------------------------------------------------------------------
 
 
 @on_ranks(1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.pretrained import SafetensorsFolder, sources_from
-from lightning_zero.pretrained.conversions import forget
+from lightning_zero.pretrained import SafetensorsFolder
 from tests.harness import on_ranks
 from tests.models import Does
 
 transformers = pytest.importorskip("transformers")
+save_file = pytest.importorskip("safetensors.torch").save_file
 logging.getLogger("transformers").setLevel(logging.ERROR)
 transformers.utils.logging.disable_progress_bar()  # which leaves a thread
 pytestmark = [
@@ -32,18 +31,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=8),
@@ -72,8 +62,6 @@ def saved(kind: str, folder: Path, **settings: Any) -> Any:
 
 
 class Wrapped(nn.Module):
-    """As a LightningModule holds it."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
@@ -89,17 +77,13 @@ class Wrapped(nn.Module):
 def test_a_model_on_meta_has_the_values_of_the_folder(kind: str, stage: int, tmp_path: Path) -> None:
     """And its rotary frequencies, embedding scales and tied weights."""
     expected = Wrapped(saved(kind, tmp_path))
-    with torch.no_grad():
-        logits = expected(TOKENS)
     module = Wrapped(make(kind, "meta"))
-    engine = lightning_zero.shard(module, stage=stage, init_from=str(tmp_path), device="cpu")
-    with torch.no_grad(), engine.step_scope(evaluation=True):
-        found = module(TOKENS)
-    assert torch.equal(found, logits)
-    assert_values(engine, expected)
-    for (name, own), other in zip(module.named_buffers(), expected.buffers(), strict=True):
-        assert torch.equal(own, other), name
-    engine.release()
+    with from_folder(module, tmp_path, stage=stage) as engine:
+        with torch.no_grad(), engine.step_scope(evaluation=True):
+            assert torch.equal(module(TOKENS), expected(TOKENS))
+        assert_values(engine, expected)
+        for (name, own), other in zip(module.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(own, other), name
 
 
 @contextlib.contextmanager
@@ -129,25 +113,14 @@ def test_values_go_into_offloaded_shards(row: str, tmp_path: Path) -> None:
 @on_ranks(3)
 def test_ranks_read_no_byte_beyond_their_shards(tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    read: list[int] = []
-    original = SafetensorsFolder._read
-
-    def counted(self: Any, key: str, start: int, stop: int, order: Any) -> Tensor:
-        read.append(stop - start)
-        return original(self, key, start, stop, order)
-
-    SafetensorsFolder._read = counted  # type: ignore[method-assign]
-    try:
-        module = Wrapped(make("llama", "meta"))
-        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    finally:
-        SafetensorsFolder._read = original  # type: ignore[method-assign]
-    own = sum(f.numel for bucket in engine.buckets for f in bucket.owned_fragments())
-    assert sum(read) == own
-    total = torch.tensor(own)
-    dist.all_reduce(total)
-    assert total == sum(p.numel() for p in module.parameters())
-    engine.release()
+    read = mock.patch.object(SafetensorsFolder, "_read", autospec=True, side_effect=SafetensorsFolder._read)
+    module = Wrapped(make("llama", "meta"))
+    with read as calls, from_folder(module, tmp_path) as engine:
+        own = sum(f.numel for bucket in engine.buckets for f in bucket.owned_fragments())
+        assert sum(stop - start for _, _, start, stop, _ in (call.args for call in calls.call_args_list)) == own
+        total = torch.tensor(own)
+        dist.all_reduce(total)
+        assert total == sum(p.numel() for p in module.parameters())
 
 
 @on_ranks(2)
@@ -172,14 +145,14 @@ def test_folders_of_every_form_are_read(what: str, tmp_path: Path) -> None:
 
 
 def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    def make_net() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
-    torch.default_generator.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    net = make_net()
     net[1].running_mean += 3
-    save_file({key: value.contiguous() for key, value in net.state_dict().items()}, tmp_path / "a.safetensors")
+    save_file(net.state_dict(), tmp_path / "a.safetensors")
     with torch.device("meta"):
-        module = Wrapped(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+        module = Wrapped(make_net())
     with from_folder(module, tmp_path) as engine:
         assert_values(engine, net, "model.")
 
@@ -190,21 +163,23 @@ class NoReset(Does):
 
 
 def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    def module() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(NoReset(), nn.Linear(3, 2))
 
-    save_file({"0.gain": torch.full((3,), 2.0)}, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        module = nn.Sequential(NoReset(), nn.Linear(3, 2))
+    values = {"0.gain": torch.full((3,), 2.0)}
+    save_file(values, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match=r"\(bias\).*nor has 0\.bias a source in zero\.init_from"):
-        lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    save_file({"0.gain": torch.full((3,), 2.0), "0.bias": torch.full((3,), 3.0)}, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        module = nn.Sequential(NoReset(), nn.Linear(3, 2))
-    with pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these start anew"):
-        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
-    state = engine.state_dict()
-    assert (state["0.gain"] == 2).all() and (state["0.bias"] == 3).all() and state["1.weight"].isfinite().all()
-    engine.release()
+        lightning_zero.shard(module(), stage=3, init_from=str(tmp_path), device="cpu")
+    values["0.bias"] = torch.full((3,), 3.0)
+    save_file(values, tmp_path / "a.safetensors")
+    with (
+        pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these start anew"),
+        from_folder(module(), tmp_path) as engine,
+    ):
+        state = engine.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in values.items())
+        assert state["1.weight"].isfinite().all()
 
 
 def test_what_is_left_without_a_value_is_named() -> None:
@@ -218,93 +193,75 @@ def test_what_is_left_without_a_value_is_named() -> None:
         lightning_zero.shard(module, stage=3, device="cpu")
 
 
-def test_what_was_built_off_meta_may_be_nan() -> None:
-    module = nn.Sequential(NoReset())
-    module[0].register_buffer("best", torch.tensor(torch.nan))
-    with torch.device("meta"):
-        module.append(nn.Linear(3, 2))
-    lightning_zero.shard(module, stage=3, device="cpu").release()
-    assert module[0].best.isnan() and module[1].weight.isfinite().all()
-
-
 def test_a_model_of_transformers_needs_no_folder() -> None:
     """It makes its first values as it does off meta: norms of ones, small weights, rotary frequencies."""
-    module, expected = make("llama", "meta"), make("llama")
+    module = make("llama", "meta")
     engine = lightning_zero.shard(module, stage=3, device="cpu")
     state = engine.state_dict()
     assert (state["model.norm.weight"] == 1).all()
     assert 0.01 < state["lm_head.weight"].std() < 0.03
-    assert torch.equal(module.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert torch.equal(module.model.rotary_emb.inv_freq, make("llama").model.rotary_emb.inv_freq)
     engine.release()
 
 
-DAMAGES: dict[str, tuple[Any, str]] = {
-    "no folder": (lambda folder: shutil.rmtree(folder), r"expected a folder, got .*files"),
-    "no files": (lambda folder: [p.unlink() for p in folder.iterdir()], r"expected \*\.safetensors files in .*files"),
-    "a file is missing": (
-        lambda folder: next(iter(folder.glob("*00001*"))).unlink(),
-        r"expected model-00001-of-\d+\.safetensors in .*files, where .*index\.json names it",
-    ),
-    "half a file": (
-        lambda folder: next(iter(folder.glob("*00001*"))).write_bytes(
-            next(iter(folder.glob("*00001*"))).read_bytes()[:5000]
-        ),
-        r"expected a whole file, got .*00001.*cannot be read",
-    ),
-    "an empty file": (lambda folder: next(iter(folder.glob("*00001*"))).write_bytes(b""), r"expected a whole file"),
-    "an index that is none": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text("hello"),
-        r"expected a whole file, got .*index\.json",
-    ),
-    "an index that names a file above": (
-        lambda folder: _named(folder, "../stolen.safetensors"),
-        r"index\.json.*it names \.\./stolen\.safetensors, which is not in the folder",
-    ),
-    "an index that names a file anywhere": (
-        lambda folder: _named(folder, str(folder.parent / "stolen.safetensors")),
-        r"index\.json.*it names /.*stolen\.safetensors, which is not in the folder",
-    ),
-    "another size": (
-        lambda folder: _of_other_size(folder),
-        r"expected model\.lm_head\.weight of shape \(64, 32\) in .*files, got \(32, 32\)",
-    ),
-    "another model": (lambda folder: _other_model(folder), r"expected tensors of this module in .*files, got none"),
-    "a quantised model": (
-        lambda folder: _quantised(folder),
-        r"expected model\.lm_head\.weight as floating-point numbers of 16 bits or more in .*files, got float8_e4m3fn",
-    ),
-}
+def first_of(folder: Path) -> Path:
+    return next(folder.glob("*00001*"))
 
 
-def _named(folder: Path, name: str) -> None:
-    """Another file than the first, with the same in it."""
-    index = folder / "model.safetensors.index.json"
-    first = next(iter(folder.glob("*00001*")))
-    index.write_text(index.read_text().replace(first.name, name))
-    first.rename(folder / name)
+def index_of(folder: Path) -> Path:
+    return folder / "model.safetensors.index.json"
 
 
-def _of_other_size(folder: Path) -> None:
-    shutil.rmtree(folder)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 32})).save_pretrained(folder)
-
-
-def _quantised(folder: Path) -> None:
-    from safetensors.torch import save_file
-
+def leave_only(folder: Path, values: dict[str, Tensor]) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
-    values = make("llama").state_dict()
-    values["lm_head.weight"] = values["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(values, folder / "model.safetensors")
 
 
-def _other_model(folder: Path) -> None:
-    from safetensors.torch import save_file
+def move_out(folder: Path) -> None:
+    """The index names a file above, with the same in it."""
+    first = first_of(folder)
+    index_of(folder).write_text(index_of(folder).read_text().replace(first.name, "../stolen.safetensors"))
+    first.rename(folder / "../stolen.safetensors")
 
-    shutil.rmtree(folder)
-    folder.mkdir()
-    save_file({"x": torch.ones(3)}, folder / "model.safetensors")
+
+def with_head(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
+    values = make("llama").state_dict()
+    leave_only(folder, values | {"lm_head.weight": change(values["lm_head.weight"])})
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, r"expected a folder, got .*files"),
+    "no files": (lambda folder: [p.unlink() for p in folder.iterdir()], r"expected \*\.safetensors files in .*files"),
+    "a file is missing": (
+        lambda folder: first_of(folder).unlink(),
+        r"expected model-00001-of-\d+\.safetensors in .*files, where .*index\.json names it",
+    ),
+    "half a file": (
+        lambda folder: first_of(folder).write_bytes(first_of(folder).read_bytes()[:5000]),
+        r"expected a whole file, got .*00001.*cannot be read",
+    ),
+    "an index that is none": (
+        lambda folder: index_of(folder).write_text("hello"),
+        r"expected a whole file, got .*index\.json",
+    ),
+    "an index that names a file above": (
+        move_out,
+        r"index\.json.*it names \.\./stolen\.safetensors, which is not in the folder",
+    ),
+    "another size": (
+        lambda folder: with_head(folder, lambda weight: weight[:32].clone()),
+        r"expected model\.lm_head\.weight of shape \(64, 32\) in .*files, got \(32, 32\)",
+    ),
+    "another model": (
+        lambda folder: leave_only(folder, {"x": torch.ones(3)}),
+        r"expected tensors of this module in .*files, got none",
+    ),
+    "a quantised model": (
+        lambda folder: with_head(folder, lambda weight: weight.to(torch.float8_e4m3fn)),
+        r"expected model\.lm_head\.weight as floating-point numbers of 16 bits or more in .*files, got float8_e4m3fn",
+    ),
+}
 
 
 @on_ranks(2)
@@ -323,37 +280,32 @@ def test_a_bad_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -> No
 @on_ranks(2)
 def test_folders_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     """A node's copy that lacks a file: its ranks would wait for values that nobody sends."""
-    from safetensors.torch import save_file
-
     folder = tmp_path / str(dist.get_rank())
     folder.mkdir()
     values = make("llama").state_dict()
     if dist.get_rank() == 1:
         del values["model.norm.weight"]
     save_file(values, folder / "model.safetensors")
-    module = Wrapped(make("llama", "meta"))
     says = r"got model\.model\.norm\.weight on rank 0 and none on rank 1\. Give a folder"
     with pytest.raises(ConfigError, match=says):
-        lightning_zero.shard(module, stage=3, init_from=str(folder), device="cpu", stall_timeout_s=20)
+        lightning_zero.shard(
+            Wrapped(make("llama", "meta")), stage=3, init_from=str(folder), device="cpu", stall_timeout_s=20
+        )
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["default", "gaussian"])
-def test_adapters_of_peft(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [True, "gaussian"])
+def test_adapters_of_peft(way: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     expected = saved("llama", tmp_path)
-    with torch.no_grad():
-        logits = expected(TOKENS).logits
-    settings = {} if way == "default" else {"init_lora_weights": way}
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **settings)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=way)
     module = Wrapped(peft.get_peft_model(make("llama", "meta"), config).eval())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu")
     with torch.no_grad(), engine.step_scope(evaluation=True):
-        torch.testing.assert_close(module(TOKENS), logits)  # the second factor is zero
-    state = engine.state_dict(only_rank_0=False)
-    lora = {name: value for name, value in state.items() if "lora_" in name}
+        torch.testing.assert_close(module(TOKENS), expected(TOKENS).logits)  # the second factor is zero
+    lora = {name: value for name, value in engine.state_dict(only_rank_0=False).items() if "lora_" in name}
     assert len(lora) == 8
     assert all(bool(value.any()) == ("lora_A" in name) for name, value in lora.items())
     engine.release()
@@ -368,18 +320,3 @@ def test_adapters_that_follow_from_the_values_are_refused(tmp_path: Path) -> Non
         config.init_lora_weights = "pissa"
     with pytest.raises(ConfigError, match="is on the meta device, where init_lora_weights='pissa' cannot be done"):
         lightning_zero.shard(model, stage=3, init_from=str(tmp_path), device="cpu")
-
-
-def test_sources_of_a_converted_tensor_are_read_whole_once(tmp_path: Path) -> None:
-    """Mixtral's experts: many tensors in files, one in memory, and one at a time."""
-    model = make("mixtral")
-    model.save_pretrained(tmp_path)
-    sources = sources_from(str(tmp_path), make("mixtral", "meta"), warn=False)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    expected = dict(model.named_parameters())[name].detach()
-    assert torch.equal(sources[name].whole(), expected)
-    assert torch.equal(sources[name].read(100, 900), expected.reshape(-1)[100:900])
-    forget()
-    keys = json.dumps(SafetensorsFolder(tmp_path).keys)
-    assert "block_sparse_moe.experts.3.w2" in keys and "gate_up_proj" not in keys
-    assert copy.deepcopy(sources[name]) is sources[name]

@@ -22,14 +22,16 @@ from tests.models import Does
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
-def unset(*, fails: bool = False) -> nn.Module:
-    """On meta, and without a way to get values, or with one that fails."""
+class Fails(Does):
+    def reset_parameters(self) -> None:
+        raise ZeroDivisionError("in reset_parameters")
 
-    class Fails(Does):
-        def reset_parameters(self) -> None:
-            raise ZeroDivisionError("in reset_parameters")
 
-    return (Fails if fails else Does)(lambda m, x: x, weight=nn.Parameter(torch.empty(1, 3, device="meta")))
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    """A child without values on rank 1, which it cannot get there; on others a layer."""
+    if dist.get_rank() != 1:
+        return nn.Linear(3, 1, False, device="meta")
+    return kind(lambda m, x: x, weight=nn.Parameter(torch.empty(1, 3, device="meta")))
 
 
 # What rank 1 does otherwise than the others, and what all hear.
@@ -41,31 +43,26 @@ def _add(module: nn.Module, child: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _files(folder: Path, *, missing: bool) -> dict[str, Any]:
-    path = folder / "missing" if missing and dist.get_rank() == 1 else folder
-    return {"offload": {"name": "nvme", "nvme_path": str(path)}}
-
-
 CASES: dict[str, Refused] = {
     "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, "zero.unit.classes"),
-    "lazy": (lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {}, "no shape yet"),
+    "lazy": (
+        lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {},
+        r"no shape yet.*configure_model",
+    ),
     "recompute": (
         lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},
         "zero.activation_checkpointing",
     ),
-    "folder": (lambda m, folder: _files(folder, missing=True), "zero.offload.nvme_path"),
+    "folder": (
+        lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/{'missing' * (dist.get_rank() == 1)}"}},
+        "zero.offload.nvme_path",
+    ),
     "variable": (
         lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/${'NOWHERE' * (dist.get_rank() == 1)}"}},
         "NOWHERE",
     ),
-    "reset": (
-        lambda m, _: _add(m, unset(fails=True) if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
-        "in reset_parameters",
-    ),
-    "no reset": (
-        lambda m, _: _add(m, unset() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
-        "has no reset_parameters",
-    ),
+    "reset": (lambda m, _: _add(m, on_meta(Fails)), "in reset_parameters"),
+    "no reset": (lambda m, _: _add(m, on_meta(Does)), r"module more \(Does\).*reset_parameters"),
 }
 
 
@@ -101,18 +98,14 @@ def test_an_optimizer_that_one_rank_cannot_take() -> None:
     with pytest.raises(ConfigError, match="LBFGS"):
         engine.add_optimizer(optimizer)
     assert not engine.optimizers and "step" not in optimizer.__dict__
-    plain = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine.add_optimizer(plain)
-    engine.passes.backward(language_loss(module, tokens(0)))
-    plain.step()
+    engine.add_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
     engine.release()
 
 
 @pytest.mark.full
 @on_ranks(2)
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("how", ["module", "in place", "forward"])
-def test_cuda_graphs_over_parameters_that_move(mode: str, how: str) -> None:
+def test_cuda_graphs_over_parameters_that_move(how: str) -> None:
     def build(mode: str) -> nn.Module:
         model = Model()
         block = model.blocks[1]
@@ -125,7 +118,6 @@ def test_cuda_graphs_over_parameters_that_move(mode: str, how: str) -> None:
         return model
 
     with pytest.raises(ConfigError, match=r"blocks.1 is compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
-        Sharded(build(mode), stage=3)
-    for kept, stage in ((mode, 2), ("max-autotune-no-cudagraphs", 3)):
-        with Sharded(build(kept), stage=stage):
-            pass
+        Sharded(build("reduce-overhead"), stage=3)
+    for kept, stage in (("reduce-overhead", 2), ("max-autotune-no-cudagraphs", 3)):
+        Sharded(build(kept), stage=stage).engine.release()

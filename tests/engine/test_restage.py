@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, Offload, allowed_rows
+from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.after_step import StepWorker
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
@@ -29,14 +29,13 @@ from tests.engine.support import (
     autocast,
     language_loss,
     pairwise_selection,
-    sgd,
     tokens,
 )
+from tests.engine.test_offload import OPTIMIZERS, whole
 from tests.harness import on_ranks, run
 from tests.models import Odd
 
 ROWS = [f"{stage.name} {row.name}" for stage, row in allowed_rows() if row is not Offload.auto]
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
 def offload_of(row: str, folder: Path) -> dict[str, Any]:
@@ -63,12 +62,6 @@ def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] 
         restage()  # while an offloaded step is under way
     side.optimizer.zero_grad(set_to_none=step % 3 == 0)
     return loss.detach().clone()
-
-
-def values(side: Sharded) -> dict[str, Any]:
-    engine = side.engine
-    state = state_dicts.optimizer_state(engine, side.optimizer, only_rank_0=False)
-    return {"weights": engine.state_dict(only_rank_0=False), "state": state}
 
 
 class Case(NamedTuple):
@@ -106,8 +99,7 @@ SELECTED = [case._replace(part=part) for part, case in enumerate(pairwise_select
 PARTS = len(SELECTED)
 
 
-def check_held(side: Sharded, what: str) -> None:
-    engine = side.engine
+def check_held(engine: Engine, what: str = "") -> None:
     engine.passes.wait_for_all()
     engine.passes.sharded_grads.finish_pending()
     states = state_tensors(engine)
@@ -124,7 +116,7 @@ def _check(case: Case, folder: Path) -> None:
     torch.manual_seed(3)
     with Sharded(Odd(depth=2), stage="zero3", **settings) as plain:
         losses = [train(plain, step, case.precision) for step in range(len(rows))]
-        expected = values(plain)
+        expected = whole(plain)
     torch.manual_seed(3)
     with Sharded(Odd(depth=2), stage=rows[0].split()[0], offload=offload_of(rows[0], folder), **settings) as side:
         optimizer, groups = side.optimizer, side.engine.comm._groups
@@ -133,13 +125,13 @@ def _check(case: Case, folder: Path) -> None:
 
             def restage(row: str = row) -> None:
                 side.engine.restage(row.split()[0], offload_of(row, folder))
-                check_held(side, row)
+                check_held(side.engine, row)
 
             loss = train(side, step, case.precision, restage)
-            check_held(side, row)
+            check_held(side.engine, row)
             assert_equal(loss, losses[step], f"loss {step}, after {rows[step - 1]} -> {row}")
         assert side.optimizer is optimizer and side.engine.comm._groups is groups
-        assert_equal(values(side), expected)
+        assert_equal(whole(side), expected)
     assert not list(folder.rglob("*"))
 
 
@@ -187,34 +179,18 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
     with Sharded(Odd(depth=2), stage=3, activation_checkpointing="blocks") as side:
         train(side, 0, "fp32")
         hooks, threads = hooks_of(side.module), threading.active_count()
-        for step, row in enumerate(("zero3 nvme", "zero1 optimizer_nvme", "zero3 cpu", "zero0 none", "zero3 none"), 1):
-            side.engine.restage(row.split()[0], offload_of(row, tmp_path))
+        rows = ["zero3 nvme", "zero3 nvme elsewhere", "zero1 optimizer_nvme", "zero3 cpu", "zero0 none", "zero3 none"]
+        for step, row in enumerate(rows, 1):
+            folder = tmp_path / f"{row.split()[-1]}"
+            folder.mkdir(exist_ok=True)
+            side.engine.restage(row.split()[0], offload_of(row, folder))
             train(side, step, "fp32")
             assert hooks_of(side.module) == hooks, row
             files = list(tmp_path.rglob(f"rank{dist.get_rank():05d}*"))
-            assert bool(files) == ("nvme" in row), row
+            assert bool(files) == ("nvme" in row) and all(file.is_relative_to(folder) for file in files), row
         side.engine.passes.wait_for_all()
         # Nothing but the thread of offloaded steps is left, which waits for more.
         assert threading.active_count() <= threads + 1
-
-
-@on_ranks(2)
-def test_files_are_used_again_and_cut(tmp_path: Path) -> None:
-    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
-        train(side, 0, "fp32")
-        side.engine.passes.wait_for_all()
-        tier = side.engine.tiers.nvme
-        assert tier is not None
-        size = path_of(tmp_path).stat().st_size
-        side.engine.restage(offload=offload_of("zero3 optimizer_cpu_param_nvme", tmp_path))
-        assert side.engine.tiers.nvme is tier and tier.nbytes <= path_of(tmp_path).stat().st_size < size
-        side.engine.restage(offload=offload_of("zero3 nvme", tmp_path))
-        assert path_of(tmp_path).stat().st_size <= size
-        (tmp_path / "other").mkdir(exist_ok=True)
-        side.engine.restage(offload=offload_of("zero3 nvme", tmp_path / "other"))
-        assert side.engine.tiers.nvme is not tier and not path_of(tmp_path).exists()
-        assert path_of(tmp_path / "other").exists()
-        train(side, 1, "fp32")
 
 
 @on_ranks(2)
@@ -244,31 +220,6 @@ def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path:
 
 
 @on_ranks(2)
-def test_budgets_are_of_what_rests(tmp_path: Path) -> None:
-    """A budget of exactly the bytes of a row will do, whatever is held before it; one byte less will not."""
-    row = offload_of("zero3 optimizer_cpu_param_nvme", tmp_path)
-    with Sharded(Model(), stage=3, offload=row) as side:
-        train(side, 0, "fp32")
-        side.engine.passes.wait_for_all()
-        assert side.engine.tiers.nvme is not None and side.engine.tiers.host is not None
-        held = torch.tensor([side.engine.tiers.nvme.nbytes, side.engine.tiers.host.nbytes])
-        budgets = dict(zip(("nvme_budget", "host_budget"), side.engine.comm.max_(held).tolist(), strict=True))
-    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
-        train(side, 0, "fp32")
-        for name, nbytes in budgets.items():
-            with pytest.raises(ConfigError, match=f"{name}: rank . needs"):
-                side.engine.restage(offload=row | budgets | {name: nbytes // 2})
-        side.engine.restage(offload=row | budgets)
-        assert side.engine.tiers.nvme is not None and side.engine.tiers.nvme.budget == budgets["nvme_budget"]
-        train(side, 1, "fp32")
-
-
-def path_of(folder: Path) -> Path:
-    found = list((folder / "lightning_zero").glob(f"rank{dist.get_rank():05d}*.bin"))
-    return found[0] if found else folder / "lightning_zero" / "none"
-
-
-@on_ranks(2)
 def test_rows_by_budgets() -> None:
     """``auto`` counts what the module itself holds as room."""
 
@@ -278,12 +229,9 @@ def test_rows_by_budgets() -> None:
             found = [train(side, 0, "fp32")]
             if restage:
                 side.engine.restage(3, {"name": "auto", "device_budget": 20_000, "host_budget": 10**6})
-                rows = {bucket.plan.tiers for bucket in side.engine.buckets}
-                assert rows == {
-                    OFFLOADS[Offload.none],
-                    OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device),
-                }
-                check_held(side, "auto")
+                on_host = OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device)
+                assert {bucket.plan.tiers for bucket in side.engine.buckets} == {OFFLOADS[Offload.none], on_host}
+                check_held(side.engine, "auto")
             return found + [train(side, step, "fp32") for step in range(1, 4)]
 
     assert_equal(losses(True), losses(False))
@@ -302,7 +250,7 @@ def test_frozen_parameters_are_thawed_after_it() -> None:
             if restage:
                 side.engine.restage(0, "none")
             found.append(train(side, 4, "bf16"))
-            return found, values(side)
+            return found, whole(side)
 
     assert_equal(history(True), history(False))
 
@@ -339,13 +287,10 @@ def test_after_an_exception_it_works() -> None:
             hook.remove()
             if restage:
                 side.engine.restage(1)
-            return [*found, train(side, 2, "fp32"), values(side)]
+            return [*found, train(side, 2, "fp32"), whole(side)]
 
-    before, passes.ABANDON_S = passes.ABANDON_S, 0.2
-    try:
+    with mock.patch.object(passes, "ABANDON_S", 0.2):
         assert_equal(history(True), history(False))
-    finally:
-        passes.ABANDON_S = before
 
 
 @on_ranks(2)

@@ -81,8 +81,6 @@ def test_a_limit_below_one_is_refused() -> None:
 
 
 class Poisoned(Lit):
-    """One rank's loss is NaN at batch 1."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return poisoned(loss) if batch_idx == 1 else loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,6 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from lightning_zero.trainer.callbacks.flops import FlopCount
-from lightning_zero.trainer.memory.activations import LiveBytes
 from tests.engine.support import adamw, autocast, sgd
 from tests.harness import on_ranks
 
@@ -115,7 +114,6 @@ def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def parts_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of whole ``values``."""
     infos = {fqn: info for unit in engine.units for info in unit.infos for fqn in info.fqns}
     return {name: infos[name].part_of_saved(value) for name, value in values.items()}
 
@@ -125,22 +123,44 @@ def own_rows(parts: int) -> slice:
     return slice(dist.get_rank() // parts * size, (dist.get_rank() // parts + 1) * size)
 
 
-def trained(module: nn.Module, optimizer: Any, rows: slice, *, micro: int = 1, engine: Any = None) -> dict[str, Any]:
-    """Train with clipping in force. ``norms``: of all gradients, then of each before the first step."""
-    found: dict[str, Any] = {"losses": [], "norms": []}
+Found = dict[str, Any]
+
+
+def trained(
+    module: nn.Module,
+    optimizer: Any,
+    rows: slice,
+    *,
+    micro: int = 1,
+    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+    data: Callable[[int, slice], Tensor] = batch,
+) -> Found:
+    """Train with clipping in force. ``norms``: of each gradient of the first step, and of all in each step."""
+    found: Found = {"losses": [], "norms": []}
     for step in range(STEPS):
         for number in range(micro):
-            loss = loss_of(module, batch(10 * step + number, rows)) / micro
-            loss.backward()
-            found["losses"].append(loss.detach())
+            value = loss(module, data(10 * step + number, rows)) / micro
+            value.backward()
+            found["losses"].append(value.detach())
         if step == 0:
-            grads = {n: p.grad for n, p in module.named_parameters()}
-            found["norms"] += [g.norm() for g in grads.values()]
-            found["grads"] = {n: g.clone() for n, g in grads.items()}
+            grads = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+            found["norms"] += [grad.norm() for grad in grads.values()]
+            found["grads"] = {name: grad.clone() for name, grad in grads.items()}
         found["norms"].append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return found | {"losses": torch.stack(found["losses"]), "norms": torch.stack(found["norms"])}
+
+
+def assert_alike(
+    engine: Engine, ours: Found, expected: nn.Module, found: Found, *, rtol: float = 2e-6, atol: float = 0.0
+) -> None:
+    """Ranks that have trained ``ours`` have the losses, norms and weights of one process."""
+    losses = ours["losses"].clone()
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / dist.get_world_size(), found["losses"], rtol=1e-6, atol=atol)
+    torch.testing.assert_close(ours["norms"], found["norms"], rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
 
 
 def damped_adam(params: Any) -> torch.optim.Optimizer:
@@ -148,10 +168,9 @@ def damped_adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def twin(make: Any, *, micro: int, tied: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
-    module = net(tied=tied)
-    optimizer = make(module.parameters())
-    return module, optimizer, trained(module, optimizer, slice(None), micro=micro)
+def added(engine: Engine, optimizer: Any) -> Any:
+    engine.add_optimizer(optimizer)
+    return optimizer
 
 
 @on_ranks(4, full=(2,))
@@ -164,26 +183,21 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
     rows += [{"stage": 1, "offload": "optimizer_cpu"}, {"stage": 3, "offload": "cpu"}]
     rows += [{"stage": 3, "offload": "optimizer_cpu"}]
     rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
+    settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
     for make, tied in ((damped_adam, False), (sgd, True)):
-        expected, steps, found = twin(make, micro=micro, tied=tied)
-        weights = expected.state_dict()
+        expected = net(tied=tied)
+        steps = make(expected.parameters())
+        found = trained(expected, steps, slice(None), micro=micro)
         sums = []
         for row in rows:
             module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
             engine = lightning_zero.shard(module, **settings, **row)
-            optimizer = make(module.parameters())
-            engine.add_optimizer(optimizer)
+            optimizer = added(engine, make(module.parameters()))
             ours = trained(module, optimizer, own_rows(parts), micro=micro)
-            torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
-            losses = torch.stack(ours["losses"])
-            dist.all_reduce(losses)
-            torch.testing.assert_close(losses / dist.get_world_size(), torch.stack(found["losses"]), rtol=1e-6, atol=0)
+            assert_alike(engine, ours, expected, found)
             torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(engine.state_dict(only_rank_0=False), weights, rtol=0, atol=2e-6)
             states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
-            for number, state in steps.state_dict()["state"].items():
-                torch.testing.assert_close(states[number], {k: v.cpu() for k, v in state.items()}, rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
             sums.append(fingerprints.fingerprints(engine).tolist())
             assert not fingerprints.differing_replicas(engine).any()
             engine.release()
@@ -192,28 +206,20 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
 
 @on_ranks(4)
 def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process(tmp_path: Path) -> None:
-    def train(module: nn.Module, optimizer: Any, rows: slice) -> Tensor:
-        losses = []
-        for step in range(STEPS):
-            with autocast("bf16"):
-                loss = loss_of(module, batch(step, rows))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return torch.stack(losses)
+    def loss(module: nn.Module, tokens: Tensor) -> Tensor:
+        with autocast("bf16"):
+            return loss_of(module, tokens)
 
     expected = net()
-    found = train(expected, sgd(expected.parameters()), slice(None))
+    found = trained(expected, sgd(expected.parameters()), slice(None), loss=loss)
     weights = []
     for row in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}):
         module = net()
         settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
         engine = lightning_zero.shard(module, **settings, **row)
-        losses = train(module, sgd_of(engine, module), own_rows(2))
+        losses = trained(module, added(engine, sgd(module.parameters())), own_rows(2), loss=loss)["losses"]
         dist.all_reduce(losses)
-        torch.testing.assert_close(losses / 4, found, rtol=1e-2, atol=0)
+        torch.testing.assert_close(losses / 4, found["losses"], rtol=1e-2, atol=0)
         weights.append(engine.state_dict(only_rank_0=False))
         torch.testing.assert_close(weights[-1], weights[0], rtol=0, atol=0)
         engine.release()
@@ -222,29 +228,26 @@ def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process(tmp_path:
 
 @on_ranks(4, full=(2,))
 def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
+    def loaded(**settings: Any) -> tuple[nn.Module, Engine, Any]:
+        module = net(seed=7)
+        engine = lightning_zero.shard(module, **settings)
+        optimizer = added(engine, adamw(module.parameters()))
+        engine.load_state_dict(weights)
+        load_optimizer_state(engine, optimizer, state)
+        return module, engine, optimizer
+
     expected = net()
     steps = adamw(expected.parameters())
     trained(expected, steps, slice(None))
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
     for stage in (0, 3):
-        module = net(seed=7)
-        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2, tensor_plan=PLAN)
-        optimizer = adamw(module.parameters())
-        engine.add_optimizer(optimizer)
-        engine.load_state_dict(weights)
-        load_optimizer_state(engine, optimizer, state)
-        whole = net(seed=5)
-        other = lightning_zero.shard(whole, stage=2)
-        mine = adamw(whole.parameters())
-        other.add_optimizer(mine)
-        other.load_state_dict(weights)
-        load_optimizer_state(other, mine, state)
-        assert torch.equal(fingerprints.fingerprints(engine).sum(0), fingerprints.fingerprints(other).sum(0))
+        _, other, _ = loaded(stage=2)
+        whole = fingerprints.fingerprints(other).sum(0)
         other.release()
-        ours = trained(module, optimizer, own_rows(2))
-        torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
-        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        module, engine, optimizer = loaded(stage=stage, tensor_parallel=2, tensor_plan=PLAN)
+        assert torch.equal(fingerprints.fingerprints(engine).sum(0), whole)
+        assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
         engine.restage("zero1" if stage else "zero3", "cpu" if not stage else None)
         torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
         engine.release()
@@ -282,55 +285,33 @@ def test_gradients_of_whole_parameters_of_a_ranks_own_heads_are_summed(tmp_path:
 
 @on_ranks(4)
 def test_meshes_that_are_not_the_runs_are_refused(tmp_path: Path) -> None:
-    def split(module: nn.Module, mesh: Any) -> nn.Module:
-        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        return parallelize_module(module, mesh, styles)
+    mesh = device_mesh("cpu", 2)
 
-    with pytest.raises(
-        ConfigError, match=r"up.weight is a DTensor over ranks \[[01], [23]\] .*expected self.device_mesh"
-    ):
-        lightning_zero.shard(split(Scaled(), device_mesh("cpu", 2)["data_parallel"]), tensor_parallel=2)
-    module = split(Scaled(), device_mesh("cpu", 2)["tensor_parallel"])
-    with pytest.raises(
-        ConfigError, match="zero.tensor_plan: expected none for a module that configure_model has split"
-    ):
-        lightning_zero.shard(module, tensor_parallel=2, tensor_plan=STYLES)
-    with pytest.raises(ConfigError, match="zero.expert_parallel=4: expected one of the two with DTensors"):
-        lightning_zero.shard(module, tensor_parallel=2, expert_parallel=4)
-    module = Scaled()
-    engine = lightning_zero.shard(module, tensor_parallel=2, tensor_plan=STYLES)
+    def split(module: nn.Module, along: str = "tensor_parallel") -> nn.Module:
+        return parallelize_module(module, mesh[along], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    slopes = Scaled()
+    slopes.register_buffer("slopes", distribute_tensor(torch.ones(4), mesh["tensor_parallel"], [SplitAlong(0)]))
+    of_run = Scaled()
+    engine = lightning_zero.shard(of_run, tensor_parallel=2, tensor_plan=STYLES)
     with (
         pytest.raises(RuntimeError, match="from_rank=.: expected parameters that a rank has whole"),
-        lightning_zero.gather(module, from_rank=0),
+        lightning_zero.gather(of_run, from_rank=0),
     ):
         pass
     engine.release()
-    for other in ({}, {"expert_parallel": 2}, {"tensor_parallel": 4, "tensor_plan": STYLES}):
-        with pytest.raises(ConfigError, match=r"an earlier run has split the module by .*tensor_parallel.: 2"):
-            lightning_zero.shard(module, **other)
-    module = Scaled()
-    mesh = device_mesh("cpu", 2)["tensor_parallel"]
-    module.register_buffer("slopes", distribute_tensor(torch.ones(4), mesh, [SplitAlong(0)]))
-    with pytest.raises(ConfigError, match=r"buffer slopes is split: expected a whole one"):
-        lightning_zero.shard(split(module, mesh), tensor_parallel=2)
-    with pytest.raises(ConfigError, match=r"zero.tensor_plan: expected colwise for nn.Linear or nn.Embedding, .*norm"):
-        lightning_zero.shard(Scaled(), tensor_parallel=2, tensor_plan={"norm": "colwise"})
-
-
-@on_ranks(2)
-def test_flops_and_bytes_of_a_split_module_are_those_of_its_parts(tmp_path: Path) -> None:
-    found = []
-    for settings in ({}, {"tensor_parallel": 2, "tensor_plan": STYLES}):
-        module = Scaled()
-        engine = lightning_zero.shard(module, stage=0, **settings)
-        flops, live = FlopCount(), LiveBytes()
-        for counter in (flops, live):
-            with counter:
-                module(torch.randn(4, WIDTH)).sum().backward()
-        found.append((flops.forward + flops.backward, live.flops))
-        engine.release()
-    assert found[0] == (2 * found[1][0], 2 * found[1][1])
-    assert found[1][0] > 0
+    for module, settings, words in (
+        (split(Scaled(), "data_parallel"), {}, r"up.weight is a DTensor over ranks \[[01], [23]\] .*self.device_mesh"),
+        (split(Scaled()), {"tensor_plan": STYLES}, "zero.tensor_plan: expected none for a module that configure_model"),
+        (split(Scaled()), {"expert_parallel": 4}, "zero.expert_parallel=4: expected one of the two with DTensors"),
+        (of_run, {"tensor_parallel": 1}, r"an earlier run has split the module by .*tensor_parallel.: 2"),
+        (of_run, {"tensor_parallel": 1, "expert_parallel": 2}, "an earlier run has split the module"),
+        (of_run, {"tensor_parallel": 4, "tensor_plan": STYLES}, "an earlier run has split the module"),
+        (split(slopes), {}, r"buffer slopes is split: expected a whole one"),
+        (Scaled(), {"tensor_plan": {"norm": "colwise"}}, "expected colwise for nn.Linear or nn.Embedding, .*norm"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            lightning_zero.shard(module, **{"tensor_parallel": 2, **settings})
 
 
 @on_ranks(4)
@@ -393,16 +374,9 @@ def test_module_that_its_user_has_split_keeps_its_styles(tmp_path: Path) -> None
             parallelize_module(attention, mesh, {n: ColwiseParallel() for n in "qkv"} | {"o": RowwiseParallel()})
         engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2)
         assert split_of(module.blocks[0][0].q.weight) is not None  # type: ignore[index]
-        ours = trained(module, sgd_of(engine, module), own_rows(2))
-        torch.testing.assert_close(torch.stack(ours["norms"]), torch.stack(found["norms"]), rtol=2e-6, atol=1e-7)
-        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        ours = trained(module, added(engine, sgd(module.parameters())), own_rows(2))
+        assert_alike(engine, ours, expected, found)
         engine.release()
-
-
-def sgd_of(engine: Engine, module: nn.Module) -> Any:
-    optimizer = sgd(module.parameters())
-    engine.add_optimizer(optimizer)
-    return optimizer
 
 
 @pytest.mark.parametrize(
@@ -459,40 +433,28 @@ def test_experts_on_their_ranks_equal_one_process(tmp_path: Path) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), example.MixtureOfExperts(8, 4), nn.Linear(8, 1))
 
-    def train(module: nn.Module, optimizer: Any, rows: slice) -> tuple[Tensor, Tensor]:
-        losses, norms = [], []
-        for step in range(STEPS):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            if step == STEPS - 1:
-                x = x[:1].expand(8, 4)
-            loss = (module(x[rows]).squeeze(1) - x[rows].prod(1)).square().mean()
-            loss.backward()
-            norms += [param.grad.norm() for param in module.parameters()]  # type: ignore[union-attr]
-            norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return torch.stack(losses), torch.stack(norms)
+    def data(step: int, rows: slice) -> Tensor:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        return (x[:1].expand(8, 4) if step == 10 * (STEPS - 1) else x)[rows]
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        return (module(x).squeeze(1) - x.prod(1)).square().mean()
 
     world = dist.get_world_size()
     rows = slice(8 // world * dist.get_rank(), 8 // world * (dist.get_rank() + 1))
     expected = make()
     steps = sgd(expected.parameters())
-    found = train(expected, steps, slice(None))
+    found = trained(expected, steps, slice(None), loss=loss, data=data)
     for stage, size in itertools.product(range(4), {2, world}):
         module = make()
         module[1].split(device_mesh("cpu", size, "expert_parallel")["expert_parallel"])
         engine = lightning_zero.shard(module, stage=stage, expert_parallel=size)
         assert module[1].experts.up.shape[0] == 4 // size
-        optimizer = sgd_of(engine, module)
-        losses, norms = train(module, optimizer, rows)
-        dist.all_reduce(losses)
-        torch.testing.assert_close(losses / world, found[0], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(norms, found[1], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        optimizer = added(engine, sgd(module.parameters()))
+        ours = trained(module, optimizer, rows, loss=loss, data=data)
+        assert_alike(engine, ours, expected, found, rtol=1e-5, atol=1e-7)
         state = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
-        for number, values in steps.state_dict()["state"].items():
-            torch.testing.assert_close(state[number], values, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state, steps.state_dict()["state"], rtol=1e-5, atol=1e-6)
         assert not fingerprints.differing_replicas(engine).any()
         engine.release()
 
@@ -513,17 +475,22 @@ def load_example(name: str) -> Any:
 )
 def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
     """Also without gradients, where their layers take another way; the router's gradient among all."""
+
+    def loss(module: nn.Module, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            without = module(input_ids=tokens, labels=tokens).loss
+        value: Tensor = module(input_ids=tokens, labels=tokens).loss
+        torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
+        return value
+
     for stage in (0, 3):
         expected = of_transformers(kind)
-        found = trained_by_transformers(expected, sgd(expected.parameters()), slice(None))
+        found = trained(expected, sgd(expected.parameters()), slice(None), loss=loss)
         module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
         engine = lightning_zero.shard(module, stage=stage, tensor_parallel=tensor, expert_parallel=expert)
         assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
-        ours = trained_by_transformers(module, sgd_of(engine, module), own_rows(tensor))
-        dist.all_reduce(ours[0])
-        torch.testing.assert_close(ours[0] / 4, found[0], rtol=1e-6, atol=0)
-        torch.testing.assert_close(ours[1], found[1], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
+        ours = trained(module, added(engine, sgd(module.parameters())), own_rows(tensor), loss=loss)
+        assert_alike(engine, ours, expected, found, rtol=1e-5)
         engine.release()
     with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
         lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
@@ -534,28 +501,13 @@ def of_transformers(kind: str, seed: int = 0) -> nn.Module:
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 32}
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if kind != "llama" else {}
-    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes, **more)
+    if kind != "llama":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
     config._experts_implementation = "eager"
     torch.manual_seed(seed)
     made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return made
-
-
-def trained_by_transformers(module: nn.Module, optimizer: Any, rows: slice) -> tuple[Tensor, Tensor]:
-    losses, norms = [], []
-    for step in range(STEPS):
-        tokens = batch(step, rows)
-        with torch.no_grad():
-            losses.append(module(input_ids=tokens, labels=tokens).loss)
-        loss = module(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        norms += [param.grad.norm() for param in module.parameters() if param.grad is not None]
-        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), torch.stack(norms)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
