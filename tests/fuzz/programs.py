@@ -81,8 +81,12 @@ class Settings:
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
+class Action:
+    """Something that a program does."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Forward:
+class Forward(Action):
     """Compute a loss and keep it for a backward.
 
     Attributes:
@@ -101,7 +105,7 @@ class Forward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward:
+class Backward(Action):
     """Of the losses that are kept.
 
     Attributes:
@@ -116,7 +120,7 @@ class Backward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Action):
     """
     Attributes:
         clip: the norm to clip to before; 0: do not.
@@ -134,14 +138,14 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWithClosure:
+class StepWithClosure(Action):
     """Forward and backward inside of ``optimizer.step``; ``writes``: to parameters, before the forward."""
 
     writes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(Action):
     """``mode``: "no_grad" or "inference". ``eval_mode``: with ``module.eval()``."""
 
     part: int | None = None
@@ -151,13 +155,10 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gather:
-    """Look at whole parameters, or change them.
+class Gather(Action):
+    """Look at whole parameters (of one ``part`` of the body), or change them; ``raises``: leave by an exception.
 
-    Attributes:
-        write: "nothing", "copy" (in place), "data" (assigned), "one rank" (whose values count) or "gradients".
-        part: only this one of the body's parameters.
-        raises: leave by an exception.
+    ``write``: "nothing", "copy" (in place), "data" (assigned), "one rank" (whose values count) or "gradients".
     """
 
     write: str = "nothing"
@@ -166,29 +167,29 @@ class Gather:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Write:
+class Write(Action):
     """Write to parameters inside of a step scope: "in place", "data" or "assign"; "outside": assign outside of one."""
 
     how: str = "in place"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
+class Read(Action):
     """Read a parameter between steps, without gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class Save(Action):
     """Keep the state dicts of model and optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(Action):
     """Load what the last Save kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Freeze(Action):
     """Parameters of one part of the body do not require gradients from here on, or do (``thaw``)."""
 
     part: int = 0
@@ -196,31 +197,26 @@ class Freeze:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddGroup:
+class AddGroup(Action):
     """The optimizer gets the parameters that it was made without."""
 
     rate: float = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChangeRate:
+class ChangeRate(Action):
     factor: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncBuffers:
+class SyncBuffers(Action):
     """Rank 0's buffers for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Raise:
-    """An exception in a forward or backward.
-
-    Attributes:
-        where: "forward" or "backward".
-        part: of the body in which it is raised.
-        alone: only the last rank raises it, which ends the program.
-    """
+class Raise(Action):
+    """An exception in a "forward" or "backward" of a part of the body. ``alone``: the last rank's, which ends the
+    program."""
 
     where: str = "forward"
     part: int = 0
@@ -228,7 +224,7 @@ class Raise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reshard:
+class Reshard(Action):
     """Release the module, look at it, and shard it again; the optimizer's state goes along if ``keep``."""
 
     stage: int = 3
@@ -237,31 +233,10 @@ class Reshard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
+class Scope(Action):
     """Actions inside of one step scope, as in manual optimization."""
 
     actions: tuple[Action, ...] = ()
-
-
-Action = (
-    Forward
-    | Backward
-    | Step
-    | StepWithClosure
-    | Evaluate
-    | Gather
-    | Write
-    | Read
-    | Save
-    | Load
-    | Freeze
-    | AddGroup
-    | ChangeRate
-    | SyncBuffers
-    | Raise
-    | Reshard
-    | Scope
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,14 +257,16 @@ class Program:
     left_out: int = 0
     looks: bool = True
 
-    def everything(self) -> Iterator[Action]:
+    def everything(self) -> list[Action]:
         """All actions, those inside of others too."""
-        stack = list(reversed(self.actions))
+        return [inner for action in self.actions for inner in (action, *getattr(action, "actions", ()))]
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.model.body)
         while stack:
-            action = stack.pop()
-            yield action
-            if isinstance(action, Scope):
-                stack.extend(reversed(action.actions))
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
 
     @property
     def ranks_differ(self) -> bool:
@@ -300,13 +277,6 @@ class Program:
     def torch_tells_of_changes(self) -> bool:
         """A backward after a step is refused by torch, on all ranks; a recomputation would see the new weights only."""
         return self.settings.recompute == "none" and not self.ranks_differ
-
-    def nodes(self) -> Iterator[Node]:
-        stack = list(self.model.body)
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children)
 
 
 # -- printing ---------------------------------------------------------------------------------------------------------
@@ -338,14 +308,12 @@ def source(value: Any, indent: int = 0, beside: int = 0) -> str:
 
 def script(program: Program, message: str, earlier: tuple[Program, ...] = ()) -> str:
     """A file that runs ``program``, after ``earlier`` ones, and says what comes of it."""
-    root = Path(__file__).resolve().parents[2]
-    names = "".join(f"earlier_{i}, " for i in range(len(earlier)))
+    named = {f"earlier_{i}": other for i, other in enumerate(earlier)} | {"program": program}
     comment = "\n".join(f"# {line}".rstrip() for line in message.splitlines())
     return (
-        f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(root)!r})\n\n"
+        f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n\n"
         "from tests.fuzz.programs import *  # noqa: E402, F403\n"
         "from tests.fuzz.run import main  # noqa: E402\n\n"
-        + "".join(f"earlier_{i} = {source(other)}\n\n" for i, other in enumerate(earlier))
-        + f"program = {source(program)}\n\n"
-        + f'if __name__ == "__main__":\n    main({names}program)\n'
+        + "".join(f"{name} = {source(value)}\n\n" for name, value in named.items())
+        + f'if __name__ == "__main__":\n    main({", ".join(named)})\n'
     )

@@ -132,7 +132,7 @@ ACTIONS = st.lists(
 @st.composite
 def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
     stage = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
-    names = list(class_names(model))
+    names = class_names(model)
     by_class = draw(st.booleans())
     return p.Settings(
         stage=stage,
