@@ -127,25 +127,6 @@ class Copy(NamedTuple):
 
 
 @dataclass
-class Counts:
-    """What a step asks of the device beside the model's own computation.
-
-    Attributes:
-        kernels: with copies and messages.
-        collectives: launches of the library of messages.
-        recorded, waited: events; each is a call of the driver.
-        allocations: of device memory, from the caching allocator.
-    """
-
-    kernels: int = 0
-    collectives: int = 0
-    recorded: int = 0
-    waited: int = 0
-    allocations: int = 0
-    host_waits: int = 0
-
-
-@dataclass
 class Tally:
     """What has been counted since it was last asked for.
 

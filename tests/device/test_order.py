@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import PlainTransport
@@ -31,18 +31,19 @@ class Issued(NamedTuple):
     queued: int
 
 
-def in_one_step(engine: Any, model: nn.Module, optimizer: Any) -> list[Issued]:
-    machine = engine.comm.streams.accelerator._machine
+def gathers_are_early(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    """In one more step."""
+    clocks = engine.comm.streams.accelerator._machine.order._clocks.current_sync_states
     issued: list[Issued] = []
     released = 0
 
-    def queued() -> int:
-        return int(machine.order._clocks.current_sync_states[COMPUTE].get(COMPUTE, 0))
+    def queued(stream: int = COMPUTE) -> int:
+        """The last that compute has queued, as far as ``stream`` knows."""
+        return int(clocks[stream].get(COMPUTE, 0))
 
-    def gather_all(self: PlainTransport, fulls: list[Tensor], *args: Any) -> list[Any]:
-        waited = machine.order._clocks.current_sync_states[machine.stream].get(COMPUTE, 0)
-        issued.append(Issued(int(waited), released, queued()))
-        return real_gather(self, fulls, *args)
+    def gather_all(self: PlainTransport, *args: Any) -> list[Any]:
+        issued.append(Issued(queued(engine.comm.streams.accelerator.current_stream()), released, queued()))
+        return real_gather(self, *args)
 
     def noted(method: Callable[[Streams], Any]) -> Callable[[Streams], Any]:
         def call(self: Streams) -> Any:
@@ -59,26 +60,10 @@ def in_one_step(engine: Any, model: nn.Module, optimizer: Any) -> list[Issued]:
         mock.patch.object(Streams, "change", noted(Streams.change)),
     ):
         train_step(Step(), engine, model, optimizer)
-    return issued
-
-
-def check(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    issued = in_one_step(engine, model, optimizer)
     assert len(issued) >= 2 * len(engine.units) - 2
     assert all(gather.waited <= gather.released for gather in issued), issued
     # The last unit of the forward stays for the backward: before that, gathers are issued behind the loss.
     assert any(gather.released < gather.queued for gather in issued), issued
-
-
-def check_waits_for_all(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    """What the test above would see if gathers waited for compute, as it is now."""
-
-    def waits_for_all(self: Streams, kind: str) -> Any:
-        return self.on(kind)
-
-    with mock.patch.object(Streams, "on_free_memory", waits_for_all):
-        issued = in_one_step(engine, model, optimizer)
-    assert any(gather.waited > gather.released for gather in issued), issued
 
 
 @pytest.mark.parametrize(
@@ -91,14 +76,10 @@ def check_waits_for_all(engine: Any, model: nn.Module, optimizer: Any) -> None:
     ids=str,
 )
 def test_a_gather_does_not_wait_for_what_was_queued_after_its_memory_was_free(case: Case, trained: Trained) -> None:
-    trained(case, then=check)
+    trained(case, then=gathers_are_early)
 
 
-def test_gathers_that_wait_for_compute_are_seen(trained: Trained) -> None:
-    trained(Case(), then=check_waits_for_all)
-
-
-def parties(engine: Any, model: nn.Module, optimizer: Any) -> None:
+def no_stream_is_of_nccl(engine: Any, model: nn.Module, optimizer: Any) -> None:
     names = engine.comm.streams.accelerator._machine.order.names.values()
     assert not [name for name in names if "NCCL" in name]
 
@@ -116,4 +97,4 @@ def parties(engine: Any, model: nn.Module, optimizer: Any) -> None:
 )
 def test_messages_run_on_streams_of_ours(case: Case, trained: Trained) -> None:
     """They have a priority. One of NCCL's own would have that of compute, and cost four calls of the driver more."""
-    trained(case, then=parties)
+    trained(case, then=no_stream_is_of_nccl)

@@ -37,13 +37,9 @@ def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: El
 
 
 @pytest.mark.full
-def test_a_step_of_four_ranks_takes_little_more_than_it_must(elsewhere: Elsewhere) -> None:
-    assert elsewhere(predict, "cpu", HIDING_TOKENS, ranks=4).phi >= LEAST
-
-
-@pytest.mark.full
-def test_a_step_in_fp32_takes_little_more_than_it_must(elsewhere: Elsewhere) -> None:
-    assert elsewhere(predict, "optimizer_cpu", HIDING_TOKENS, precision="fp32").phi >= LEAST
+@pytest.mark.parametrize(("row", "how"), [("cpu", {"ranks": 4}), ("optimizer_cpu", {"precision": "fp32"})])
+def test_so_it_does_on_four_ranks_and_in_fp32(row: str, how: dict[str, Any], elsewhere: Elsewhere) -> None:
+    assert elsewhere(predict, row, HIDING_TOKENS, **how).phi >= LEAST
 
 
 # -- what would cost --------------------------------------------------------------------------------------------------
