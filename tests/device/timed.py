@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 @dataclass
 class Scaled:
-    """Costs of the large model's work, from the small one's. See :class:`tests.device.machine.Costs`."""
+    """How long the large model's work takes, from the small one's: seconds, and the resource that they need."""
 
     rates: Rates
     scale: float  # of bytes of parameters

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,7 +27,7 @@ import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
+from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place
 
 aten = torch.ops.aten
 
@@ -47,28 +46,26 @@ class Virtual(Accelerator):
         return self._machine.new_stream(f"stream {next(self._streams)}")
 
     def current_stream(self) -> int:
-        return self._machine.stream
+        return self._machine.here.stream
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[int]:
-        machine = self._machine
-        before, machine.stream = machine.stream, stream
+        here = self._machine.here
+        before, here.stream = here.stream, stream
         try:
             yield stream
         finally:
-            machine.stream = before
+            here.stream = before
 
     def record(self) -> int:
         machine = self._machine
         machine.used_here()
-        event = machine.new_event()
-        machine.record(event, machine.stream)
         machine.tally.recorded[place().function] += 1
-        return event
+        return machine.event_of(machine.here.stream)
 
     def wait(self, event: int) -> None:
         self._machine.tally.waited[place().function] += 1
-        self._machine.wait(self._machine.stream, event)
+        self._machine.wait(self._machine.here.stream, event)
 
     def is_over(self, event: int) -> bool:
         """Never: the worst case is a device that is far behind."""
@@ -92,7 +89,7 @@ class Virtual(Accelerator):
         self._machine.unpin(memory)
 
     def bind_thread(self) -> None:
-        self._machine.bind_thread()
+        self._machine.here.bound = True
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -101,21 +98,18 @@ class Virtual(Accelerator):
 _FACTORY = re.compile(r"aten::(new_.*|.*_like|empty.*|zeros|ones|full|arange|scalar_tensor)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What an operator does to its arguments.
+class Signature(NamedTuple):
+    """What an operator does to its arguments: their names in order, those that it reads, and those that it writes.
 
     Attributes:
-        reads, writes: names of arguments.
-        order: of all arguments.
         fills: its new outputs are written.
         new: all its outputs are new memory.
         in_place: the argument that is its only output, where it has no other; or "" where it has no output.
     """
 
     order: tuple[str, ...]
-    reads: frozenset[str]
-    writes: frozenset[str]
+    reads: set[str]
+    writes: set[str]
     fills: bool
     new: bool
     in_place: str | None
@@ -125,23 +119,13 @@ class Signature:
 def signature_of(operator: Any) -> Signature:
     schema = operator._schema
     factory = _FACTORY.match(schema.name) is not None
-    reads, writes = set(), set()
-    for argument in schema.arguments:
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            writes.add(argument.name)
-        elif alias is None and not factory:  # what is only viewed is not read
-            reads.add(argument.name)
+    aliases = {argument.name: argument.alias_info for argument in schema.arguments}
+    writes = {name for name, alias in aliases.items() if alias is not None and alias.is_write}
+    reads = {name for name, alias in aliases.items() if alias is None and not factory}  # what is viewed is not read
     new = [result.alias_info is None for result in schema.returns]
     in_place = "" if not new else next(iter(writes)) if len(writes) == len(new) == 1 and not new[0] else None
-    return Signature(
-        tuple(argument.name for argument in schema.arguments),
-        frozenset(reads),
-        frozenset(writes),
-        any(new) and "empty" not in schema.name,
-        bool(new) and all(new),
-        in_place,
-    )
+    fills = any(new) and "empty" not in schema.name
+    return Signature(tuple(aliases), reads, writes, fills, bool(new) and all(new), in_place)
 
 
 def tensors_in(value: Any) -> Sequence[Tensor]:
@@ -173,8 +157,7 @@ class Shapes:
             plain = isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result)
             self._known[key] = _shape(result) if plain else None
             return result
-        shapes = self._known[key]
-        return func(*args, **kwargs) if shapes is None else _empty(shapes)
+        return func(*args, **kwargs) if self._known[key] is None else _empty(self._known[key])
 
     @staticmethod
     def _in_place(signature: Signature, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -229,32 +212,23 @@ class Watch(TorchDispatchMode):
             return self._value(args[0])
         if func is aten.record_stream.default:
             raise NotImplementedError("the machine does not know record_stream")
-        flat = [*itertools.chain.from_iterable(map(tensors_in, args))]
-        on_device = any(map(is_on_device, flat))
+        on_device = any(is_on_device(t) for arg in args for t in tensors_in(arg))
         result = SHAPES.run(func, args, kwargs) if on_device else func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         signature = signature_of(func)
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        for name, value in itertools.chain(zip(signature.order, args, strict=False), kwargs.items()):
-            if name in signature.reads:
-                reads += tensors_in(value)
-            elif name in signature.writes:
-                writes += tensors_in(value)
-        outputs = tensors_in(result)
+        given = [*zip(signature.order, args, strict=False), *kwargs.items()]
+        reads = [t for name, value in given if name in signature.reads for t in tensors_in(value)]
+        writes = [t for name, value in given if name in signature.writes for t in tensors_in(value)]
+        outputs = [t for t in tensors_in(result) if all(t is not known for known in writes)]
         if signature.fills:
-            known = {id(t) for t in writes}
-            filled = [t for t in outputs if id(t) not in known]
+            writes += outputs
         else:
-            filled = []
-            for output in outputs:  # new memory that nobody has written to
-                if is_on_device(output):
-                    self._machine.block_of(output)
-        writes += filled
-        if any(map(is_on_device, writes)) or any(map(is_on_device, reads)):
+            for output in filter(is_on_device, outputs):  # new memory that nobody has written to
+                self._machine.block_of(output)
+        if any(map(is_on_device, (*reads, *writes))):
             self._machine.kernel(str(func), reads, writes)
         elif reads or writes:
             self._machine.on_host(str(func), reads, writes)
@@ -269,7 +243,7 @@ class Watch(TorchDispatchMode):
         dtype = kwargs.get("dtype") or source.dtype
         blocks = not kwargs.get("non_blocking")
         if is_on_device(source):
-            target = zeros_for(source, dtype)
+            target = torch.zeros(source.shape, dtype=dtype)  # what stands on the host for values that are nowhere
             if not blocks:
                 self._machine.pin(target, minded=True)  # torch gives such copies pinned memory
         else:
@@ -323,7 +297,7 @@ class QueuedWork:
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits, not the host."""
         if self._event is not None:
-            self._machine.wait(self._machine.stream, self._event)
+            self._machine.wait(self._machine.here.stream, self._event)
         self._tensors = ()
         return True
 
@@ -331,26 +305,11 @@ class QueuedWork:
         return False
 
 
-# Methods of a process group: which of the first two arguments it writes, and which it reads.
-_COLLECTIVES = {
-    "allreduce": ((0,), (0,)),
-    "broadcast": ((0,), (0,)),
-    **dict.fromkeys(
-        (
-            "_allgather_base",
-            "all_gather_single",
-            "allgather_into_tensor_coalesced",
-            "all_gather_single_coalesced",
-            "allgather",
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter",
-            "alltoall_base",
-            "all_to_all_single",
-        ),
-        ((0,), (1,)),
-    ),
-}
+# Methods of a process group that write their first argument and read their second. The other two do both to the first.
+_TO_ANOTHER = ("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+_TO_ANOTHER += ("allgather", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter")
+_TO_ANOTHER += ("alltoall_base", "all_to_all_single")
+_COLLECTIVES = {"allreduce": 0, "broadcast": 0} | dict.fromkeys(_TO_ANOTHER, 1)  # which argument is read
 _ON_DEVICE = ("gather", "reduce", "second half", "replicate")  # ends of the names of groups that NCCL serves alone
 
 
@@ -366,11 +325,8 @@ class Groups:
         self._streams: dict[str, int] = {}
 
     def watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        written, read = _COLLECTIVES[name]
-
-        @functools.wraps(method)
         def collective(group: Any, *args: Any) -> Any:
-            writes, reads = [t for i in written for t in _flat(args[i])], [t for i in read for t in _flat(args[i])]
+            writes, reads = _flat(args[0]), _flat(args[_COLLECTIVES[name]])
             if not any(map(is_on_device, (*writes, *reads))):
                 if group.group_desc.endswith(_ON_DEVICE):
                     raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
@@ -401,9 +357,7 @@ class Groups:
         # Of NCCL itself: its stream waits for this one, and later this one for it.
         machine.tally.recorded[place().function] += 2
         machine.tally.waited[place().function] += 2
-        event = machine.new_event()
-        machine.record(event, self._streams[title])
-        return QueuedWork(machine, event, (*reads, *writes))
+        return QueuedWork(machine, machine.event_of(self._streams[title]), (*reads, *writes))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -438,21 +392,21 @@ class SeenLock:
 
 def _now(machine: Machine) -> int:
     """An event behind what this thread has done and seen."""
-    event = machine.new_event()
-    machine.record(event, machine.thread())
-    return event
+    return machine.event_of(machine.thread())
 
 
 _EVENT = "_virtual_event"
 _OF_DISK = "_virtual_of_disk"
 
 
-def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever finds the object done comes after this thread."""
+def _leave(machine: Machine, source: Any, event: int | None = None) -> None:
+    """Whoever finds the object done comes after ``event``, or after this thread."""
+    source.__dict__.setdefault(_EVENT, []).append(_now(machine) if event is None else event)
 
-    @functools.wraps(method)
+
+def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
-        self.__dict__.setdefault(_EVENT, []).append(_now(machine))
+        _leave(machine, self)
         turns.done(self)
         method(self, *args)
         turns.pause()
@@ -461,7 +415,6 @@ def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Calla
 
 
 def _finds(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with turns.waiting(self):
@@ -480,7 +433,6 @@ def _follow(machine: Machine, source: Any) -> None:
 
 
 def _finds_done(machine: Machine, done: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(done)
     def call(self: Any) -> bool:
         if is_done := done(self):
             _follow(machine, self)
@@ -492,7 +444,6 @@ def _finds_done(machine: Machine, done: Callable[[Any], bool]) -> Callable[[Any]
 def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], None]:
     """A thread comes after who has started it, and its operators are seen."""
 
-    @functools.wraps(start)
     def call(self: threading.Thread) -> None:
         run, event = self.run, _now(machine)
 
@@ -502,7 +453,7 @@ def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], 
                 with Watch(machine):
                     run()
             finally:
-                self.__dict__.setdefault(_EVENT, []).append(_now(machine))
+                _leave(machine, self)
 
         self.run = seen  # type: ignore[method-assign]
         start(self)
@@ -511,7 +462,6 @@ def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def _submitted(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    @functools.wraps(submit)
     def call(self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         event = _now(machine)
 
@@ -527,11 +477,10 @@ def _submitted(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable
 def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
     """The disk has a tensor from the moment that it is staged until the future is done."""
 
-    @functools.wraps(stage)
     def call(self: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
         event = machine.on_disk("a write to a file" if write else "a read of a file", tensor, writes=not write)
         future = stage(self, extent, tensor, write=write)
-        future.__dict__.setdefault(_EVENT, []).append(event)
+        _leave(machine, future, event)
         setattr(future, _OF_DISK, True)
         return future
 
@@ -591,7 +540,6 @@ class Turns:
     def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Around what gives the worker its next step."""
 
-        @functools.wraps(take)
         def call(worker: Any) -> Any:
             if not getattr(self._here, "is_worker", False):
                 self._here.is_worker = True
@@ -603,7 +551,6 @@ class Turns:
     def submit(self, submit: Callable[..., None]) -> Callable[..., None]:
         """Around what asks the worker for steps."""
 
-        @functools.wraps(submit)
         def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
             jobs = list(jobs)
             submit(worker, jobs, event)
@@ -636,7 +583,7 @@ def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
         return result
 
     groups = Groups(machine)
-    patches: Iterable[tuple[Any, str, Any]] = [
+    patches: list[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resize_),
         (threading, "Lock", lambda: SeenLock(machine, lock())),
         (threading.Thread, "start", _started(machine, threading.Thread.start)),
@@ -650,17 +597,15 @@ def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
         (StepWorker, "_take", turns.take(StepWorker._take)),
         (StepWorker, "submit", turns.submit(StepWorker.submit)),
         (NvmeTier, "_stage", _staged(machine, NvmeTier._stage)),
-        *(
-            (dist.ProcessGroup, name, groups.watched(name, getattr(dist.ProcessGroup, name)))
-            for name in _COLLECTIVES
-            if hasattr(dist.ProcessGroup, name)
-        ),
     ]
+    group = dist.ProcessGroup
+    patches += [
+        (group, name, groups.watched(name, getattr(group, name))) for name in _COLLECTIVES if hasattr(group, name)
+    ]
+    kinds = {"meta": functools.partial(Virtual, machine=machine)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.dict(lightning_zero.device._KINDS, {"meta": functools.partial(Virtual, machine=machine)})
-        )
         for target, name, new in patches:
             stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(mock.patch.dict(lightning_zero.device._KINDS, kinds))
         stack.enter_context(Watch(machine))
         yield
