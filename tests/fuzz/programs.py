@@ -274,6 +274,10 @@ class Program:
         return any(node.kind == "ByRank" for node in self.nodes())
 
     @property
+    def raises_alone(self) -> bool:
+        return any(isinstance(action, Raise) and action.alone for action in self.everything())
+
+    @property
     def torch_tells_of_changes(self) -> bool:
         """A backward after a step is refused by torch, on all ranks; a recomputation would see the new weights only."""
         return self.settings.recompute == "none" and not self.ranks_differ

@@ -27,7 +27,7 @@ from tests.fuzz import programs as p
 from tests.fuzz.models import batch, has_history, out_of
 from tests.fuzz.programs import Program
 from tests.fuzz.refusals import Refusal, refusal_of
-from tests.fuzz.sides import AUTOCAST, Ours, Twin, dtype_of
+from tests.fuzz.sides import AUTOCAST, Ours, Twin, dtype_of, max_over_ranks
 
 STALL_S = 20.0
 ALONE_S = 2.0  # where it is certain that somebody waits in vain
@@ -406,8 +406,7 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     """On every rank."""
     warnings.simplefilter("ignore")
     settings = program.settings
-    alone = any(isinstance(a, p.Raise) and a.alone for a in program.everything())
-    lower = settings.precision not in ("fp32", "fp64")
+    alone, lower = program.raises_alone, settings.precision not in ("fp32", "fp64")
 
     def twin() -> Twin | Ours:
         if lower and not alone:
@@ -417,7 +416,7 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     expected = Interpreter(program, twin).run()
     if program.ranks_differ and expected.error:  # perhaps on one rank alone, which the others would wait for
         return Outcome("torch refuses", expected.where, expected.error, expected.traceback)
-    if lower and not alone and _on_any_rank(bool(expected.error)):
+    if lower and not alone and max_over_ranks([bool(expected.error)])[0]:
         expected.refused_by_torch = _torch_raises_at(expected.where, program)
     limit = ALONE_S if alone else stall_timeout_s
     found = Interpreter(program, lambda: Ours(program, folder, stall_timeout_s=limit)).run()
@@ -439,12 +438,6 @@ def _torch_raises_at(where: str, program: Program) -> bool:
         programs.append(dataclasses.replace(program, settings=lower))
     found = [Interpreter(one, functools.partial(Twin, one)).run().where for one in programs]
     return where in found
-
-
-def _on_any_rank(flag: bool) -> bool:
-    flags = torch.tensor([flag], dtype=torch.uint8)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
 
 
 def compare(found: Trace, expected: Trace, tolerance: float, *, single: bool, recomputes: bool) -> Outcome:

@@ -92,17 +92,13 @@ def clipping_raises_in_lower_precision() -> None:
 
 
 # With what every program begins, so that it is not long until the mistake matters.
-STEP = p.Forward(), p.Backward(), p.Step()
+STEP, LINE = (p.Forward(), p.Backward(), p.Step()), Model(body=(Node(kind="Line"),))
 BROKEN = {
     gradients_are_sums: STEP,
     writes_are_lost: (p.Write(how="in place"), *STEP),
     cleared_gradients_stay: (*STEP, *STEP),
     forwards_do_not_wait_for_steps: STEP,
 }
-
-
-class Enough(Exception):
-    """A program has failed, as it should."""
 
 
 @pytest.mark.sample
@@ -114,25 +110,17 @@ def test_a_broken_engine_is_found_out(broken: Callable[[], Any]) -> None:
         @given(programs())
         def run(program: Program) -> None:
             program = dataclasses.replace(program, actions=BROKEN[broken] + program.actions)
-            if runner.run(program).failed:
-                raise Enough
+            assert not runner.run(program).failed, "as it should"
 
-        with pytest.raises(Enough):
+        with pytest.raises(AssertionError, match="as it should"):
             run()
 
 
 def test_what_both_engines_raise_is_no_refusal_of_torch() -> None:
-    settings = p.Settings(precision="bf16")
-    program = Program(
-        model=Model(body=(Node(kind="Line"),)),
-        actions=(p.Forward(), p.Backward(), p.Step(clip=1.0)),
-        settings=settings,
-    )
+    actions = (p.Forward(), p.Backward(), p.Step(clip=1.0))
+    program = Program(model=LINE, actions=actions, settings=p.Settings(precision="bf16"))
     with Runner(before=clipping_raises_in_lower_precision) as runner:
         assert runner.run(program).kind == "unknown refusal"
-
-
-# -- what is printed --------------------------------------------------------------------------------------------------
 
 
 @settings(STILL, max_examples=50)
@@ -145,7 +133,7 @@ def test_a_program_is_printed_as_it_is(program: Program) -> None:
 
 
 def test_a_program_that_is_printed_runs(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    program = Program(model=Model(body=(Node(kind="Line"),)), actions=(p.Forward(), p.Backward(), p.Step()))
+    program = Program(model=LINE, actions=STEP)
     space: dict[str, Any] = {"__name__": "__main__"}
     with pytest.raises(SystemExit) as ended:
         exec(compile(script(program, "nothing"), "script", "exec"), space)
