@@ -139,33 +139,27 @@ def tensors_in(value: Any) -> Sequence[Tensor]:
 _ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.default}
 
 
-class Shapes:
-    """What operators give on the device. torch's kernels for "meta" are mostly Python, and slow: each is asked once."""
+_MAKERS: dict[Any, Callable[[], Any]] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        signature = signature_of(func)
-        if signature.in_place is not None:
-            return self._in_place(signature, func, args, kwargs)
-        if not signature.new:
-            return func(*args, **kwargs)  # a view
-        key = (func, _key(args), _key(tuple(kwargs.items())))
-        if key not in self._known:
-            result = func(*args, **kwargs)
-            plain = isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result)
-            self._known[key] = _shape(result) if plain else None
-            return result
-        return func(*args, **kwargs) if self._known[key] is None else _empty(self._known[key])
-
-    @staticmethod
-    def _in_place(signature: Signature, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """There are no values to change. Host tensors among the arguments would have some."""
+def on_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator gives on the device. torch's kernels for "meta" are mostly slow Python: each is asked once."""
+    signature = signature_of(func)
+    if signature.in_place is not None:
         named = dict(zip(signature.order, args, strict=False)) | kwargs
+        # There are no values to change, unless tensors of the host are written.
         if all(is_on_device(t) for name in signature.writes for t in tensors_in(named[name])):
             return named[signature.in_place] if signature.in_place else None
+    if signature.in_place is not None or not signature.new:
         return func(*args, **kwargs)
+    key = (func, _key(args), _key(tuple(kwargs.items())))
+    make = _MAKERS.get(key)
+    if make is not None:
+        return make()
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result):
+        _MAKERS[key] = _maker_of(result)
+    return result
 
 
 def _key(value: Any) -> Any:
@@ -176,20 +170,12 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _shape(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.shape, result.stride(), result.dtype, result.device
-    return [_shape(r) for r in result]
-
-
-def _empty(shape: Any) -> Any:
-    if isinstance(shape, list):
-        return tuple(map(_empty, shape))
-    size, stride, dtype, device = shape
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-SHAPES = Shapes()
+def _maker_of(result: Any) -> Callable[[], Any]:
+    if not isinstance(result, Tensor):
+        makers = [_maker_of(r) for r in result]
+        return lambda: tuple(make() for make in makers)
+    shape = result.shape, result.stride()
+    return functools.partial(torch.empty_strided, *shape, dtype=result.dtype, device=result.device)
 
 
 class Watch(TorchDispatchMode):
@@ -213,7 +199,7 @@ class Watch(TorchDispatchMode):
         if func is aten.record_stream.default:
             raise NotImplementedError("the machine does not know record_stream")
         on_device = any(is_on_device(t) for arg in args for t in tensors_in(arg))
-        result = SHAPES.run(func, args, kwargs) if on_device else func(*args, **kwargs)
+        result = on_shapes(func, args, kwargs) if on_device else func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
 
@@ -324,18 +310,15 @@ class Groups:
         self._machine = machine
         self._streams: dict[str, int] = {}
 
-    def watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(group: Any, *args: Any) -> Any:
-            writes, reads = _flat(args[0]), _flat(args[_COLLECTIVES[name]])
-            if not any(map(is_on_device, (*writes, *reads))):
-                if group.group_desc.endswith(_ON_DEVICE):
-                    raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
-                return method(group, *args)
-            if "coalesced" not in name:  # torch's fake group has none for the device
-                method(group, *args)
-            return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
-
-        return collective
+    def collective(self, method: Callable[..., Any], group: Any, *args: Any, name: str) -> Any:
+        writes, reads = _flat(args[0]), _flat(args[_COLLECTIVES[name]])
+        if not any(map(is_on_device, (*writes, *reads))):
+            if group.group_desc.endswith(_ON_DEVICE):
+                raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
+            return method(group, *args)
+        if "coalesced" not in name:  # torch's fake group has none for the device
+            method(group, *args)
+        return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
 
     def _queue(
         self, group: Any, name: str, reads: list[Tensor], writes: list[Tensor], *, asynchronous: bool
@@ -397,96 +380,6 @@ def _now(machine: Machine) -> int:
 
 _EVENT = "_virtual_event"
 _OF_DISK = "_virtual_of_disk"
-
-
-def _leave(machine: Machine, source: Any, event: int | None = None) -> None:
-    """Whoever finds the object done comes after ``event``, or after this thread."""
-    source.__dict__.setdefault(_EVENT, []).append(_now(machine) if event is None else event)
-
-
-def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any) -> Any:
-        _leave(machine, self)
-        turns.done(self)
-        method(self, *args)
-        turns.pause()
-
-    return call
-
-
-def _finds(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with turns.waiting(self):
-                answer = method(self, *args, **kwargs)
-        finally:
-            if self.done() if isinstance(self, Future) else not self.is_alive():
-                _follow(machine, self)
-        return answer
-
-    return call
-
-
-def _follow(machine: Machine, source: Any) -> None:
-    for event in source.__dict__.get(_EVENT, ()):
-        machine.wait(machine.thread(), event)
-
-
-def _finds_done(machine: Machine, done: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def call(self: Any) -> bool:
-        if is_done := done(self):
-            _follow(machine, self)
-        return is_done
-
-    return call
-
-
-def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A thread comes after who has started it, and its operators are seen."""
-
-    def call(self: threading.Thread) -> None:
-        run, event = self.run, _now(machine)
-
-        def seen() -> None:
-            machine.wait(machine.thread(), event)
-            try:
-                with Watch(machine):
-                    run()
-            finally:
-                _leave(machine, self)
-
-        self.run = seen  # type: ignore[method-assign]
-        start(self)
-
-    return call
-
-
-def _submitted(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    def call(self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        event = _now(machine)
-
-        def seen() -> Any:
-            machine.wait(machine.thread(), event)
-            return function(*args, **kwargs)
-
-        return submit(self, seen)
-
-    return call
-
-
-def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    """The disk has a tensor from the moment that it is staged until the future is done."""
-
-    def call(self: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
-        event = machine.on_disk("a write to a file" if write else "a read of a file", tensor, writes=not write)
-        future = stage(self, extent, tensor, write=write)
-        _leave(machine, future, event)
-        setattr(future, _OF_DISK, True)
-        return future
-
-    return call
-
-
 Pace = Literal["eager", "lazy"]
 
 
@@ -495,117 +388,169 @@ def _is_under_way(future: Future[None] | None) -> bool:
     return future is not None and future._state not in ("FINISHED", "CANCELLED")
 
 
-class Turns:
-    """When the thread of offloaded steps gets on, so that a case is the same each time.
+class Threads:
+    """Who comes after whom among threads, and when the thread of offloaded steps gets on: a case is the same each time.
 
     Streams are first in, first out: how two threads take turns decides what is queued behind what. ``eager``: whoever
     asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
+
+    Methods that are called with a method stand around it.
     """
 
     LIMIT_S = 60.0
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, machine: Machine, pace: Pace) -> None:
+        self._machine, self._pace = machine, pace
         self._main = threading.get_ident()
         self._changed = threading.Condition(threading.RLock())
-        self._awaited: Any = None
+        self._awaited: Any = None  # the future or thread that the main thread waits for
         self._here = threading.local()
 
-    @contextlib.contextmanager
-    def waiting(self, source: Any) -> Iterator[None]:
-        """The main thread waits for a future or a thread."""
-        if threading.get_ident() != self._main or hasattr(source, _OF_DISK):
-            yield
-            return
-        with self._changed:
-            self._awaited = source
-            self._changed.notify_all()
-        yield
-        with self._changed:
-            self._awaited = None
+    def _leave(self, source: Any, event: int | None = None) -> None:
+        """Whoever finds the object done comes after ``event``, or after this thread."""
+        source.__dict__.setdefault(_EVENT, []).append(_now(self._machine) if event is None else event)
 
-    def done(self, source: Any) -> None:
-        """What the main thread waits for is done: it goes on, and the worker must not."""
+    def _follow(self, *events: int) -> None:
+        for event in events:
+            self._machine.wait(self._machine.thread(), event)
+
+    def is_done(self, method: Callable[..., None], source: Any, *args: Any) -> None:
+        """A future: if the main thread waits for it, that goes on, and the worker must not."""
+        self._leave(source)
         with self._changed:
             if self._awaited is source:
                 self._awaited = None
+        method(source, *args)
+        self._pause()
 
-    def pause(self) -> None:
+    def find(self, method: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> Any:
+        """A future or a thread, after a wait."""
+        waits = threading.get_ident() == self._main and not hasattr(source, _OF_DISK)
+        try:
+            if waits:
+                self._wait_for(source)
+            answer = method(source, *args, **kwargs)
+            if waits:
+                self._wait_for(None)
+        finally:
+            if source.done() if isinstance(source, Future) else not source.is_alive():
+                self._follow(*source.__dict__.get(_EVENT, ()))
+        return answer
+
+    def _wait_for(self, source: Any) -> None:
+        with self._changed:
+            self._awaited = source
+            self._changed.notify_all()
+
+    def find_done(self, done: Callable[[Any], bool], source: Any) -> bool:
+        if is_done := done(source):
+            self._follow(*source.__dict__.get(_EVENT, ()))
+        return is_done
+
+    def start(self, start: Callable[[Any], None], thread: Any) -> None:
+        """It comes after who has started it, and its operators are seen."""
+        run, event = thread.run, _now(self._machine)
+
+        def seen() -> None:
+            self._follow(event)
+            try:
+                with Watch(self._machine):
+                    run()
+            finally:
+                self._leave(thread)
+
+        thread.run = seen
+        start(thread)
+
+    def hand_over(self, submit: Callable[..., Any], pool: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        event = _now(self._machine)
+
+        def seen() -> Any:
+            self._follow(event)
+            return function(*args, **kwargs)
+
+        return submit(pool, seen)
+
+    def stage(self, stage: Callable[..., Any], tier: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
+        """The disk has a tensor from the moment that it is staged until the future is done."""
+        what = "a write to a file" if write else "a read of a file"
+        event = self._machine.on_disk(what, tensor, writes=not write)
+        future = stage(tier, extent, tensor, write=write)
+        self._leave(future, event)
+        setattr(future, _OF_DISK, True)
+        return future
+
+    def _pause(self) -> None:
         """The worker has ended a step. It goes on when the main thread waits again."""
         if self._pace == "lazy" and getattr(self._here, "is_worker", False):
             with self._changed:
                 if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
                     raise RuntimeError("nobody waits for the steps")
 
-    def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Around what gives the worker its next step."""
+    def take_a_step(self, take: Callable[[Any], Any], worker: Any) -> Any:
+        if not getattr(self._here, "is_worker", False):
+            self._here.is_worker = True
+            self._pause()
+        return take(worker)
 
-        def call(worker: Any) -> Any:
-            if not getattr(self._here, "is_worker", False):
-                self._here.is_worker = True
-                self.pause()
-            return take(worker)
-
-        return call
-
-    def submit(self, submit: Callable[..., None]) -> Callable[..., None]:
-        """Around what asks the worker for steps."""
-
-        def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
-            jobs = list(jobs)
-            submit(worker, jobs, event)
-            deadline = time.monotonic() + self.LIMIT_S
-            while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step.future) for job in jobs):
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the steps do not end")
-                time.sleep(0.0002)
-
-        return call
+    def ask_for_steps(self, submit: Callable[..., None], worker: Any, jobs: Iterable[Any], event: Any) -> None:
+        jobs = list(jobs)
+        submit(worker, jobs, event)
+        deadline = time.monotonic() + self.LIMIT_S
+        while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step.future) for job in jobs):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the steps do not end")
+            time.sleep(0.0002)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def _around(target: Any, name: str, new: Callable[..., Any]) -> Any:
+    """Patches a method: ``new`` is called with it, and its arguments."""
+    method = getattr(target, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return new(method, *args, **kwargs)
+
+    return mock.patch.object(target, name, call)
 
 
 @contextlib.contextmanager
 def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
     """Inside, the device "meta" is ``machine``. Its threads must have ended when it is left."""
     lock = threading.Lock  # the real one
-    turns = Turns(pace)
+    threads, groups = Threads(machine, pace), Groups(machine)
 
-    def resize_(storage: Any, nbytes: int, resize: Any = torch.UntypedStorage.resize_) -> Any:
-        if storage.device.type != "meta":
-            return resize(storage, nbytes)
-        if nbytes == 0:
+    def resize_(resize: Any, storage: Any, nbytes: int) -> Any:
+        on_device = storage.device.type == "meta"
+        if on_device and nbytes == 0:
             machine.resized(storage, nbytes)
         result = resize(storage, nbytes)
-        if nbytes:
+        if on_device and nbytes:
             machine.resized(storage, nbytes)
         return result
 
-    groups = Groups(machine)
-    patches: list[tuple[Any, str, Any]] = [
-        (torch.UntypedStorage, "resize_", resize_),
-        (threading, "Lock", lambda: SeenLock(machine, lock())),
-        (threading.Thread, "start", _started(machine, threading.Thread.start)),
-        (threading.Thread, "join", _finds(machine, turns, threading.Thread.join)),
-        (ThreadPoolExecutor, "submit", _submitted(machine, ThreadPoolExecutor.submit)),
-        (Future, "set_result", _leaves(machine, turns, Future.set_result)),
-        (Future, "set_exception", _leaves(machine, turns, Future.set_exception)),
-        (Future, "result", _finds(machine, turns, Future.result)),
-        (Future, "exception", _finds(machine, turns, Future.exception)),
-        (Future, "done", _finds_done(machine, Future.done)),
-        (StepWorker, "_take", turns.take(StepWorker._take)),
-        (StepWorker, "submit", turns.submit(StepWorker.submit)),
-        (NvmeTier, "_stage", _staged(machine, NvmeTier._stage)),
+    patches = [
+        mock.patch.object(threading, "Lock", lambda: SeenLock(machine, lock())),
+        mock.patch.dict(lightning_zero.device._KINDS, {"meta": functools.partial(Virtual, machine=machine)}),
+        _around(torch.UntypedStorage, "resize_", resize_),
+        _around(threading.Thread, "start", threads.start),
+        _around(threading.Thread, "join", threads.find),
+        _around(ThreadPoolExecutor, "submit", threads.hand_over),
+        _around(Future, "set_result", threads.is_done),
+        _around(Future, "set_exception", threads.is_done),
+        _around(Future, "result", threads.find),
+        _around(Future, "exception", threads.find),
+        _around(Future, "done", threads.find_done),
+        _around(StepWorker, "_take", threads.take_a_step),
+        _around(StepWorker, "submit", threads.ask_for_steps),
+        _around(NvmeTier, "_stage", threads.stage),
     ]
-    group = dist.ProcessGroup
-    patches += [
-        (group, name, groups.watched(name, getattr(group, name))) for name in _COLLECTIVES if hasattr(group, name)
-    ]
-    kinds = {"meta": functools.partial(Virtual, machine=machine)}
+    for name in _COLLECTIVES:
+        if hasattr(dist.ProcessGroup, name):
+            patches.append(_around(dist.ProcessGroup, name, functools.partial(groups.collective, name=name)))
     with contextlib.ExitStack() as stack:
-        for target, name, new in patches:
-            stack.enter_context(mock.patch.object(target, name, new))
-        stack.enter_context(mock.patch.dict(lightning_zero.device._KINDS, kinds))
-        stack.enter_context(Watch(machine))
+        for patch in (*patches, Watch(machine)):
+            stack.enter_context(patch)
         yield

@@ -18,6 +18,8 @@ from lightning_zero.presets import PRESETS
 from tests.trainer import toys
 from tests.trainer.toys import Lit, seeded
 
+READ = ("epoch", "global_step", "lr_schedulers", "optimizer_states", "loops", "hyper_parameters", "mine")
+SORTED = ("state_dict", "averaging_state")
 COUNT = 12  # samples: three batches of two on each of two ranks
 
 
@@ -70,8 +72,7 @@ class Bench:
 
     def logged(self, module: Any = None, **how: Any) -> tuple[Ran, list[dict[str, Any]]]:
         """The same, and what a CSVLogger has written."""
-        logger = CSVLogger(self.root, name="", version="")
-        ran = self.fit(module, logger=logger, log_every_n_steps=1, **how)
+        ran = self.fit(module, logger=CSVLogger(self.root, name="", version=""), log_every_n_steps=1, **how)
         return ran, self.rows()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -104,12 +105,8 @@ class Bench:
     def _content(self, name: str) -> Any:
         file = torch.load(self.root / name, weights_only=False, map_location="cpu")
         keys = sorted(file.keys() - {"lightning_zero_rng"})  # which ours has too
-        read = {"epoch", "global_step", "state_dict", "lr_schedulers", "optimizer_states", "loops", "hyper_parameters"}
-        read |= {"averaging_state", "mine"}
-        found = {key: file[key] for key in keys if key in read}
-        return keys, found | {
-            key: dict(sorted(found[key].items())) for key in found if key.endswith("_state") or key == "state_dict"
-        }
+        found = {key: file[key] for key in READ if key in file}
+        return keys, found | {key: dict(sorted(file[key].items())) for key in SORTED if key in file}
 
     def raised(self, do: Any) -> str:
         """What ``do()`` raises."""
@@ -150,6 +147,11 @@ class Ran:
             "steps": self.trainer.global_step,
             "epoch": self.trainer.current_epoch,
         }
+
+
+def variant(base: type = Lit, **members: Any) -> type:
+    """A module with other methods."""
+    return type(base.__name__, (base,), members)
 
 
 class Notes(Lit):

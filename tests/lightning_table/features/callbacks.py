@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from tests.lightning_table.bench import Bench
+from tests.lightning_table.bench import Bench, variant
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Block, Lit, WithBatchNorm, seeded
 
@@ -102,11 +102,8 @@ def checkpoint_on_exception(bench: Bench) -> Any:
 def on_exception_checkpoint(bench: Bench) -> Any:
     """The error, and what is in the file"""
 
-    class Keep(cb.OnExceptionCheckpoint):
-        def teardown(self, *_: Any, **__: Any) -> None:
-            """Lightning's removes the file."""
-
-    callbacks = [Keep(bench.root)]
+    keeps = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
+    callbacks = [keeps(bench.root)]
     error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=callbacks))
     return error, bench.contents()
 
@@ -146,14 +143,13 @@ def stochastic_weight_averaging(bench: Bench) -> Any:
 def weight_averaging(bench: Bench) -> Any:
     """Losses, metrics, averaged weights, without buffers, by epoch, rarely, and by a function of one's own"""
 
-    class EveryEpoch(cb.WeightAveraging):
-        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            return epoch_idx is not None
-
+    every_epoch = variant(
+        cb.WeightAveraging, should_update=lambda _, step_idx=None, epoch_idx=None: epoch_idx is not None
+    )
     averages = [
         cb.WeightAveraging(),
         cb.WeightAveraging(use_buffers=False),
-        EveryEpoch(),
+        by_epoch(),
         cb.EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
         cb.WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
     ]
@@ -329,53 +325,45 @@ def rich_bar(bench: Bench) -> Any:
     return ran.seen, bool(out.getvalue().strip())
 
 
-def _summarized(bench: Bench, kind: type[cb.ModelSummary]) -> Any:
-    class Looks(kind):  # type: ignore[valid-type, misc]
-        def _summary(self, *args: Any) -> Any:
-            seen.append(super()._summary(*args))
+def _summarized(kind: type[cb.ModelSummary]) -> Any:
+    def body(bench: Bench) -> Any:
+        """All its columns: names, numbers of parameters, sizes in and out, FLOPs; weights"""
+
+        def look(callback: Any, *args: Any) -> Any:
+            seen.append(kind._summary(callback, *args))
             return seen[-1]
 
-    seen: list[Any] = []
-    module = seeded(Lit)
-    module.example_input_array = torch.ones(3, 4)
-    module.head.requires_grad_(False)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ran = bench.fit(module, enable_model_summary=True, callbacks=[Looks(max_depth=2)])
-    counts = (seen[0].total_parameters, seen[0].trainable_parameters, seen[0].model_size)
-    return counts, [(name, list(column)) for name, column in seen[0]._get_summary_data()], ran.weights
+        seen: list[Any] = []
+        module = seeded(Lit)
+        module.example_input_array = torch.ones(3, 4)
+        module.head.requires_grad_(False)
+        callback = variant(kind, _summary=look)(max_depth=2)
+        with contextlib.redirect_stdout(io.StringIO()):
+            ran = bench.fit(module, enable_model_summary=True, callbacks=[callback])
+        counts = (seen[0].total_parameters, seen[0].trainable_parameters, seen[0].model_size)
+        return counts, [(name, list(column)) for name, column in seen[0]._get_summary_data()], ran.weights
+
+    return body
 
 
-@feature("ModelSummary(max_depth), of a module with example_input_array")
-def model_summary(bench: Bench) -> Any:
-    """All its columns: names, numbers of parameters, sizes in and out, FLOPs; weights"""
-    return _summarized(bench, cb.ModelSummary)
-
-
-@feature("RichModelSummary")
-def rich_model_summary(bench: Bench) -> Any:
-    """All its columns; weights"""
-    return _summarized(bench, cb.RichModelSummary)
-
-
-class Writer(cb.BasePredictionWriter):
-    def __init__(self, bench: Bench) -> None:
-        super().__init__("batch_and_epoch")
-        self.bench = bench
-
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, idx: int, *_: Any
-    ) -> None:
-        torch.save((indices, prediction), self.bench.root / f"batch{trainer.global_rank}-{idx}.pt")
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        torch.save((indices, predictions), self.bench.root / f"epoch{trainer.global_rank}.pt")
+feature("ModelSummary(max_depth), of a module with example_input_array")(_summarized(cb.ModelSummary))
+feature("RichModelSummary")(_summarized(cb.RichModelSummary))
 
 
 @feature("BasePredictionWriter")
 def prediction_writer(bench: Bench) -> Any:
     """Predictions and indices of each rank, by batch and by epoch"""
+
+    class Writes(cb.BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, module: Any, *found: Any) -> None:
+            prediction, indices, _, number, _ = found
+            torch.save((indices, prediction), bench.root / f"batch{trainer.global_rank}-{number}.pt")
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            torch.save((indices, predictions), bench.root / f"epoch{trainer.global_rank}.pt")
+
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(40.0).view(10, 4)), batch_size=2)
-    bench.trainer(callbacks=[Writer(bench)], use_distributed_sampler=True).predict(seeded(Lit), data)
+    bench.trainer(callbacks=[Writes("batch_and_epoch")], use_distributed_sampler=True).predict(seeded(Lit), data)
     files = bench.files("*.pt")
     assert len(files) > 4
     return {name: torch.load(bench.root / name, weights_only=False) for name in files}

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.lightning_table.bench import Bench, Notes
+from tests.lightning_table.bench import Bench, Notes, variant
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Block, Lit, Samples, seeded
 
@@ -52,12 +52,7 @@ class HasLoaders:
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-class Loads(HasLoaders, Lit):
-    pass
-
-
-class Data(HasLoaders, LightningDataModule):
-    pass
+Loads, Data = (type(base.__name__, (HasLoaders, base), {}) for base in (Lit, LightningDataModule))
 
 
 def _everything(bench: Bench, module: Any, data: Any = None, callbacks: Any = ()) -> None:
@@ -106,13 +101,9 @@ def data_hooks(bench: Bench) -> Any:
 def on_exception(bench: Bench) -> Any:
     """The calls of all hooks after an error on all ranks"""
 
-    class Raises(Lit):
-        def on_train_batch_end(self, *_: Any) -> None:
-            raise ZeroDivisionError
-
     calls: list[str] = []
     callback = _noting(Callback, _hooks_of(Callback), calls)()
-    error = bench.raised(lambda: bench.fit(seeded(Raises), callbacks=[callback]))
+    error = bench.raised(lambda: bench.fit(seeded(variant(on_train_batch_end=lambda *_: 1 / 0)), callbacks=[callback]))
     assert "on_exception" in calls
     return error, calls
 
@@ -137,10 +128,8 @@ class Gives(Notes):
         self.noted.append({k: v.detach() if torch.is_tensor(v) else v for k, v in outputs.items()})
 
 
-@feature("on_train_batch_start returns -1")
-class Ends(Lit):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 1 else None
+_ENDS = variant(on_train_batch_start=lambda m, batch, batch_idx: -1 if batch_idx == 1 else None)
+feature("on_train_batch_start returns -1")(_ENDS)
 
 
 class Norms(Notes):
@@ -161,12 +150,8 @@ class AfterBackward(Norms):
         assert self.noted[-1]
 
 
-@feature("on_before_zero_grad", fit={"accumulate_grad_batches": 2, "count": 24, "max_epochs": 1})
-class BeforeZeroGrad(Norms):
-    """Norms of gradients that are still there, losses, weights"""
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.note()
+_BEFORE = variant(Norms, on_before_zero_grad=lambda m, optimizer: m.note())  # gradients are still there
+feature("on_before_zero_grad", fit={"accumulate_grad_batches": 2, "count": 24, "max_epochs": 1})(_BEFORE)
 
 
 @feature("configure_gradient_clipping")
@@ -191,20 +176,9 @@ class StepsWithClosure(Lit):
             optimizer.step(closure=closure)
 
 
-@feature("optimizer_zero_grad")
-class Zeros(Lit):
-    """Losses, weights, with zeros in place of None"""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
-@feature("backward")
-class Scales(Lit):
-    """Losses, weights, with a loss that is scaled there"""
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
+_ZEROS = variant(optimizer_zero_grad=lambda m, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False))
+feature("optimizer_zero_grad")(_ZEROS)
+feature("backward")(variant(backward=lambda m, loss, *args, **kwargs: (2 * loss).backward(*args, **kwargs)))
 
 
 @feature("lr_scheduler_step", fit={"max_epochs": 3})
@@ -242,8 +216,6 @@ class Moves(Notes):
 
 @feature("configure_model")
 class Late(Lit):
-    """Losses, metrics, weights of layers that are made there"""
-
     def __init__(self) -> None:
         super().__init__()
         del self.blocks
@@ -255,14 +227,10 @@ class Late(Lit):
 
 
 @feature("configure_callbacks")
-class Brings(Notes):
+def configure_callbacks(bench: Bench) -> Any:
     """Names of all callbacks"""
-
-    def configure_callbacks(self) -> Any:
-        return [Callback()]
-
-    def on_train_end(self) -> None:
-        self.noted += [type(c).__name__ for c in self.trainer.callbacks]
+    ran = bench.fit(seeded(variant(configure_callbacks=lambda _: [Callback()])))
+    return [type(callback).__name__ for callback in ran.trainer.callbacks]
 
 
 @feature("on_save_checkpoint and on_load_checkpoint")

@@ -9,26 +9,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
-from tests.lightning_table.bench import Bench, Notes
+from tests.lightning_table.bench import Bench, Notes, variant
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Block, Lit, seeded
 
 feature = heading("Modules and their steps")
 
 
-@feature("torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step")
-class Clips(Lit):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+_CLIPS = variant(on_before_optimizer_step=lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+feature("torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step")(_CLIPS)
 
 
 @feature("self.clip_gradients, and lightning_zero.clip_grad_norm_ beside torch's")
 def own_clipping(bench: Bench) -> Any:
-    class ClipsOurs(Clips):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            lightning_zero.clip_grad_norm_(self, 0.1)
-
-    return bench.fit(seeded(Clips if bench.row == "ddp" else ClipsOurs)).seen
+    ours = variant(on_before_optimizer_step=lambda m, _: lightning_zero.clip_grad_norm_(m, 0.1))
+    return bench.fit(seeded(_CLIPS if bench.row == "ddp" else ours)).seen
 
 
 @feature("LightningModules inside of a LightningModule")
@@ -73,8 +68,6 @@ class Parametrized(Lit):
 
 @feature("nn.MultiheadAttention, nn.GRU, nn.Embedding, nn.ParameterList, buffers")
 class Layers(Lit):
-    """Losses, metrics, weights and buffers"""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 8, padding_idx=0)
@@ -111,8 +104,6 @@ class Hooked(Notes):
 
 @feature("layers that a step leaves out at random, alike on all ranks", fit={"ddp": {"find_unused_parameters": True}})
 class Drops(Lit):
-    """Losses, metrics, weights, beside DDP that looks for the unused"""
-
     def forward(self, x: Any) -> Any:
         x = self.first(x)
         for index, block in enumerate(self.blocks):

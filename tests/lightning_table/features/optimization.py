@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.lightning_table.bench import Bench, Notes
+from tests.lightning_table.bench import Bench, Notes, variant
 from tests.lightning_table.table import Refusal, heading
 from tests.trainer.toys import Block, Lit, seeded
 
@@ -20,16 +20,6 @@ feature('gradient_clip_algorithm="value"', fit={"gradient_clip_val": 0.02, "grad
 feature("accumulate_grad_batches", fit={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})(Lit)
 
 
-def _with(make: Any) -> type[Lit]:
-    """A module whose optimizers ``make`` makes of it."""
-
-    class With(Lit):
-        def configure_optimizers(self) -> Any:
-            return make(self)
-
-    return With
-
-
 for _name, _make in {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
@@ -39,10 +29,10 @@ for _name, _make in {
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
     "NAdam, foreach": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
 }.items():
-    feature(f"torch.optim.{_name}")(_with(_make))
+    feature(f"torch.optim.{_name}")(variant(configure_optimizers=_make))
 
 _REFUSED = Refusal("`torch.optim.LBFGS`", r"LBFGS, whose step\(\) calls its closure itself")
-_LBFGS = _with(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))
+_LBFGS = variant(configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))
 feature("torch.optim.LBFGS", refused=_REFUSED)(_LBFGS)
 
 
@@ -58,7 +48,7 @@ class ByShape(Notes):
         return torch.optim.AdamW(groups, lr=0.01)
 
 
-feature("no optimizer")(_with(lambda _: None))
+feature("no optimizer")(variant(configure_optimizers=lambda _: None))
 
 
 @feature("frozen parameters")
@@ -74,8 +64,6 @@ LOOKS = {"ddp": {"find_unused_parameters": True}}
 
 @feature("unused and shared parameters", fit=LOOKS)
 class Odd(Lit):
-    """Losses, metrics, weights, beside DDP that looks for the unused"""
-
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(3, 5)
@@ -103,16 +91,15 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def _scheduled(make: Any) -> type[Lit]:
+def _scheduled(make: Any) -> type:
     def both(module: Any) -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         return [optimizer], [make(optimizer)]
 
-    class Scheduled(_with(both)):
-        def on_train_end(self) -> None:
-            assert len(set(self.rates)) > 1
+    def rates_change(module: Any) -> None:
+        assert len(set(module.rates)) > 1
 
-    return Scheduled
+    return variant(configure_optimizers=both, on_train_end=rates_change)
 
 
 for _name, _make in SCHEDULERS.items():

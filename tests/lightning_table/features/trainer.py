@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.lightning_table.bench import Bench, Notes, Ran
+from tests.lightning_table.bench import Bench, Notes, Ran, variant
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, Samples, seeded
 
@@ -34,26 +34,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Undoes(Lit):
-    def teardown(self, stage: str) -> None:
-        torch.use_deterministic_algorithms(False)
-        torch.autograd.set_detect_anomaly(False)
+def _undo(module: Any, stage: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
 
 
 for _name, _settings in SETTINGS.items():
-    feature(_name, fit=_settings)(Undoes)
+    feature(_name, fit=_settings)(variant(teardown=_undo))
 
 
 @feature("detect_anomaly: a NaN in the backward")
 def anomaly(bench: Bench) -> Any:
     """The error"""
 
-    class Bad(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self(batch[0]) * 0).sqrt().sum() * 0
-
+    bad = variant(training_step=lambda m, batch, batch_idx: (m(batch[0]) * 0).sqrt().sum() * 0)
     try:
-        return bench.raised(lambda: bench.fit(seeded(Bad), detect_anomaly=True)).partition("'")[0]
+        return bench.raised(lambda: bench.fit(seeded(bad), detect_anomaly=True)).partition("'")[0]
     finally:
         torch.autograd.set_detect_anomaly(False)
 
