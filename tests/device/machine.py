@@ -127,15 +127,13 @@ class Copy(NamedTuple):
 
 @dataclass
 class Tally:
-    """What has been counted since it was last asked for.
+    """What has been counted since it was last asked for, by the function that asked for it.
 
     Attributes:
-        kernels: by the function that queued them.
         copies, copied: how many, and their bytes.
         collectives: on the device, by group and operation.
         messages: the same, by group, kind, and what NCCL may choose its algorithm by.
-        recorded, waited: events, by the function that recorded them or made a stream wait.
-        allocations: of device memory, by the function that asked for it.
+        recorded, waited: events.
         peak: bytes of device memory, the most at a time.
     """
 

@@ -123,9 +123,9 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "fp32": ({}, dict(zip(NAMES, (8, 3, 6, 6, 4, 0), strict=True))),
     "bf16, one bucket": ({"precision": "bf16", "fp32_modules": ()}, dict(zip(NAMES, (9, 3, 6, 6, 5, 0), strict=True))),
     "bf16": ({"precision": "bf16"}, dict(zip(NAMES, (15, 4, 8, 8, 9, 0), strict=True))),
-    "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 4}),
-    "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 3}),
-    "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 3}),
+    "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 4, "recorded": 4}),
+    "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 3, "recorded": 6}),
+    "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 3, "recorded": 6}),
 }
 
 

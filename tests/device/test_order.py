@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import PlainTransport
 from tests.device.order import COMPUTE
-from tests.device.simulate import MIXED, Case, Step, train_step
+from tests.device.simulate import Case, Step, train_step
 
 Trained = Callable[..., Any]
 
@@ -77,24 +77,3 @@ def gathers_are_early(engine: Any, model: nn.Module, optimizer: Any) -> None:
 )
 def test_a_gather_does_not_wait_for_what_was_queued_after_its_memory_was_free(case: Case, trained: Trained) -> None:
     trained(case, then=gathers_are_early)
-
-
-def no_stream_is_of_nccl(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    names = engine.comm.streams.accelerator._machine.order.names.values()
-    assert not [name for name in names if "NCCL" in name]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(Case(stage, steps=MIXED) for stage in range(4)),
-        Case(steps=MIXED, nodes=2),
-        Case(0, steps=MIXED, nodes=2),
-        Case(settings={"comm": {"transport": "direct"}}),
-        Case(precision="bf16"),
-    ],
-    ids=str,
-)
-def test_messages_run_on_streams_of_ours(case: Case, trained: Trained) -> None:
-    """They have a priority. One of NCCL's own would have that of compute, and cost four calls of the driver more."""
-    trained(case, then=no_stream_is_of_nccl)

@@ -72,7 +72,6 @@ def keep_nothing(self: Pending, name: str, value: Any) -> None:
 
 
 def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-    """Nobody waits for the message."""
     with self.streams.on(kind):
         send(async_op=False)
 
@@ -131,7 +130,6 @@ def multiplied_at_once(self: Claimed) -> Arrived:
 
 
 def land_at_once(self: Landing, piece: Any) -> None:
-    """What has not come yet is added."""
     if piece is not None:
         piece[2].add_(piece[1])
 
@@ -148,7 +146,6 @@ def read_into_what_is_in_use(self: ReadAhead, place: int, event: Any) -> None:
 
 
 def push_unseen(self: Bucket, target: Tensor) -> None:
-    """Nobody knows when what it sends has arrived."""
     with self.comm.streams.on("push", after=self.awaited_step.event):
         self.storage.copy_to(target)
 

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import Model, Node
+from tests.models import Does
 
 ROWS, TOKENS, WIDTH = 3, 5, 6
 VOCABULARY = 7
@@ -89,13 +90,8 @@ def _derived(n: int) -> nn.Module:
 
 
 def _symmetric(linear: nn.Module) -> nn.Module:
-    parametrize.register_parametrization(linear, "weight", Symmetric())
+    parametrize.register_parametrization(linear, "weight", Does(lambda m, x: x.triu() + x.triu(1).T))
     return linear
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
 
 
 # What a part holds, and what it does. Some activations work in place; what is ``Derived`` has weights that are computed
@@ -185,28 +181,23 @@ class Norms(Part):
         return self.norm(x.transpose(1, 2)).transpose(1, 2) * self.scale
 
 
-class Consulted(nn.Module):
-    """Is given a table that has as many rows as the batch."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.inner, self.n = nn.Linear(WIDTH, WIDTH), n
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        if self.n == 0:
-            return self.inner(x) + (x @ table.T).softmax(-1) @ table
-        if self.n == 1:
-            return self.inner(x) + table.mean(0)
-        return x + self.inner(x) * (table[0] if self.n == 2 else table.square().sum())
-
-
 class Consults(Part):
+    """Gives a module inside of it a table that has as many rows as the batch."""
+
     def fill(self) -> None:
         self.table = nn.Parameter(torch.randn(ROWS, WIDTH) / 8)
-        self.inner = Consulted(self.n)
+        self.inner = Does(_consulted, inner=nn.Linear(WIDTH, WIDTH), n=self.n)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.inner(x, self.table.to(x.dtype) * 1)
+
+
+def _consulted(m: Any, x: Tensor, table: Tensor) -> Tensor:
+    if m.n == 0:
+        return m.inner(x) + (x @ table.T).softmax(-1) @ table
+    if m.n == 1:
+        return m.inner(x) + table.mean(0)
+    return x + m.inner(x) * (table[0] if m.n == 2 else table.square().sum())
 
 
 class Odd(Part):
@@ -293,17 +284,12 @@ class Watched(Part):
         self.linear.weight = Marked(self.linear.weight.detach())
         self.linear.weight.no_decay = True
         if self.n:
-            self.linear.weight.register_post_accumulate_grad_hook(_halves)
+            halves = Does(lambda m, param: None if param.grad is None else param.grad.mul_(0.5))
+            self.linear.weight.register_post_accumulate_grad_hook(halves.forward)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        if not self.linear.weight.no_decay:
-            raise AssertionError("the attribute has another value")
+        assert self.linear.weight.no_decay
         return self.linear(x)
-
-
-def _halves(param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
 
 
 # -- with children ----------------------------------------------------------------------------------------------------
@@ -412,47 +398,37 @@ def out_of(output: Any) -> Tensor:
     return output
 
 
-class Packed(nn.Module):
-    """Takes its input from a container, and puts its result in one."""
-
-    def __init__(self, inner: nn.Module, container: str) -> None:
-        super().__init__()
-        self.inner, self.container = inner, container
-
-    def forward(self, *, given: Any, number: int) -> Any:
-        return into(self.container, self.inner(out_of(given), number))
-
-
 class Packs(Mix):
-    def fill(self) -> None:
-        self.parts = nn.ModuleList(
-            Packed(part, CONTAINERS[(self.n + i) % len(CONTAINERS)]) for i, part in enumerate(self.parts)
-        )
+    """Its parts take their inputs from containers, and put their results in some."""
 
-    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+    def fill(self) -> None:
+        kinds = [CONTAINERS[(self.n + i) % len(CONTAINERS)] for i in range(len(self.parts))]
+        parts = zip(self.parts, kinds, strict=True)
+        self.parts = nn.ModuleList(Does(_packs, inner=part, container=kind) for part, kind in parts)
+
+    def call(self, part: Any, x: Tensor, number: int) -> Tensor:
         return out_of(part(given=into(part.container, x), number=number))
 
 
-class Appends(nn.Module):
-    """Returns nothing: its result goes into a list that it was given."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, found: list[Tensor], number: int) -> None:
-        found.append(self.inner(found[-1], number))
+def _packs(m: Any, *, given: Any, number: int) -> Any:
+    return into(m.container, m.inner(out_of(given), number))
 
 
 class Collects(Mix):
+    """Its parts return nothing: their results go into a list that they are given."""
+
     def fill(self) -> None:
-        self.parts = nn.ModuleList(Appends(part) for part in self.parts)
+        self.parts = nn.ModuleList(Does(_appends, inner=part) for part in self.parts)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         found = [x]
         for part in self.parts:
             part(found, number)
         return found[-1] + found[0]
+
+
+def _appends(m: Any, found: list[Tensor], number: int) -> None:
+    found.append(m.inner(found[-1], number))
 
 
 class Borrows(Mix):
@@ -500,10 +476,7 @@ class Shared(Mix):
     """One module under two names, or weights that two modules share."""
 
     def fill(self) -> None:
-        if self.n == 0:
-            self.again = self.parts[0]
-            return
-        self.again = make(self.node.children[0], self.rank)
+        self.again = self.parts[0] if self.n == 0 else make(self.node.children[0], self.rank)
         for module, other in zip(self.parts[0].modules(), self.again.modules(), strict=True):
             for name, param in module.named_parameters(recurse=False):
                 if not isinstance(module, nn.utils.parametrize.ParametrizationList):
@@ -547,20 +520,15 @@ class ChangesItsInput(Mix):
     """Gives each of its parts a tensor that the part changes in place."""
 
     def fill(self) -> None:
-        self.parts = nn.ModuleList(Changes(part) for part in self.parts)
+        self.parts = nn.ModuleList(Does(_changes, inner=part) for part in self.parts)
 
     def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
         return part(x + 1 if self.n == 0 or x.is_leaf else x, number)
 
 
-class Changes(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        x *= 0.5
-        return self.inner(x, number)
+def _changes(m: Any, x: Tensor, number: int) -> Tensor:
+    x *= 0.5
+    return m.inner(x, number)
 
 
 class Listed(Mix):
@@ -572,10 +540,7 @@ class Listed(Mix):
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         x = super().forward(x, number)
-        x = x @ self.named["a"].to(x.dtype) + self.named["b"].to(x.dtype)
-        for param in self.few:
-            x = x + param.to(x.dtype)
-        return x
+        return x @ self.named["a"].to(x.dtype) + sum(param.to(x.dtype) for param in (self.named["b"], *self.few))
 
 
 MIXES = {kind.__name__: kind for kind in Mix.__subclasses__()}

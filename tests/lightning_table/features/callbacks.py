@@ -143,9 +143,7 @@ def stochastic_weight_averaging(bench: Bench) -> Any:
 def weight_averaging(bench: Bench) -> Any:
     """Losses, metrics, averaged weights, without buffers, by epoch, rarely, and by a function of one's own"""
 
-    every_epoch = variant(
-        cb.WeightAveraging, should_update=lambda _, step_idx=None, epoch_idx=None: epoch_idx is not None
-    )
+    by_epoch = variant(cb.WeightAveraging, should_update=lambda _, step_idx=None, epoch_idx=None: epoch_idx is not None)
     averages = [
         cb.WeightAveraging(),
         cb.WeightAveraging(use_buffers=False),
