@@ -67,8 +67,6 @@ def place() -> Place:
 
 
 class Access(NamedTuple):
-    """One access to bytes ``low`` to ``high`` of a block."""
-
     party: int
     number: int
     writes: bool
@@ -99,8 +97,6 @@ class Block:
 
 
 class Race(NamedTuple):
-    """Two accesses without an order, by whoever made the later one."""
-
     what: str
     now: str
     before: str
@@ -118,8 +114,6 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy between device and host."""
-
     function: str
     to_host: bool
     waits: bool

@@ -92,29 +92,6 @@ def test_gradients_go_to_the_host_once_and_parameters_come_back_as_often_as_they
         assert sum(nbytes for copy, nbytes in step.copied.items() if copy.to_host is to_host) == expected
 
 
-@pytest.mark.parametrize(
-    ("stage", "row", "kernels", "messages"),
-    [
-        (0, "none", 26, 8),
-        (1, "none", 22, 8),
-        (2, "none", 22, 8),
-        (3, "none", 34, 12),
-        (1, "optimizer_cpu", 28, 8),
-        (3, "optimizer_cpu", 40, 12),
-        (3, "cpu", 36, 12),
-        (3, "nvme", 36, 12),
-    ],
-)
-def test_a_step_queues_no_more_than_it_does_now(
-    stage: int, row: str, kernels: int, messages: int, trained: Trained
-) -> None:
-    """Kernels and copies of the engine, for ten parameters in four buckets."""
-    step = trained(Case(stage, row)).steps[-1]
-    own = sum(n for function, n in step.kernels.items() if not of_model(function))
-    assert own <= kernels
-    assert step.collectives.total() <= messages
-
-
 # For a block in one step, with one unit gathered ahead. Without fp32 modules a block is one bucket, as it is one group
 # of FSDP2's; by default norms keep fp32, and it has two. Under bf16 a rank receives the parts of its slice, and adds
 # them. What is gathered of two buckets is one message, after a step too; each is reduced by itself, at stage 0 by two.
@@ -126,6 +103,10 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 4, "recorded": 4}),
     "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 3, "recorded": 6}),
     "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 3, "recorded": 6}),
+    "zero1, optimizer_cpu": ({"stage": 1, "row": "optimizer_cpu"}, {"kernels": 7, "collectives": 2}),
+    "optimizer_cpu": ({"row": "optimizer_cpu"}, {"kernels": 10, "collectives": 3}),
+    "cpu": ({"row": "cpu"}, {"kernels": 9, "collectives": 3}),
+    "nvme": ({"row": "nvme"}, {"kernels": 9, "collectives": 3}),
 }
 
 

@@ -260,7 +260,7 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
     assert not found.unbound
 
 
-# -- the end, and threads ---------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,3 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
 )
 def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).at_release)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_threads_are_bound_to_the_device_that_they_use(stage: int, trained: Trained) -> None:
-    assert not trained(Case(stage, "optimizer_cpu")).unbound

@@ -215,8 +215,8 @@ HOWS: dict[str, dict[str, Any]] = {
     "clipped": {"clips": True},
     "two micro-batches": {"micro_batches": 2},
 }
-# A step in which the next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, and 4 of
-# its gradient) takes as long as a third of the model's compute, with 6 operations for each token.
+# The next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, 4 of its gradient) takes as
+# long as a third of the model's compute, with 6 operations for each token.
 HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
 
 

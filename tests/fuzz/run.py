@@ -77,14 +77,8 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Verdict:
-    """Of all ranks together.
-
-    Attributes:
-        kind: "equal", "refused", "torch refuses", "alone"; or "differs", "unknown refusal", "ranks disagree", "hangs",
-            "dies", which are failures.
-        refusal: the one on the list, if it is that.
-        earlier: programs that have to run before it, in the same processes, for it to fail.
-    """
+    """Of all ranks together: "equal", "refused", "torch refuses" or "alone"; or "differs", "unknown refusal", "ranks
+    disagree", "hangs", "dies", which are failures. ``earlier``: programs that must run before it for it to fail."""
 
     kind: str
     text: str = ""
@@ -174,8 +168,7 @@ class Interpreter:
         return body[index % len(body)]
 
     def _floating(self, module: nn.Module | None = None) -> list[nn.Parameter]:
-        params = (self.side.module if module is None else module).parameters()
-        return [param for param in params if param.is_floating_point()]
+        return [param for param in (module or self.side.module).parameters() if param.is_floating_point()]
 
     def _compute(self, part: int | None, *, slope: bool = False, penalty: bool = False) -> Tensor:
         spec, rank, module = self.program.model, dist.get_rank(), self.side.module
@@ -487,7 +480,7 @@ def _leaves_order(outcome: Outcome) -> bool:
     return refused or outcome.kind in ("equal", "rounding")
 
 
-class Runner:
+class Runner(contextlib.AbstractContextManager["Runner"]):
     """Runs programs on pools of workers. A pool that a program has left in disorder is not used again.
 
     Args:
@@ -542,16 +535,10 @@ class Runner:
     def _drop(self, world: int) -> None:
         self._pools.pop(world).kill()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _run_case(program: Program, folder: str, stall_timeout_s: float, before: Callable[[], None] | None) -> Outcome:

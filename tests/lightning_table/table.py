@@ -23,6 +23,7 @@ from tests.trainer.toys import Lit, seeded
 
 ROWS = ("zero1", "zero3", "zero3_offload")
 EQUAL, REFUSED, AS_DDP = "equal", "refused", "refused, as under DDP"
+SEEN = "Losses, metrics, weights, rates, steps, what a module notes"
 
 
 class Refusal(NamedTuple):
@@ -83,7 +84,7 @@ def heading(group: str) -> Callable[..., Any]:
         def register(what: Any) -> Any:
             assert name not in _REGISTRY, name
             said = None if what is Lit else what.__doc__
-            compared = " ".join((said or "Losses, metrics, weights, rates, steps").split()).rstrip(".")
+            compared = " ".join((said or SEEN).split()).rstrip(".")
             body = (lambda bench: bench.fit(seeded(what), **fit or {}).seen) if isinstance(what, type) else what
             _REGISTRY[name] = Feature(group, name, compared, body, **how)
             return what

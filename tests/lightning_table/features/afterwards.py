@@ -62,7 +62,6 @@ def deepcopy(bench: Bench) -> Any:
 
 @feature("weights changed between two fits")
 def changed(bench: Bench) -> Any:
-    """Losses, metrics, weights of the second"""
     module = bench.fit(max_epochs=1).module
     with torch.no_grad():
         module.head.weight.mul_(0.5)

@@ -130,8 +130,6 @@ def accumulation_scheduler(bench: Bench) -> Any:
 
 @feature("StochasticWeightAveraging")
 def stochastic_weight_averaging(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates, with a scheduler, and with buffers"""
-
     def ran(module: Any) -> Any:
         callback = cb.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
         return bench.fit(module, max_epochs=4, callbacks=[callback]).seen
@@ -205,7 +203,6 @@ def pruning(bench: Bench) -> Any:
 
 @feature("ModelPruning, structured")
 def pruning_structured(bench: Bench) -> Any:
-    """Losses, metrics, pruned weights"""
     by_norm = {"use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 1, "parameter_names": ["weight"]}
     callback = cb.ModelPruning("ln_structured", amount=0.3, use_lottery_ticket_hypothesis=False, **by_norm)
     return bench.fit(seeded(Flat), callbacks=[callback]).seen
@@ -235,24 +232,20 @@ class Unfreeze(cb.BaseFinetuning):
 
 
 # DDP does not average gradients of what was frozen when it started: one process is the one that is right.
-@feature("BackboneFinetuning", beside="auto")
-def backbone_finetuning(bench: Bench) -> Any:
-    """Weights, groups of the optimizer"""
-    how = {"backbone_initial_lr": 0.01, "lambda_func": lambda _: 1.5}
-    return _finetuned(bench, cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1, **how))
+def _finetuned(make: Any, **settings: Any) -> Any:
+    def body(bench: Bench) -> Any:
+        """Weights, groups of the optimizer"""
+        ran = bench.fit(seeded(Backbone), max_epochs=3, val=False, callbacks=[make(**settings)])
+        groups = [(len(group["params"]), group["lr"]) for group in ran.trainer.optimizers[0].param_groups]
+        assert len(groups) > 1
+        return ran.weights, groups
+
+    return body
 
 
-@feature("BaseFinetuning", beside="auto")
-def base_finetuning(bench: Bench) -> Any:
-    """Weights, groups of the optimizer"""
-    return _finetuned(bench, Unfreeze())
-
-
-def _finetuned(bench: Bench, callback: Any) -> Any:
-    ran = bench.fit(seeded(Backbone), max_epochs=3, val=False, callbacks=[callback])
-    groups = [(len(group["params"]), group["lr"]) for group in ran.trainer.optimizers[0].param_groups]
-    assert len(groups) > 1
-    return ran.weights, groups
+_RATES = {"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01, "lambda_func": lambda _: 1.5}
+feature("BackboneFinetuning", beside="auto")(_finetuned(cb.BackboneFinetuning, **_RATES))
+feature("BaseFinetuning", beside="auto")(_finetuned(Unfreeze))
 
 
 class Tuned(Lit):

@@ -48,7 +48,6 @@ def resume_inside(bench: Bench) -> Any:
 
 @feature("resume from a file of DDP, and DDP from ours")
 def across(bench: Bench) -> Any:
-    """Losses, metrics, weights of both"""
     ddp = Bench("ddp", bench.root)
     return [
         then.fit(_adam(5), ckpt_path=first.fit(_adam(), max_epochs=1).save()).seen

@@ -44,7 +44,6 @@ for _mode in ("min_size", "max_size_cycle", "max_size"):
 
 @feature("nested loaders, several loaders of validation")
 def several(bench: Bench) -> Any:
-    """Losses, metrics by loader, weights"""
     data = {"a": bench.loader(2), "b": bench.loader(1)}
     return bench.fit(seeded(Nested), data, val=[bench.loader(2), bench.loader(1)]).seen
 

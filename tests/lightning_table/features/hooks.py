@@ -119,8 +119,6 @@ class Skips(Lit):
 
 @feature("training_step returns a dict")
 class Gives(Notes):
-    """Losses, weights, what on_train_batch_end gets"""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "size": len(batch[0]), "out": self(batch[0])}
 
@@ -156,8 +154,6 @@ feature("on_before_zero_grad", fit={"accumulate_grad_batches": 2, "count": 24, "
 
 @feature("configure_gradient_clipping")
 class Clips(Lit):
-    """Losses, weights, where it clips from the third step on"""
-
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if self.trainer.global_step > 1:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -165,8 +161,6 @@ class Clips(Lit):
 
 @feature("optimizer_step with a closure")
 class StepsWithClosure(Lit):
-    """Losses, weights, with warm-up, every second step, and the closure alone between them"""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (batch_idx + 1)
@@ -199,8 +193,6 @@ class Sample:
 
 @feature("transfer_batch_to_device, on_before_ and on_after_batch_transfer")
 class Moves(Notes):
-    """Calls, losses, weights"""
-
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.noted.append("before")
         return Sample(batch[0] * 2, batch[1])

@@ -38,8 +38,6 @@ feature("torch.optim.LBFGS", refused=_REFUSED)(_LBFGS)
 
 @feature("param groups by shape")
 class ByShape(Notes):
-    """Losses, metrics, weights, sizes and rates of the groups"""
-
     def configure_optimizers(self) -> Any:
         decay = [p for p in self.parameters() if p.ndim > 1]
         rest = [p for p in self.parameters() if p.ndim == 1]
@@ -114,8 +112,6 @@ class Manual(Lit):
 
 @feature("manual optimization", fit={"count": 16})
 class ByHand(Manual):
-    """Losses, metrics, weights, rates, with accumulation, clipping and a scheduler by hand"""
-
     def __init__(self) -> None:
         super().__init__(scheduler="step")
 

@@ -49,7 +49,6 @@ def mixed(bench: Bench) -> Any:
 
 @feature("MixedPrecision with a GradScaler", tolerance=2e-2)
 def scaled(bench: Bench) -> Any:
-    """Losses, metrics, weights, scales, where a step is skipped"""
 
     class Overflows(Notes):
         def forward(self, x: Any) -> Any:

@@ -108,8 +108,6 @@ def fit_twice(bench: Bench) -> Any:
 
 @feature("trainer.should_stop")
 class Stops(Lit):
-    """Losses, weights, steps, where one rank asks for it and all agree"""
-
     def on_train_batch_end(self, *_: Any) -> None:
         here = self.global_rank == 1 and self.trainer.global_step == 2
         self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(here, all=False)
@@ -162,7 +160,6 @@ feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": Tru
 
 @feature("BatchNorm without sync_batchnorm")
 def batchnorm(bench: Bench) -> Any:
-    """Losses, metrics, weights, statistics of rank 0"""
     return bench.fit(seeded(Norm)).seen
 
 

@@ -143,8 +143,6 @@ def scale_batch_size(bench: Bench) -> Any:
 
 @feature("torch.compile(module)", slow=True)
 def compiled(bench: Bench) -> Any:
-    """Weights"""
-
     class Quiet(Lit):
         """Nothing is logged: that fails inside of a graph, under DDP too."""
 
@@ -185,7 +183,6 @@ def cli(bench: Bench) -> Any:
 
 @feature("the strategy by its name")
 def by_name(bench: Bench) -> Any:
-    """Losses, metrics, weights with Trainer(strategy="zero3")"""
     _quiet()
     silent = ("logger", "enable_progress_bar", "enable_checkpointing", "use_distributed_sampler")
     settings: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "max_epochs": 2} | dict.fromkeys(silent, False)
