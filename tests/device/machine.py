@@ -223,10 +223,6 @@ class Machine:
                 self.order.follow(thread, party)
             self.tally.waits[Wait(place().function, why, threading.get_ident() == self._main)] += 1
 
-    def synchronize(self) -> None:
-        mine = self.thread()
-        self.host_waits("synchronize", parties=[party for party in self.order.parties() if party != mine])
-
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor, *, minded: bool) -> None:

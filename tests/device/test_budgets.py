@@ -66,8 +66,7 @@ def test_the_host_waits_where_the_table_says(row: str, how: str, trained: Traine
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu", "optimizer_nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 1), ("bf16", 4)])
 def test_the_main_thread_waits_only_for_parameters_in_files(
     ranks: int, precision: str, row: str, how: str, trained: Trained
 ) -> None:

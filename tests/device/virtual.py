@@ -75,7 +75,7 @@ class Virtual(Accelerator):
         self._machine.host_waits("event", events=[event])
 
     def synchronize(self) -> None:
-        self._machine.synchronize()
+        self._machine.host_waits("synchronize", parties=self._machine.order.parties())
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         tensor = super().host_memory(shape, dtype)

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LINE = 116
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
+class Data:
+    """Each kind is a dataclass that does not change."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Node(Data):
     """A part of a model; see models.py for the kinds.
 
     Attributes:
@@ -29,8 +34,7 @@ class Node:
     frozen: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Data):
     """
     Attributes:
         tokens: the input is tokens, which an embedding turns into vectors; else it is vectors.
@@ -47,8 +51,7 @@ class Model:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Data):
     """Arguments of ``shard``, in a form that can be left out.
 
     Attributes:
@@ -81,11 +84,10 @@ class Settings:
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-class Action:
+class Action(Data):
     """Something that a program does."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Forward(Action):
     """Compute a loss and keep it for a backward.
 
@@ -104,7 +106,6 @@ class Forward(Action):
     dropped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Backward(Action):
     """Of the losses that are kept.
 
@@ -119,7 +120,6 @@ class Backward(Action):
     twice: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Step(Action):
     """
     Attributes:
@@ -137,14 +137,12 @@ class Step(Action):
     bad: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepWithClosure(Action):
     """Forward and backward inside of ``optimizer.step``; ``writes``: to parameters, before the forward."""
 
     writes: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Evaluate(Action):
     """``mode``: "no_grad" or "inference". ``eval_mode``: with ``module.eval()``."""
 
@@ -154,7 +152,6 @@ class Evaluate(Action):
     scoped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gather(Action):
     """Look at whole parameters (of one ``part`` of the body), or change them; ``raises``: leave by an exception.
 
@@ -166,29 +163,24 @@ class Gather(Action):
     raises: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Write(Action):
     """Write to parameters inside of a step scope: "in place", "data" or "assign"; "outside": assign outside of one."""
 
     how: str = "in place"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Read(Action):
     """Read a parameter between steps, without gather."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Save(Action):
     """Keep the state dicts of model and optimizer."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Load(Action):
     """Load what the last Save kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Freeze(Action):
     """Parameters of one part of the body do not require gradients from here on, or do (``thaw``)."""
 
@@ -196,24 +188,20 @@ class Freeze(Action):
     thaw: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class AddGroup(Action):
     """The optimizer gets the parameters that it was made without."""
 
     rate: float = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChangeRate(Action):
     factor: float = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
 class SyncBuffers(Action):
     """Rank 0's buffers for all."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Raise(Action):
     """An exception in a "forward" or "backward" of a part of the body. ``alone``: the last rank's, which ends the
     program."""
@@ -223,7 +211,6 @@ class Raise(Action):
     alone: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Reshard(Action):
     """Release the module, look at it, and shard it again; the optimizer's state goes along if ``keep``."""
 
@@ -232,15 +219,13 @@ class Reshard(Action):
     keep: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scope(Action):
     """Actions inside of one step scope, as in manual optimization."""
 
     actions: tuple[Action, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(Data):
     """
     Attributes:
         optimizer: a name of ``sides.OPTIMIZERS``.
@@ -268,10 +253,13 @@ class Program:
             yield node
             stack.extend(node.children)
 
+    def has(self, kind: str) -> bool:
+        return any(node.kind == kind for node in self.nodes())
+
     @property
     def ranks_differ(self) -> bool:
         """They take different paths through the model."""
-        return any(node.kind == "ByRank" for node in self.nodes())
+        return self.has("ByRank")
 
     @property
     def raises_alone(self) -> bool:

@@ -43,16 +43,15 @@ def _replaces_values(program: Program) -> bool:
         or (isinstance(a, p.Gather) and (autocast or a.write in ("data", "one rank")))
         or (isinstance(a, p.Step) and a.late and autocast)
         for a in program.everything()
-    ) or any(node.kind == "Clamped" for node in program.nodes())
-
-
-def _reads_weights_outside(program: Program) -> bool:
-    is_never_called = "ModuleList" in program.settings.classes
-    return is_never_called or any(isinstance(a, p.Forward) and a.penalty for a in program.everything())
+    ) or program.has("Clamped")
 
 
 def _walks_again(program: Program) -> bool:
-    return any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
+    """At stage 3, from weights that a backward which is only noticed has not gathered, or that were read outside."""
+    reads = program.settings.plain or "ModuleList" in program.settings.classes  # which is never called
+    reads |= any(isinstance(a, p.Forward) and a.penalty for a in program.everything())
+    again = any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
+    return 3 in _stages(program) and again and reads
 
 
 REFUSALS = (
@@ -105,11 +104,7 @@ REFUSALS = (
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or "
         "from weights that were read outside of their module's call",
-        lambda program: (
-            3 in _stages(program)
-            and _walks_again(program)
-            and (program.settings.plain or _reads_weights_outside(program))
-        ),
+        _walks_again,
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
@@ -129,7 +124,7 @@ REFUSALS = (
     Refusal(
         r"RuntimeError: could not create a primitive descriptor for the LSTM",
         "torch has no kernel for it: an LSTM in fp16 on some processors, one under autocast whose input is fp32",
-        lambda program: program.settings.precision in AUTOCAST,
+        lambda program: program.settings.precision in AUTOCAST and program.has("Recurrent"),
     ),
 )
 

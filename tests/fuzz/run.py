@@ -416,8 +416,7 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     # In lower precision the plain twin may come to an error of torch's first, that the engine has a way around.
     if alone and (expected.error.startswith("Deliberate") or (lower and expected.error)):
         return Outcome("alone", found.where, found.error, found.traceback)
-    complex64 = any(node.kind == "Odd" for node in program.nodes())  # in every precision
-    tolerance = max(TOLERANCE[settings.precision], TOLERANCE["fp32"] * complex64)
+    tolerance = max(TOLERANCE[settings.precision], TOLERANCE["fp32"] * program.has("Odd"))  # complex64 in any precision
     single, recomputes = settings.precision == "fp32", settings.recompute != "none"
     return compare(found, expected, tolerance, single=single, recomputes=recomputes)
 

@@ -108,6 +108,9 @@ class Side:
         """Around what a rank computes for itself, and torch may refuse on that rank alone."""
         return contextlib.nullcontext()
 
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
     def forget_grads(self) -> None:
         """Of all parameters, those that no optimizer has too."""
         for param in self.module.parameters():
@@ -196,7 +199,7 @@ class Twin(Side):
         for param in self.stepped():
             if self._local.pop(param, None) is not None and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
 
     def forget_grads(self) -> None:
         super().forget_grads()
@@ -272,12 +275,11 @@ class Ours(Side):
             loss = loss * LOSS_SCALE
         holds_back = no_sync and not (self._reference and self.reduces)
         with self.engine.passes.no_sync() if holds_back else contextlib.nullcontext():
-            if not self.program.settings.plain:
-                with self.engine.passes.backward_scope():  # also where the loss of this rank leads nowhere
-                    if loss.requires_grad:
-                        loss.backward(**kwargs)
-            elif loss.requires_grad:
-                loss.backward(**kwargs)
+            # Told of it, also where the loss of this rank leads nowhere.
+            told = contextlib.nullcontext() if self.program.settings.plain else self.engine.passes.backward_scope()
+            with told:
+                if loss.requires_grad:
+                    loss.backward(**kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.optimizer.step(*() if closure is None else (closure,))
@@ -290,9 +292,6 @@ class Ours(Side):
         if self.engine.passes.reducer.unreduced:  # torch's is refused then, where gradients are shards too
             return lightning_zero.clip_grad_norm_(self.module, max_norm)
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         state = self.engine.state_dict(only_rank_0=False)
@@ -311,8 +310,7 @@ class Ours(Side):
         groups = list(map(dict, self.optimizer.param_groups))
         self.engine.release()
         for module in self.module.modules():
-            if "forward" in module.__dict__ or "_apply" in module.__dict__:
-                raise AssertionError(f"release() has left something on {type(module).__name__}")
+            assert not {"forward", "_apply"} & vars(module).keys(), f"release() has left something on {module}"
         self.reduces = settings.stage >= 2
         self.engine = self._shard(settings)
         self.optimizer = _like(self.optimizer, groups)
@@ -322,8 +320,7 @@ class Ours(Side):
 
     def close(self) -> None:
         self.engine.release()
-        if self.engine in engines():
-            raise AssertionError("the engine is still there after release()")
+        assert self.engine not in engines(), "the engine is still there after release()"
 
 
 def arguments(program: Program, settings: Settings, folder: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.units.after_step import AfterStep
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
-from tests.fuzz.run import Runner, Verdict
+from tests.fuzz.run import Runner
 from tests.fuzz.strategies import programs
 
 ENOUGH = 60  # programs, to find a mistake that is there
@@ -31,26 +31,17 @@ STILL = settings(
 )
 
 
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    with Runner() as runner:
-        yield runner
-
-
-def failure(program: Program, verdict: Verdict) -> str:
-    text = script(program, f"{verdict.kind}\n{verdict.text}", verdict.earlier)
-    return f"{verdict.signature}\nThis program fails (`make fuzz` makes such ones small):\n\n{text}"
-
-
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.full)])
-def test_random_programs_train_like_the_plain_twin(count: int, runner: Runner) -> None:
+def test_random_programs_train_like_the_plain_twin(count: int) -> None:
     @settings(STILL, max_examples=count)
     @given(programs())
     def run(program: Program) -> None:
         verdict = runner.run(program)
-        assert not verdict.failed, failure(program, verdict)
+        text = script(program, f"{verdict.kind}\n{verdict.text}", verdict.earlier)
+        assert not verdict.failed, f"{verdict.signature}\nIt fails (`make fuzz` makes such ones small):\n\n{text}"
 
-    run()
+    with Runner() as runner:
+        run()
 
 
 # -- broken engines ---------------------------------------------------------------------------------------------------

@@ -57,13 +57,14 @@ class Bench:
         module: Any = None,
         data: Any = None,
         *,
+        val: Any = True,
         count: int = COUNT,
         ckpt_path: Any = None,
-        val: Any = True,
         **how: Any,
     ) -> Ran:
         """Trains ``module`` (default: :class:`Lit`), evaluating on the same data. ``how``: settings of the Trainer."""
         module = seeded(Lit) if module is None else module
+        ckpt_path = how.pop("ckpt_path", None)
         of = self.trainer(**how)
         data = self.loader(count=count) if data is None else data
         val = {True: self.loader(count=count), False: None}[val] if isinstance(val, bool) else val

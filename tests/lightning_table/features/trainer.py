@@ -74,9 +74,9 @@ def evaluate(bench: Bench) -> Any:
     found: list[Any] = []
 
     def look() -> None:
-        found.append(of.validate(module, bench.loader(), verbose=False))
-        found.append(of.test(module, [bench.loader(), bench.loader(1)], verbose=False))
-        found.append(of.predict(module, bench.loader()))
+        both = [bench.loader(), bench.loader(1)]
+        found.append((of.validate(module, both[0], verbose=False), of.test(module, both, verbose=False)))
+        found.append(of.predict(module, both[0]))
 
     module.test_step = lambda batch, batch_idx, dataloader_idx=0: module._evaluate(batch)
     look()
