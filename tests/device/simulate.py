@@ -34,13 +34,7 @@ WIDTH = 16
 
 
 class Step(NamedTuple):
-    """One training step.
-
-    Attributes:
-        clips: gradients, by their norm, between backward and step.
-        evaluates: the model is called once more between backward and step.
-        looks: the user looks at gradients between backward and step.
-    """
+    """One training step: between backward and step it clips by the norm, calls the model, or looks at gradients."""
 
     micro_batches: int = 1
     clips: bool = False

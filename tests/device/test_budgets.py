@@ -18,11 +18,7 @@ from tests.device.test_races import SMALL, Trained
 from tests.rows import OFFLOADED
 
 BUCKETS = 4  # three blocks and the root, fp32
-HOWS = {
-    "plain": PLAIN,
-    "two micro-batches": (Step(2),) * 3,
-    "clipped": (Step(clips=True),) * 3,
-}
+HOWS = {"plain": PLAIN, "two micro-batches": (Step(2),) * 3, "clipped": (Step(clips=True),) * 3}
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
 LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)

@@ -21,14 +21,7 @@ from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Step, loss_of
-from tests.device.test_races import (
-    Trained,
-    gathers,
-    saves_and_loads,
-    serves_others,
-    steps_twice,
-    trains_without_scopes,
-)
+from tests.device.test_races import Trained, gathers, saves_and_loads, serves_others, steps_twice, trains_without_scopes
 
 issue_sum = Communicator._issue_sum
 

@@ -42,13 +42,7 @@ TOKENS = 4  # of the small model
 
 # One H200 with 16 cores of its host. Matrix products of a model reach half of the peak.
 H200 = Rates(
-    compute=395e12,
-    device_memory=4e12,
-    host_memory=200e9,
-    to_device=50e9,
-    to_host=50e9,
-    disk_read=6e9,
-    disk_write=4e9,
+    compute=395e12, device_memory=4e12, host_memory=200e9, to_device=50e9, to_host=50e9, disk_read=6e9, disk_write=4e9
 )
 NETWORK = 300e9  # bytes of a message that a rank gathers or reduces in a second; work has no bound for it
 QUEUEING_S = 8e-6  # of a kernel, with the Python around it
@@ -210,11 +204,7 @@ def _loss_of(model: nn.Module) -> Tensor:
     return F.mse_loss(model(x).float(), torch.zeros(TOKENS, 8, device="meta"))
 
 
-HOWS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"clips": True},
-    "two micro-batches": {"micro_batches": 2},
-}
+HOWS: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clips": True}, "two micro-batches": {"micro_batches": 2}}
 # The next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, 4 of its gradient) takes as
 # long as a third of the model's compute, with 6 operations for each token.
 HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)

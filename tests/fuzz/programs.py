@@ -21,12 +21,7 @@ class Data:
 
 
 class Node(Data):
-    """A part of a model; see models.py for the kinds.
-
-    Attributes:
-        n: chooses among variants of the kind.
-        frozen: its parameters do not require gradients.
-    """
+    """A part of a model, of a kind of models.py; ``n`` chooses among its variants; ``frozen``: without gradients."""
 
     kind: str
     children: tuple[Node, ...] = ()

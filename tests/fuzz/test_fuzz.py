@@ -23,11 +23,7 @@ from tests.fuzz.strategies import programs
 ENOUGH = 60  # programs, to find a mistake that is there
 
 STILL = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 
 

@@ -112,10 +112,7 @@ class Penalty(Lit):
 _BETWEEN = "reading or writing a parameter of stage 3 between the steps of a run"
 
 
-@feature(
-    "weights read between steps, in hooks",
-    refused=Refusal(_BETWEEN, "is sharded", ("zero3", "zero3_offload")),
-)
+@feature("weights read between steps, in hooks", refused=Refusal(_BETWEEN, "is sharded", ("zero3", "zero3_offload")))
 class Reads(Notes):
     """Norms of all weights at the end of validations"""
 
