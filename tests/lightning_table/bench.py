@@ -52,16 +52,7 @@ class Bench:
             return toys.whole_loader(batch_size * dist.get_world_size(), count)
         return toys.loader(batch_size, count)
 
-    def fit(
-        self,
-        module: Any = None,
-        data: Any = None,
-        *,
-        val: Any = True,
-        count: int = COUNT,
-        ckpt_path: Any = None,
-        **how: Any,
-    ) -> Ran:
+    def fit(self, module: Any = None, data: Any = None, *, val: Any = True, count: int = COUNT, **how: Any) -> Ran:
         """Trains ``module`` (default: :class:`Lit`), evaluating on the same data. ``how``: settings of the Trainer."""
         module = seeded(Lit) if module is None else module
         ckpt_path = how.pop("ckpt_path", None)
