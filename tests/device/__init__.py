@@ -10,4 +10,5 @@
     test_races.py   every stage, tier row and precision: no race
     test_waits.py   each wait of the engine is needed: without it there is a race
     test_budgets.py host waits, copies, kernels and memory of a step
+    timed.py        how long a step would take on it: a timeline of what was recorded (timeline.py)
 """

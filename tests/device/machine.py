@@ -19,13 +19,12 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import lightning_zero
@@ -68,8 +67,6 @@ def place() -> Place:
 
 
 class Access(NamedTuple):
-    """One access to bytes ``low`` to ``high`` of a block."""
-
     party: int
     number: int
     writes: bool
@@ -100,8 +97,6 @@ class Block:
 
 
 class Race(NamedTuple):
-    """Two accesses without an order, by whoever made the later one."""
-
     what: str
     now: str
     before: str
@@ -119,43 +114,20 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy between device and host."""
-
     function: str
     to_host: bool
     waits: bool
 
 
 @dataclass
-class Counts:
-    """What a step asks of the device beside the model's own computation.
-
-    Attributes:
-        kernels: with copies and messages.
-        collectives: launches of the library of messages.
-        recorded, waited: events; each is a call of the driver.
-        allocations: of device memory, from the caching allocator.
-    """
-
-    kernels: int = 0
-    collectives: int = 0
-    recorded: int = 0
-    waited: int = 0
-    allocations: int = 0
-    host_waits: int = 0
-
-
-@dataclass
 class Tally:
-    """What has been counted since it was last asked for.
+    """What has been counted since it was last asked for, by the function that asked for it.
 
     Attributes:
-        kernels: by the function that queued them.
         copies, copied: how many, and their bytes.
         collectives: on the device, by group and operation.
         messages: the same, by group, kind, and what NCCL may choose its algorithm by.
-        recorded, waited: events, by the function that recorded them or made a stream wait.
-        allocations: of device memory, by the function that asked for it.
+        recorded, waited: events.
         peak: bytes of device memory, the most at a time.
     """
 
@@ -171,22 +143,9 @@ class Tally:
     peak: int = 0
 
 
-class Costs(Protocol):
-    """How long things take, for a timeline: seconds, and the resource that they need."""
+class ThisThread(threading.local):
+    """Its party, the stream on which it queues, and whether it is bound to the device."""
 
-    def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], where: Place) -> tuple[float, str]:
-        """On the device. A copy is one of the link."""
-
-    def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[float, str]: ...
-
-    def on_disk(self, tensor: Tensor, *, writes: bool) -> tuple[float, str]:
-        """``writes``: to the memory of the host."""
-
-    def queueing(self) -> float:
-        """Of a thread, to queue one kernel."""
-
-
-class _ThisThread(threading.local):
     party: int | None = None
     stream: int = COMPUTE
     bound: bool = False
@@ -200,10 +159,11 @@ class Machine:
         unbound: functions that used the device in a thread that had not been bound to it.
         tally: what has been counted.
         held: bytes of device memory.
-        costs: of what is noted in the order's trace.
+        here: what is said of this thread.
+        costs: of what is noted in the order's trace, as :class:`tests.device.timed.Scaled` gives them.
     """
 
-    costs: Costs
+    costs: Any
 
     def __init__(self) -> None:
         self.order = Order()
@@ -213,7 +173,7 @@ class Machine:
         self.held = 0
         self._main = threading.get_ident()
         self._lock = threading.RLock()
-        self._thread = _ThisThread()
+        self.here = ThisThread()
         self._blocks: dict[int, Block] = {}
         self._freed: dict[int, dict[int, Access]] = {}  # by pool and party: the last access to what was freed
         self._disk = self.order.new_party("disk")
@@ -222,42 +182,29 @@ class Machine:
 
     def thread(self) -> int:
         """The party of this thread."""
-        if self._thread.party is None:
+        if self.here.party is None:
             own = threading.get_ident() == self._main  # not current_thread(): a thread that starts has no name yet
             with self._lock:
-                self._thread.party = self.order.new_party("the main thread" if own else "another thread")
-        return self._thread.party
-
-    @property
-    def stream(self) -> int:
-        """On which this thread queues."""
-        return self._thread.stream
-
-    @stream.setter
-    def stream(self, stream: int) -> None:
-        self._thread.stream = stream
-
-    def bind_thread(self) -> None:
-        self._thread.bound = True
+                self.here.party = self.order.new_party("the main thread" if own else "another thread")
+        return self.here.party
 
     def used_here(self) -> None:
         """This thread uses the device: it must have been bound to it."""
-        if not self._thread.bound and threading.get_ident() != self._main:
+        if not self.here.bound and threading.get_ident() != self._main:
             self.unbound[place().function] += 1
 
     def new_stream(self, name: str) -> int:
         with self._lock:
             return self.order.new_party(name)
 
-    def record(self, event: int, party: int) -> None:
+    def event_of(self, party: int) -> int:
+        """A new one, behind what the party has done and seen."""
         with self._lock:
-            if party == self.stream:
+            if party == self.here.stream:
                 self.order.follow(party, self.thread())
+            event = self.order.new_event()
             self.order.record(event, party)
-
-    def new_event(self) -> int:
-        with self._lock:
-            return self.order.new_event()
+            return event
 
     def wait(self, party: int, event: int, *, timed: bool = True) -> None:
         with self._lock:
@@ -275,10 +222,6 @@ class Machine:
             for party in parties:
                 self.order.follow(thread, party)
             self.tally.waits[Wait(place().function, why, threading.get_ident() == self._main)] += 1
-
-    def synchronize(self) -> None:
-        mine = self.thread()
-        self.host_waits("synchronize", parties=[party for party in self.order.parties() if party != mine])
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -298,7 +241,7 @@ class Machine:
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None and tensor.is_meta and storage.nbytes():
-            block = self.allocate(storage, self.stream)
+            block = self.allocate(storage, self.here.stream)
         return block
 
     def allocate(self, storage: Any, pool: int) -> Block:
@@ -316,7 +259,7 @@ class Machine:
             if nbytes == 0:
                 self._free(storage._cdata, self._blocks.get(storage._cdata))
             elif storage._cdata not in self._blocks:
-                self.allocate(storage, self.stream)
+                self.allocate(storage, self.here.stream)
 
     def _keep_track(self, storage: Any, block: Block) -> None:
         key = storage._cdata
@@ -355,11 +298,11 @@ class Machine:
 
     # -- accesses -----------------------------------------------------------------------------------------------------
 
-    def kernel(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], *, party: int | None = None) -> int:
+    def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], *, party: int | None = None) -> int:
         """A kernel on the current stream (or of ``party``, which has followed it). Host tensors are read at once."""
         with self._lock:
             self.used_here()
-            stream, thread = self.stream, self.thread()
+            stream, thread = self.here.stream, self.thread()
             trace = self.order.trace
             if trace is not None:
                 trace.act(thread, self.costs.queueing())
@@ -371,21 +314,18 @@ class Machine:
             self.tally.kernels[where.function] += 1
             number = self.order.act(actor)
             if trace is not None:
-                trace.act(actor, *self.costs.kernel(what, list(reads), list(writes), where))
-            for tensor, is_write in (*((t, False) for t in reads), *((t, True) for t in writes)):
-                self._touch(actor, number, tensor, is_write, what, where)
+                trace.act(actor, *self.costs.kernel(what, reads, writes, where))
+            self._touch(actor, number, reads, writes, what, where)
             return actor
 
-    def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+    def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """The host reads and writes its own memory, in this thread."""
         with self._lock:
             if self.order.trace is not None:
-                self.order.trace.act(self.thread(), *self.costs.on_host(what, list(reads), list(writes)))
+                self.order.trace.act(self.thread(), *self.costs.on_host(what, reads, writes))
             if any(t.untyped_storage()._cdata in self._blocks for t in (*reads, *writes)):
-                thread, where = self.thread(), place()
-                number = self.order.act(thread)
-                for tensor, is_write in (*((t, False) for t in reads), *((t, True) for t in writes)):
-                    self._touch(thread, number, tensor, is_write, what, where)
+                thread = self.thread()
+                self._touch(thread, self.order.act(thread), reads, writes, what, place())
 
     def on_disk(self, what: str, tensor: Tensor, *, writes: bool) -> int:
         """The disk reads or writes host memory, from now until the event that this gives."""
@@ -394,24 +334,24 @@ class Machine:
             number = self.order.act(self._disk)
             if self.order.trace is not None:
                 self.order.trace.act(self._disk, *self.costs.on_disk(tensor, writes=writes))
-            self._touch(self._disk, number, tensor, writes, what, place())
-            event = self.order.new_event()
-            self.order.record(event, self._disk)
-            return event
+            self._touch(self._disk, number, [tensor] * (not writes), [tensor] * writes, what, place())
+            return self.event_of(self._disk)
 
     def scratch(self, nbytes: int) -> None:
         """Memory that a copy takes on the current stream, uses there and gives back."""
         with self._lock:
-            stream = self.stream
+            stream = self.here.stream
             block = Block(nbytes, stream, before=dict(self._freed.get(stream, {})))
             self._access(block, Access(stream, self.order.act(stream), True, 0, nbytes, "a cast", place()))
             self._back_to_pool(block)
 
-    def _touch(self, party: int, number: int, tensor: Tensor, writes: bool, what: str, where: Place) -> None:
-        block = self.block_of(tensor) if tensor.numel() else None
-        if block is not None:
-            low, high = span(tensor)
-            self._access(block, Access(party, number, writes, low, high, what, where))
+    def _touch(
+        self, party: int, number: int, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str, where: Place
+    ) -> None:
+        for place_of, tensor in enumerate((*reads, *writes)):
+            block = self.block_of(tensor) if tensor.numel() else None
+            if block is not None:
+                self._access(block, Access(party, number, place_of >= len(reads), *span(tensor), what, where))
 
     def _access(self, block: Block, now: Access) -> None:
         if now.party not in block.known:
@@ -452,8 +392,3 @@ def is_on_device(tensor: Tensor) -> bool:
 
 def nbytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def zeros_for(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What stands on the host for values that are nowhere."""
-    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype)

@@ -27,19 +27,14 @@ from lightning_zero.planning.topology import by_node, within_nodes
 from lightning_zero.trainer.memory.held_bytes import limits_of
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
+from tests.models import Does
 
 VOCABULARY = 16
 WIDTH = 16
 
 
 class Step(NamedTuple):
-    """One training step.
-
-    Attributes:
-        clips: gradients, by their norm, between backward and step.
-        evaluates: the model is called once more between backward and step.
-        looks: the user looks at gradients between backward and step.
-    """
+    """One training step: between backward and step it clips by the norm, calls the model, or looks at gradients."""
 
     micro_batches: int = 1
     clips: bool = False
@@ -80,12 +75,9 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
-        words += (
-            [self.worker] * (self.row != "none")
-            + [f"{self.nodes}nodes"] * (self.nodes > 1)
-            + ["even_alone"] * self.even_alone
-        )
-        return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
+        words += [self.worker] * (self.row != "none") + [f"{self.nodes}nodes"] * (self.nodes > 1)
+        words += ["even_alone"] * self.even_alone + [f"{key}={value}" for key, value in self.settings.items()]
+        return "-".join(words)
 
 
 @dataclass
@@ -104,33 +96,27 @@ class Found:
         planned_nbytes: of the device, at the peak of the last step, without the model's own.
     """
 
-    races: dict[str, int]
-    at_release: dict[str, int]
-    unbound: dict[str, int]
     construction: Tally
-    steps: list[Tally]
     at_first: int
-    at_rest: int
     shard_nbytes: int
     unit_nbytes: int
     planned_nbytes: int
+    at_rest: int = 0
+    steps: list[Tally] = field(default_factory=list)
+    races: dict[str, int] = field(default_factory=dict)
+    at_release: dict[str, int] = field(default_factory=dict)
+    unbound: dict[str, int] = field(default_factory=dict)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
+def block() -> nn.Module:
+    return Does(lambda m, x: x + m.linear(m.norm(x)), norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Model(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -155,22 +141,27 @@ def world(ranks: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-@contextlib.contextmanager
-def on_nodes(case: Case) -> Iterator[None]:
-    """The other ranks would say where they are."""
-    hybrid_shard = case.settings.get("comm", {}).get("hybrid_shard", "node")
-    divided = within_nodes if hybrid_shard == "node_backward" else by_node
-    topology = divided([str(rank * case.nodes // case.ranks) for rank in range(case.ranks)])
-    with mock.patch.object(capacity, "find_topology", lambda *_: topology):
-        yield
-
-
-@contextlib.contextmanager
-def fused_on_meta() -> Iterator[None]:
+def fused_on_meta() -> Any:
     """torch's fused AdamW has a kernel for the meta device, and a list of devices that leaves it out."""
     adam = importlib.import_module("torch.optim.adam")
-    with mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *_, **__: None):
-        yield
+    return mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
+
+
+@contextlib.contextmanager
+def on_paper(ranks: int, mutations: Sequence[tuple[str, Any]], pace: Pace = "lazy") -> Iterator[tuple[Machine, str]]:
+    """A machine in the place of the device, and a folder for files.
+
+    Args:
+        mutations: what stands in the place of a function of the package, by its path.
+    """
+    machine = Machine()
+    with contextlib.ExitStack() as stack:
+        for target, new in mutations:
+            stack.enter_context(mock.patch(target, new))
+        files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
+        for context in (world(ranks), fused_on_meta(), simulated(machine, pace)):
+            stack.enter_context(context)
+        yield machine, files
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -186,7 +177,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     loss_of: Callable[[nn.Module], Tensor] = loss_of,
 ) -> None:
-    def backwards() -> float:
+    with engine.step_scope():
         for micro_batch in range(step.micro_batches):
             last = micro_batch == step.micro_batches - 1
             with contextlib.nullcontext() if last else engine.passes.no_sync():
@@ -199,36 +190,25 @@ def train_step(
         if step.looks:
             with lightning_zero.gather(model, grads=True):
                 pass
-        return 0.0
-
-    with engine.step_scope():
-        backwards()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callable[..., None] | None = None) -> Found:
-    """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step.
-
-    Args:
-        mutations: what stands in the place of a function of the package, by its path.
-    """
-    machine = Machine()
+    """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step."""
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
+    divided = within_nodes if case.settings.get("comm", {}).get("hybrid_shard") == "node_backward" else by_node
+    topology = divided([str(rank * case.nodes // case.ranks) for rank in range(case.ranks)])
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:
-        with contextlib.ExitStack() as stack:
-            for target, new in mutations:
-                stack.enter_context(mock.patch(target, new))
-            files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
-            stack.enter_context(world(case.ranks))
-            stack.enter_context(fused_on_meta())
+        with (
             # No tensor has values: each is taken for one that was written to.
-            stack.enter_context(mock.patch("lightning_zero.engine.whole.whole_params.same_bits", lambda *_: False))
-            stack.enter_context(on_nodes(case))
-            stack.enter_context(mock.patch.dict(os.environ, LIGHTNING_ZERO_EVEN_ALONE=str(int(case.even_alone))))
-            stack.enter_context(simulated(machine, case.worker))
+            mock.patch("lightning_zero.engine.whole.whole_params.same_bits", lambda *_: False),
+            mock.patch.object(capacity, "find_topology", lambda *_: topology),  # the others would say where they are
+            mock.patch.dict(os.environ, LIGHTNING_ZERO_EVEN_ALONE=str(int(case.even_alone))),
+            on_paper(case.ranks, mutations, case.worker) as (machine, files),
+        ):
             return _train(case, machine, files, then)
     finally:
         gc.enable()
@@ -240,46 +220,35 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         return tally
 
     model = Model(case.blocks)
-    offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
     precision: Any = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
     precision |= {"fp32_modules": list(case.fp32_modules)} if case.fp32_modules is not None else {}
     settings = {k: v for k, v in case.settings.items() if case.stage == 3 or k != "prefetch_bytes"}
-    engine = lightning_zero.shard(
-        model, stage=case.stage, precision=precision, offload=offload, device="meta", **settings
-    )
+    settings |= {"offload": {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})}
+    engine = lightning_zero.shard(model, stage=case.stage, precision=precision, device="meta", **settings)
     for name, stream in engine.comm.streams._streams.items():
         machine.order.names[stream] = name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine.add_optimizer(optimizer)
-    at_first, construction, steps = machine.held, counted(), []
-    shard_nbytes = sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets)
-    planned_nbytes = _planned(engine, case.steps[-1].micro_batches if case.steps else 1)
-    unit_nbytes = max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units)
+    limits = limits_of(engine, case.steps[-1].micro_batches if case.steps else 1)
+    peaks = peak_bytes([bucket.plan for bucket in engine.buckets], replace(limits, has_link=True))
+    found = Found(
+        construction=counted(),
+        at_first=machine.held,
+        shard_nbytes=sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets),
+        unit_nbytes=max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units),
+        planned_nbytes=max(on_tier(held, Tier.device) for held in peaks.values()),
+    )
     try:
         for step in case.steps:
             train_step(step, engine, model, optimizer)
-            steps.append(counted())
+            found.steps.append(counted())
         if then is not None:
             then(engine, model, optimizer)
         engine.passes.rest()
-        races, at_rest = machine.races.copy(), machine.held
+        races, found.at_rest = machine.races.copy(), machine.held
     finally:
         engine.release()
-    return Found(
-        races={str(race): times for race, times in races.items()},
-        at_release={str(race): times for race, times in (machine.races - races).items()},
-        unbound=dict(machine.unbound),
-        construction=construction,
-        steps=steps,
-        at_first=at_first,
-        at_rest=at_rest,
-        shard_nbytes=shard_nbytes,
-        unit_nbytes=unit_nbytes,
-        planned_nbytes=planned_nbytes,
-    )
-
-
-def _planned(engine: Any, micro_batches: int) -> int:
-    limits = replace(limits_of(engine, micro_batches), has_link=True)
-    peaks = peak_bytes([bucket.plan for bucket in engine.buckets], limits)
-    return max(on_tier(held, Tier.device) for held in peaks.values())
+    found.races = {str(race): times for race, times in races.items()}
+    found.at_release = {str(race): times for race, times in (machine.races - races).items()}
+    found.unbound = dict(machine.unbound)
+    return found

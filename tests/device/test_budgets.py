@@ -6,25 +6,19 @@ A table is what the engine does now: another wait fails, and one that is gone is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lightning_zero.config import Offload
 from lightning_zero.planning.placement import OFFLOADS, Tier
-from tests.device.fsdp2 import fsdp2_step
-from tests.device.machine import Counts, Wait
-from tests.device.simulate import PLAIN, Case, Found, Step
+from tests.device.machine import Wait
+from tests.device.simulate import PLAIN, Case, Step
 from tests.device.test_races import SMALL, Trained
 from tests.rows import OFFLOADED
 
 BUCKETS = 4  # three blocks and the root, fp32
-HOWS = {
-    "plain": PLAIN,
-    "two micro-batches": (Step(2),) * 3,
-    "clipped": (Step(clips=True),) * 3,
-}
+HOWS = {"plain": PLAIN, "two micro-batches": (Step(2),) * 3, "clipped": (Step(clips=True),) * 3}
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
 LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)
@@ -68,12 +62,10 @@ def test_the_host_waits_where_the_table_says(row: str, how: str, trained: Traine
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu", "optimizer_nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_main_thread_never_waits_for_the_device(
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 1), ("bf16", 4)])
+def test_the_main_thread_waits_only_for_parameters_in_files(
     ranks: int, precision: str, row: str, how: str, trained: Trained
 ) -> None:
-    """Not in the backward, the clipping or the step, as long as no parameters are in files."""
     found = trained(Case(3, row, precision=precision, ranks=ranks, steps=HOWS[how]))
     assert not [wait for wait in found.steps[-1].waits if wait.main]
 
@@ -83,113 +75,52 @@ def of_model(function: str) -> bool:
     return function.startswith("the model") or function == "engine/passes/passes.py: Passes.backward"
 
 
-def bytes_of(found: Found, *, to_host: bool) -> int:
-    return sum(nbytes for copy, nbytes in found.steps[-1].copied.items() if copy.to_host is to_host)
-
-
 @pytest.mark.parametrize(("stage", "row"), [(1, "optimizer_cpu"), (1, "optimizer_nvme"), *((3, row) for row in ROWS)])
 def test_gradients_go_to_the_host_once_and_parameters_come_back_as_often_as_they_are_gathered(
     stage: int, row: str, trained: Trained
 ) -> None:
     found = trained(Case(stage, row))
-    gathers = found.steps[-1].collectives["gather", "all_gather_single"]
-    assert bytes_of(found, to_host=True) == found.shard_nbytes
+    step = found.steps[-1]
+    gathers = step.collectives["gather", "all_gather_single"]
     times = 1 if row in ("optimizer_cpu", "optimizer_nvme") else gathers / BUCKETS
-    assert bytes_of(found, to_host=False) == times * found.shard_nbytes
+    for to_host, expected in ((True, found.shard_nbytes), (False, times * found.shard_nbytes)):
+        assert sum(nbytes for copy, nbytes in step.copied.items() if copy.to_host is to_host) == expected
 
 
-@pytest.mark.parametrize(
-    ("stage", "row", "kernels", "messages"),
-    [
-        (0, "none", 26, 8),
-        (1, "none", 22, 8),
-        (2, "none", 22, 8),
-        (3, "none", 34, 12),
-        (1, "optimizer_cpu", 28, 8),
-        (3, "optimizer_cpu", 40, 12),
-        (3, "cpu", 36, 12),
-        (3, "nvme", 36, 12),
-    ],
-)
-def test_a_step_queues_no_more_than_it_does_now(
-    stage: int, row: str, kernels: int, messages: int, trained: Trained
-) -> None:
-    """Kernels and copies of the engine, for ten parameters in four buckets."""
-    step = trained(Case(stage, row)).steps[-1]
-    own = sum(n for function, n in step.kernels.items() if not of_model(function))
-    assert own <= kernels
-    assert step.collectives.total() <= messages
+# For a block in one step, with one unit gathered ahead. Without fp32 modules a block is one bucket, as it is one group
+# of FSDP2's; by default norms keep fp32, and it has two. Under bf16 a rank receives the parts of its slice, and adds
+# them. What is gathered of two buckets is one message, after a step too; each is reduced by itself, at stage 0 by two.
+NAMES = ("kernels", "collectives", "recorded", "waited", "allocations", "host_waits")
+BLOCKS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "fp32": ({}, dict(zip(NAMES, (8, 3, 6, 6, 4, 0), strict=True))),
+    "bf16, one bucket": ({"precision": "bf16", "fp32_modules": ()}, dict(zip(NAMES, (9, 3, 6, 6, 5, 0), strict=True))),
+    "bf16": ({"precision": "bf16"}, dict(zip(NAMES, (15, 4, 8, 8, 9, 0), strict=True))),
+    "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 4, "recorded": 4}),
+    "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 3, "recorded": 6}),
+    "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 3, "recorded": 6}),
+    "zero1, optimizer_cpu": ({"stage": 1, "row": "optimizer_cpu"}, {"kernels": 7, "collectives": 2}),
+    "optimizer_cpu": ({"row": "optimizer_cpu"}, {"kernels": 10, "collectives": 3}),
+    "cpu": ({"row": "cpu"}, {"kernels": 9, "collectives": 3}),
+    "nvme": ({"row": "nvme"}, {"kernels": 9, "collectives": 3}),
+}
 
 
-# For a block in one step at stage 3, with one unit gathered ahead. Without fp32 modules a block is one bucket, as it is
-# one group of FSDP2's; by default norms keep fp32, and it has two.
-# Under bf16 a rank receives the parts of its slice, and adds them.
-FP32 = Counts(kernels=8, collectives=3, recorded=6, waited=6, allocations=4, host_waits=0)
-BF16 = Counts(kernels=9, collectives=3, recorded=6, waited=6, allocations=5, host_waits=0)
-TWO_BUCKETS = Counts(kernels=15, collectives=4, recorded=8, waited=8, allocations=9, host_waits=0)
-COUNTS = {("fp32", ()): FP32, ("bf16", ()): BF16, ("bf16", None): TWO_BUCKETS}
-RANKS = 4
+@pytest.mark.parametrize("what", BLOCKS)
+def test_a_block_costs_what_the_table_says(what: str, trained: Trained) -> None:
+    """Without the optimizer's own kernels. See ``docs/architecture.md``, which has FSDP2's beside it."""
+    how, expected = BLOCKS[what]
 
+    def counts(blocks: int) -> dict[str, int]:
+        step = trained(Case(blocks=blocks, settings={"prefetch_bytes": 1}, **how)).steps[-1]
 
-def of_step(case: Case, trained: Trained) -> Counts:
-    """What the engine asks for, without the optimizer's own kernels."""
-    step = trained(case).steps[-1]
+        def own(counter: Counter[str]) -> int:
+            return sum(n for what, n in counter.items() if not of_model(what) and not what.startswith("engine/steps"))
 
-    def own(counter: Counter[str]) -> int:
-        return sum(n for what, n in counter.items() if not of_model(what) and not what.startswith("engine/steps"))
+        found = {name: own(getattr(step, name)) for name in ("kernels", "recorded", "waited", "allocations")}
+        return found | {"collectives": step.collectives.total(), "host_waits": step.waits.total()}
 
-    return Counts(
-        own(step.kernels),
-        step.collectives.total(),
-        own(step.recorded),
-        own(step.waited),
-        own(step.allocations),
-        step.waits.total(),
-    )
-
-
-def for_a_block(count: Callable[[int], Counts]) -> Counts:
-    few, many = vars(count(4)), vars(count(12))
-    assert all((many[name] - few[name]) % 8 == 0 for name in few)
-    return Counts(**{name: (many[name] - few[name]) // 8 for name in few})
-
-
-@pytest.mark.parametrize(("precision", "fp32_modules"), COUNTS)
-def test_a_block_costs_what_the_table_says(
-    precision: str, fp32_modules: tuple[str, ...] | None, trained: Trained
-) -> None:
-    """See the table in ``docs/architecture.md``."""
-
-    def ours(blocks: int) -> Counts:
-        case = Case(
-            precision=precision,
-            ranks=RANKS,
-            blocks=blocks,
-            settings={"prefetch_bytes": 1},
-            fp32_modules=fp32_modules if precision == "bf16" else None,
-        )
-        return of_step(case, trained)
-
-    assert for_a_block(ours) == COUNTS[precision, fp32_modules]
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("stage", "launches"), [(0, 4), (1, 3), (2, 3), (3, 4)])
-def test_what_is_gathered_of_a_block_is_one_message(stage: int, launches: int, trained: Trained) -> None:
-    """Of its two buckets, after a step too; each is reduced by itself, which at stage 0 takes two messages."""
-    counts = for_a_block(
-        lambda blocks: of_step(
-            Case(stage, precision="bf16", ranks=RANKS, blocks=blocks, settings={"prefetch_bytes": 1}), trained
-        )
-    )
-    assert counts.collectives == launches
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_block_costs_no_more_than_under_fsdp2(precision: str, elsewhere: Callable[..., Any]) -> None:
-    theirs = vars(for_a_block(lambda blocks: elsewhere(fsdp2_step, blocks, precision, RANKS)))
-    assert theirs["collectives"] == 3, "torch does something else now: look at the table in docs/architecture.md"
-    assert all(number <= theirs[name] for name, number in vars(COUNTS[precision, ()]).items()), theirs
+    few, many = counts(4), counts(12)
+    assert {name: (many[name] - few[name]) / 8 for name in expected} == expected
 
 
 @pytest.mark.sample
@@ -218,13 +149,14 @@ def test_the_first_backward_of_a_kind_holds_no_more_than_the_others(micro_batche
 def test_the_peak_is_the_planned_one(
     stage: int, precision: str, micro_batches: int, reduce_bucket_bytes: int, trained: Trained
 ) -> None:
-    """The model's own tensors, which are not planned, are small here."""
-    settings: dict[str, Any] = {"prefetch_bytes": 1, "reduce_bucket_bytes": reduce_bucket_bytes}
-    found = trained(Case(stage, precision=precision, blocks=12, steps=(Step(micro_batches),) * 3, settings=settings))
-    assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07
+    assert_peak(trained, {"reduce_bucket_bytes": reduce_bucket_bytes}, micro_batches, stage=stage, precision=precision)
 
 
 def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
-    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": 1200, "comm": {"hybrid_shard": "node_backward"}}
-    found = trained(Case(3, blocks=12, nodes=2, steps=(Step(2),) * 3, settings=settings))
+    assert_peak(trained, SMALL | {"comm": {"hybrid_shard": "node_backward"}}, 2, nodes=2)
+
+
+def assert_peak(trained: Trained, settings: dict[str, Any], micro_batches: int, **how: Any) -> None:
+    """The model's own tensors, which are not planned, are small here."""
+    found = trained(Case(blocks=12, steps=(Step(micro_batches),) * 3, settings={"prefetch_bytes": 1} | settings, **how))
     assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07

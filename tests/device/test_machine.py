@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.host import HostTier
-from tests.device.machine import Machine, Tally
-from tests.device.simulate import world
-from tests.device.virtual import Virtual, simulated
+from tests.device.machine import Tally
+from tests.device.simulate import on_paper
+from tests.device.virtual import Virtual
 
 DEVICE = torch.device("meta")
 NUMEL = 8
@@ -26,17 +26,11 @@ NUMEL = 8
 Program = Callable[[Virtual, bool], object]  # with the accelerator, and whether it is to keep an order
 
 
-class Shown(NamedTuple):
-    races: list[str]
-    tally: Tally
-
-
-def judged(program: Program, ordered: bool) -> Shown:
-    """What the machine says of a program. Runs in a process of its own."""
-    machine = Machine()
-    with world(2), simulated(machine, "eager"):
+def judged(program: Program, ordered: bool = True) -> tuple[set[str], Tally]:
+    """Races of a program, and what is counted. Runs in a process of its own."""
+    with on_paper(2, (), "eager") as (machine, _):
         program(Virtual(DEVICE, machine), ordered)
-    return Shown([race.what for race in machine.races], machine.tally)
+    return {race.what for race in machine.races}, machine.tally
 
 
 def on_device() -> Tensor:
@@ -151,7 +145,7 @@ PROGRAMS = dict.fromkeys(NO_ORDER, "no order") | {
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_race_is_found_and_an_order_is_none(program: Program, ordered: bool, elsewhere: Callable[..., Any]) -> None:
-    assert {*elsewhere(judged, program, ordered).races} == (set() if ordered else {PROGRAMS[program]})
+    assert elsewhere(judged, program, ordered)[0] == (set() if ordered else {PROGRAMS[program]})
 
 
 def waits(gpu: Virtual, ordered: bool) -> None:
@@ -170,18 +164,9 @@ def waits(gpu: Virtual, ordered: bool) -> None:
 
 
 def test_host_waits_and_copies_are_counted(elsewhere: Callable[..., Any]) -> None:
-    tally = elsewhere(judged, waits, True).tally
-    assert {wait.why: times for wait, times in tally.waits.items()} == {
-        "a value": 2,
-        "a copy": 3,
-        "a copy of pageable memory": 1,
-        "event": 1,
-        "synchronize": 1,
-    }
-    assert {(copy.to_host, copy.waits): times for copy, times in tally.copies.items()} == {
-        (True, False): 1,
-        (False, False): 1,
-        (True, True): 3,
-        (False, True): 1,
-    }
+    _, tally = elsewhere(judged, waits)
+    whys = {"a value": 2, "a copy": 3, "a copy of pageable memory": 1, "event": 1, "synchronize": 1}
+    assert {wait.why: times for wait, times in tally.waits.items()} == whys
+    copies = {(True, False): 1, (False, False): 1, (True, True): 3, (False, True): 1}
+    assert {(copy.to_host, copy.waits): times for copy, times in tally.copies.items()} == copies
     assert sum(tally.copied.values()) == 6 * NUMEL * 4

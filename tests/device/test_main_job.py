@@ -5,11 +5,9 @@ Our model runs on the machine under Lightning's Trainer, with what it logs and s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +15,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.models.gpt import LitGPT
@@ -34,73 +32,41 @@ SHOWN = Wait("models/language_model.py: LanguageModel.on_train_batch_end", "a co
 LOGGED = Wait("trainer/loops.py: ZeroTrainingEpochLoop.advance", "a value")  # Lightning, called from there
 
 
-class OnPaper(Accelerator):
+class OnPaper(CPUAccelerator):
     """Lightning's idea of the machine."""
 
     def setup_device(self, device: torch.device) -> None: ...
-
-    def teardown(self) -> None: ...
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return devices
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
         return [torch.device("meta")]
 
-    @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def name() -> str:
-        return "virtual"
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
-
-class Tokens(Dataset[torch.Tensor]):
-    """Batches that are on the device already: how they come there is the loader's affair."""
-
-    def __len__(self) -> int:
-        return 2 * STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.zeros(2, 9, dtype=torch.long, device="meta")
-
 
 class Count(Callback):
-    """What was waited for in each step."""
+    """What was waited for in each step, from the start of the batch before to that of the batch."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.steps: list[Counter[Wait]] = []
+        self.steps: list[dict[Wait, int]] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.steps.append(self._machine.tally.waits)
+        self.steps.append(dict(self._machine.tally.waits))
         self._machine.tally = Tally()
 
 
-def run(**settings: Any) -> list[dict[Wait, int]]:
-    """Waits of the host in each step of a run on one rank, from the start of the batch before to that of the batch."""
+def run(precision: Any) -> list[dict[Wait, int]]:
+    """Waits of the host in each step of a run on one rank, whose batches are on the device already."""
     machine = Machine()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
-        stack.enter_context(fused_on_meta())
-        stack.enter_context(simulated(machine))
+    batches = [torch.zeros(2, 9, dtype=torch.long, device="meta")] * 2 * STEPS
+    with tempfile.TemporaryDirectory() as folder, fused_on_meta(), simulated(machine):
         count = Count(machine)
         trainer = pl.Trainer(
             accelerator=OnPaper(),
             devices=1,
             strategy=ZeroStrategy(stage=3),
+            precision=precision,
             max_steps=STEPS,
             log_every_n_steps=EVERY,
             logger=CSVLogger(folder),
@@ -110,20 +76,19 @@ def run(**settings: Any) -> list[dict[Wait, int]]:
             limit_val_batches=0,
             gradient_clip_val=1.0,
             default_root_dir=folder,
-            **settings,
         )
         model = LitGPT(n_layer=2, n_head=2, d_model=16, block_size=8, vocab_size=16)
         try:
-            trainer.fit(model, DataLoader(Tokens(), batch_size=None))
+            trainer.fit(model, DataLoader(batches, batch_size=None))
         finally:
             dist.destroy_process_group()  # Lightning's, which it leaves for the next run
-    return [dict(step) for step in count.steps]
+    return count.steps
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_host_waits_where_a_loss_is_read(precision: str, elsewhere: Callable[..., Any]) -> None:
-    waits = elsewhere(run, precision=precision)
+    waits = elsewhere(run, precision)
     assert len(waits) == STEPS
     for step, found in enumerate(waits[2:], 2):  # until then the module is sharded, and things are done for once
         assert found == ({SHOWN: 1, LOGGED: 1} if step % EVERY == 0 else {}), step

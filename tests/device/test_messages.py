@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
 
 from tests.device.simulate import MIXED, Case, Found
 
@@ -31,19 +28,3 @@ def test_no_message_of_a_step_is_the_first_of_its_kind(case: Case, trained: Trai
     found = trained(case)
     sent = {message for step in found.steps for message in step.messages}
     assert sent and sent <= set(found.construction.messages)
-
-
-@contextlib.contextmanager
-def as_in_2_11(group: Any, async_ops: bool = False, manage: Any = dist._coalescing_manager) -> Iterator[None]:
-    """torch before 2.13 does not pass ``async_ops`` on to the group, and waits afterwards."""
-    with manage(group, async_ops=True) as sent:
-        yield
-    sent.wait()
-
-
-def test_joined_gathers_are_queued_on_the_stream_of_gathers(trained: Trained) -> None:
-    case = Case(3, precision="bf16", fp32_modules=("LayerNorm",))
-    found = trained(case, [("torch.distributed._coalescing_manager", as_in_2_11)])
-    assert any("coalesced" in name for step in found.steps for _, name in step.collectives)
-    assert [step.recorded for step in found.steps] == [step.recorded for step in trained(case).steps]
-    assert not any("_queue" in function for step in found.steps for function in step.recorded)

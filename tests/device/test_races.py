@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -178,22 +178,17 @@ def freezes(engine: Any, model: Any, optimizer: Any) -> None:
             train_step(Step(), engine, model, optimizer)
 
 
-def raises_in_forward(engine: Any, model: Any, optimizer: Any) -> None:
-    _raises(model.blocks[1].register_forward_hook(lambda *_: 1 / 0), engine, model)
-    train_step(Step(), engine, model, optimizer)
-
-
-def raises_in_backward(engine: Any, model: Any, optimizer: Any) -> None:
-    _raises(model.blocks[1].linear.weight.register_hook(lambda *_: 1 / 0), engine, model)
-    train_step(Step(), engine, model, optimizer)
-
-
-def _raises(hook: Any, engine: Any, model: nn.Module) -> None:
-    with contextlib.suppress(ZeroDivisionError), engine.step_scope():
-        engine.passes.backward(loss_of(model))
-    hook.remove()
-    for param in model.parameters():
-        param.grad = None  # what a backward that raised has left is not stepped
+def raises(engine: Any, model: Any, optimizer: Any) -> None:
+    """In a forward, and in a backward."""
+    block = model.blocks[1]
+    for register in (block.register_forward_hook, block.linear.weight.register_hook):
+        hook = register(lambda *_: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError), engine.step_scope():
+            engine.passes.backward(loss_of(model))
+        hook.remove()
+        for param in model.parameters():
+            param.grad = None  # what a backward that raised has left is not stepped
+        train_step(Step(), engine, model, optimizer)
 
 
 def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:
@@ -204,15 +199,9 @@ def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:
     train_step(Step(), engine, model, optimizer)
 
 
-def is_saved_before_a_step(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    _is_saved(engine, model, optimizer, ["copy", "read", "step"])
-
-
-def is_copied_before_a_step(engine: Any, model: nn.Module, optimizer: Any) -> None:
-    _is_saved(engine, model, optimizer, ["copy", "step", "read"])
-
-
-def _is_saved(engine: Any, model: nn.Module, optimizer: Any, order: list[str]) -> None:
+def is_saved_before_a_step(
+    engine: Any, model: nn.Module, optimizer: Any, order: Sequence[str] = ("copy", "read", "step")
+) -> None:
     fakes = FakeTensors()
     engine.state_dict(fakes=fakes)
     state_dicts.optimizer_state(engine, optimizer, fakes=fakes)
@@ -236,6 +225,10 @@ def _is_saved(engine: Any, model: nn.Module, optimizer: Any, order: list[str]) -
     train_step(Step(), engine, model, optimizer)
 
 
+def is_copied_before_a_step(*trained: Any) -> None:
+    is_saved_before_a_step(*trained, order=("copy", "step", "read"))
+
+
 def serves_others(engine: Any, model: nn.Module, optimizer: Any) -> None:
     """Another rank needs a unit whose gather is under way here."""
     for unit in engine.units[1:]:
@@ -246,7 +239,7 @@ def serves_others(engine: Any, model: nn.Module, optimizer: Any) -> None:
 
 
 ACTS = (gathers, gathers_gradients, saves_and_loads, trains_without_scopes, evaluates, reads_weights)
-ACTS += (looks_at_gradients, freezes, raises_in_forward, raises_in_backward, steps_twice)
+ACTS += (looks_at_gradients, freezes, raises, steps_twice)
 ACTS += (is_saved_before_a_step, serves_others, is_copied_before_a_step)
 HOST = "optimizer_cpu"
 BETWEEN = [Case(stage, row, steps=(Step(),) * 2) for stage, row in ((3, "none"), (1, "none"), (3, HOST), (1, HOST))]
@@ -267,7 +260,7 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
     assert not found.unbound
 
 
-# -- the end, and threads ---------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,8 +273,3 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
 )
 def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).at_release)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_threads_are_bound_to_the_device_that_they_use(stage: int, trained: Trained) -> None:
-    assert not trained(Case(stage, "optimizer_cpu")).unbound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,14 +21,7 @@ from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Step, loss_of
-from tests.device.test_races import (
-    Trained,
-    gathers,
-    saves_and_loads,
-    serves_others,
-    steps_twice,
-    trains_without_scopes,
-)
+from tests.device.test_races import Trained, gathers, saves_and_loads, serves_others, steps_twice, trains_without_scopes
 
 issue_sum = Communicator._issue_sum
 
@@ -71,7 +65,6 @@ def keep_nothing(self: Pending, name: str, value: Any) -> None:
 
 
 def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-    """Nobody waits for the message."""
     with self.streams.on(kind):
         send(async_op=False)
 
@@ -130,7 +123,6 @@ def multiplied_at_once(self: Claimed) -> Arrived:
 
 
 def land_at_once(self: Landing, piece: Any) -> None:
-    """What has not come yet is added."""
     if piece is not None:
         piece[2].add_(piece[1])
 
@@ -147,7 +139,6 @@ def read_into_what_is_in_use(self: ReadAhead, place: int, event: Any) -> None:
 
 
 def push_unseen(self: Bucket, target: Tensor) -> None:
-    """Nobody knows when what it sends has arrived."""
     with self.comm.streams.on("push", after=self.awaited_step.event):
         self.storage.copy_to(target)
 
@@ -187,15 +178,17 @@ def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-COMM, UNITS, TIERS = (f"lightning_zero.{name}." for name in ("comm", "engine.units", "tiers"))
+COMM, UNITS, PINNED = (f"lightning_zero.{name}." for name in ("comm", "engine.units", "tiers.pinned"))
 STREAMS, PENDING = f"{COMM}streams.Streams.", f"{COMM}reduction.Pending."
 COMMUNICATOR = f"{COMM}communicator.Communicator."
 TRANSPORT, STORAGE = f"{COMM}transports.PlainTransport.", f"{UNITS}master_storage."
 GRADS, BUCKET = f"{UNITS}grad_store.", f"{UNITS}bucket.Bucket."
 DEVICE, HOST, OFFLOADED, ALONE = Case(), Case(3, "optimizer_cpu"), Case(3, "cpu"), Case(3, "optimizer_cpu", ranks=1)
-CLIPPED = (Step(clips=True),) * 3
+CLIPPED, EAGER = (Step(clips=True),) * 3, Case(3, "cpu", worker="eager")
 EVALUATES = Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager")
-LOOKS = Case(3, "optimizer_cpu", steps=(Step(2), Step(looks=True)))
+LOOKS, CLIPS, ADDS, UNFILLED = (
+    replace(HOST, steps=steps) for steps in ((Step(2), Step(looks=True)), CLIPPED, (Step(2),) * 2, ())
+)
 
 # What must wait: the function that sees to it, what stands in its place, a case, and what is done behind its steps.
 WITHOUT: dict[str, tuple[Any, ...]] = {
@@ -220,43 +213,22 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "a comparison, for own parameters": (BUCKET + "own_compute_params", own_params_at_once, HOST, writes_weights),
     "whoever looks at a gradient": (GRADS + "_wait", take_what_is_on_its_way, LOOKS),
     "a step, for its gradient": (GRADS + "Claimed.arrived", arrived_at_once, HOST),
-    "a step, for what its gradient is multiplied by": (
-        GRADS + "Claimed.arrived",
-        multiplied_at_once,
-        Case(3, "optimizer_cpu", steps=CLIPPED),
-    ),
-    "a sum, for a second gradient": (
-        GRADS + "Landing._land",
-        land_at_once,
-        Case(3, "optimizer_cpu", steps=(Step(2),) * 2),
-    ),
-    "masters in files, for a buffer that is free": (
-        TIERS + "pinned.Sender.send",
+    "a step, for what its gradient is multiplied by": (GRADS + "Claimed.arrived", multiplied_at_once, CLIPS),
+    "a sum, for a second gradient": (GRADS + "Landing._land", land_at_once, ADDS),
+    "files, for a buffer that is free": (
+        PINNED + "Sender.send",
         send_through_what_is_in_use,
         Case(3, "optimizer_nvme"),
     ),
-    "files, for memory that is free": (
-        TIERS + "pinned.ReadAhead._give_back",
-        read_into_what_is_in_use,
-        Case(3, "nvme"),
-    ),
+    "files, for memory that is free": (PINNED + "ReadAhead._give_back", read_into_what_is_in_use, Case(3, "nvme")),
     "a gather, for what a step has sent": (BUCKET + "_transfers", transfers_at_once, HOST),
     "others, for a push": (BUCKET + "_send", push_unseen, HOST),
     "a write of masters, for a push": (STORAGE + "HostStorage.read_until", read_unseen, HOST, steps_twice),
     "a load of masters, for a push": (STORAGE + "HostStorage.read_until", read_unseen, HOST, saves_and_loads),
     "gathered masters, for a push": (STORAGE + "HostStorage.read_until", read_unseen, HOST, gathers),
     "a step of masters, for a gather": (STORAGE + "HostStorage.read_until", read_unseen, OFFLOADED),
-    "a gather, for the step of its bucket": (
-        UNITS + "bucket.AwaitedStep.wait",
-        do_not_wait,
-        Case(3, "cpu", worker="eager"),
-    ),
-    "the host, for its masters to be filled": (
-        STORAGE + "copy_cast",
-        fill_without_waiting,
-        Case(3, "optimizer_cpu", steps=()),
-        loads,
-    ),
+    "a gather, for the step of its bucket": (UNITS + "bucket.AwaitedStep.wait", do_not_wait, EAGER),
+    "the host, for its masters to be filled": (STORAGE + "copy_cast", fill_without_waiting, UNFILLED, loads),
 }
 
 

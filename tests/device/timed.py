@@ -12,8 +12,6 @@ What is left out: copies over the link take memory bandwidth of the host, too.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +23,16 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ZeroConfig
-from lightning_zero.planning.speed import Rates, Work, least_seconds, work_of
+from lightning_zero.engine.units import grad_store, master_storage
+from lightning_zero.optimizers import chunks
+from lightning_zero.planning.speed import Rates, least_seconds, work_of
+from lightning_zero.tiers import pinned
 from lightning_zero.trainer.memory.held_bytes import plan_of
-from tests.device.machine import Machine, Place, is_on_device, nbytes_of
+from tests.device.machine import Place, is_on_device, nbytes_of
 from tests.device.order import COMPUTE, Trace
-from tests.device.simulate import Step, fused_on_meta, train_step, world
+from tests.device.simulate import Step, on_paper, train_step
 from tests.device.timeline import busy, ends
-from tests.device.virtual import simulated
+from tests.models import Does
 from tests.rows import OFFLOADED
 
 PARAMETERS = 6.7e9
@@ -41,13 +42,7 @@ TOKENS = 4  # of the small model
 
 # One H200 with 16 cores of its host. Matrix products of a model reach half of the peak.
 H200 = Rates(
-    compute=395e12,
-    device_memory=4e12,
-    host_memory=200e9,
-    to_device=50e9,
-    to_host=50e9,
-    disk_read=6e9,
-    disk_write=4e9,
+    compute=395e12, device_memory=4e12, host_memory=200e9, to_device=50e9, to_host=50e9, disk_read=6e9, disk_write=4e9
 )
 NETWORK = 300e9  # bytes of a message that a rank gathers or reduces in a second; work has no bound for it
 QUEUEING_S = 8e-6  # of a kernel, with the Python around it
@@ -59,35 +54,27 @@ FRESH = ("aten.copy_.", "aten.fill_.", "aten.zero_.")  # what they write they ha
 FUSED = "_fused_"  # gradients are listed as written, and are not
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Two products: their weights are buckets of their own, as the large one's are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.linears:
-            x = x + linear(x)
-        return x
+    first, second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    return Does(lambda m, x: (y := x + m.first(x)) + m.second(y), first=first, second=second)
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 @dataclass
 class Scaled:
-    """Costs of the large model's work, from the small one's. See :class:`tests.device.machine.Costs`."""
+    """How long the large model's work takes, from the small one's: seconds, and the resource that they need."""
 
     rates: Rates
     scale: float  # of bytes of parameters
@@ -110,9 +97,6 @@ class Scaled:
     def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[float, str]:
         return HOST_OPERATION_S + self._traffic(what, reads, writes) / self.rates.host_memory, "host memory"
 
-    def _far(self, tensors: Sequence[Tensor]) -> float:
-        return self._bytes([t for t in tensors if self._is_far(t)])
-
     def _is_far(self, tensor: Tensor) -> bool:
         """Whether it is in memory: what is small, and used by turns, stays in the host's cache."""
         return is_on_device(tensor) or self.scale * tensor.untyped_storage().nbytes() > CACHE
@@ -131,7 +115,8 @@ class Scaled:
         if FUSED in what:  # of parameters, gradients, first and second moments; and numbers
             large = [t for t in writes if t.numel() > 1]
             grads = large[len(large) // 4 : len(large) // 2]
-            return 2 * self._far(large) - self._far(grads)
+            far = [t for t in (*large, *large) if self._is_far(t)]
+            return self._bytes(far) - self._bytes([t for t in grads if self._is_far(t)])
         reads, writes = [t for t in reads if self._is_far(t)], [t for t in writes if self._is_far(t)]
         inputs = {id(t) for t in reads}
         again = 0 if what.startswith(FRESH) else self._bytes([t for t in writes if id(t) not in inputs])
@@ -139,17 +124,11 @@ class Scaled:
 
 
 class Predicted(NamedTuple):
-    """
-    Attributes:
-        seconds: of a step, where steps follow one another.
-        bound: the least that it can take.
-        busy: seconds of a step that each resource works.
-    """
+    """Seconds of a step where steps follow one another, the least that it can take, and how long resources work."""
 
     seconds: float
     bound: float
     busy: dict[str, float]
-    work: Work
 
     @property
     def phi(self) -> float:
@@ -164,22 +143,16 @@ def predict(
     clips: bool = False,
     micro_batches: int = 1,
     ranks: int = 1,
-    rates: Rates = H200,
     mutations: Sequence[tuple[str, Any]] = (),
 ) -> Predicted:
-    """Seconds of a step of stage 3.
-
-    Args:
-        tokens: of one rank in one step.
-        mutations: what stands in the place of a function of the package, by its path.
-    """
+    """A step of stage 3, with ``tokens`` on one rank; ``mutations`` as of :func:`on_paper`."""
     steps = 2
-    with _machine(ranks, mutations) as (machine, folder):
+    with on_paper(ranks, mutations) as (machine, folder):
         model = Model()
         held = sum(p.numel() for p in model.parameters())
         scale = PARAMETERS / held
         flop_scale = scale * tokens / (TOKENS * micro_batches)
-        machine.costs = Scaled(rates, scale, flop_scale)
+        machine.costs = Scaled(H200, scale, flop_scale)
         marks: list[int] = []
         with _smaller(scale):
             engine = _shard(model, row, precision, scale, folder)
@@ -204,50 +177,26 @@ def predict(
     for name, amount in vars(work).items():
         setattr(work, name, amount * scale)
     found = {name: amount / steps for name, amount in busy(trace.tasks).items()}
-    return Predicted(seconds, least_seconds(work, rates, micro_batches=micro_batches), found, work)
-
-
-@contextlib.contextmanager
-def _machine(ranks: int, mutations: Sequence[tuple[str, Any]]) -> Iterator[tuple[Machine, str]]:
-    machine = Machine()
-    with contextlib.ExitStack() as stack:
-        for target, new in mutations:
-            stack.enter_context(mock.patch(target, new))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_timed_"))
-        stack.enter_context(world(ranks))
-        stack.enter_context(fused_on_meta())
-        stack.enter_context(simulated(machine, "lazy"))
-        yield machine, folder
+    return Predicted(seconds, least_seconds(work, H200, micro_batches=micro_batches), found)
 
 
 @contextlib.contextmanager
 def _smaller(scale: float) -> Iterator[None]:
     """Buffers of a fixed size hold as much of the small model as they would of the large one."""
+    sizes = [(master_storage, "CAST_CHUNK"), (grad_store, "PAIR_NBYTES"), (pinned, "PAIR_NBYTES")]
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            ("engine.units.master_storage", "CAST_CHUNK"),
-            ("engine.units.grad_store", "PAIR_NBYTES"),
-            ("tiers.pinned", "PAIR_NBYTES"),
-            ("optimizers.chunks", "MAX_CHUNK"),
-        ):
-            path = f"lightning_zero.{module}.{name}"
-            before = getattr(importlib.import_module(f"lightning_zero.{module}"), name)
-            stack.enter_context(mock.patch(path, max(256, int(before / scale) // 64 * 64)))
+        for module, name in [*sizes, (chunks, "MAX_CHUNK")]:
+            size = max(256, int(getattr(module, name) / scale) // 64 * 64)
+            stack.enter_context(mock.patch.object(module, name, size))
         yield
 
 
 def _shard(model: nn.Module, row: str, precision: str, scale: float, folder: str) -> Any:
-    given = ZeroConfig()
     offload: Any = {"name": row} | ({"nvme_path": folder} if "nvme" in row else {})
-    return lightning_zero.shard(
-        model,
-        stage=3,
-        precision=precision,
-        offload=offload,
-        device="meta",
-        prefetch_bytes=int(given.prefetch_bytes / scale),
-        reduce_bucket_bytes=max(1, int(given.reduce_bucket_bytes / scale)),
-    )
+    sizes = {
+        name: max(1, int(getattr(ZeroConfig(), name) / scale)) for name in ("prefetch_bytes", "reduce_bucket_bytes")
+    }
+    return lightning_zero.shard(model, stage=3, precision=precision, offload=offload, device="meta", **sizes)
 
 
 def _loss_of(model: nn.Module) -> Tensor:
@@ -255,13 +204,9 @@ def _loss_of(model: nn.Module) -> Tensor:
     return F.mse_loss(model(x).float(), torch.zeros(TOKENS, 8, device="meta"))
 
 
-HOWS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"clips": True},
-    "two micro-batches": {"micro_batches": 2},
-}
-# A step in which the next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, and 4 of
-# its gradient) takes as long as a third of the model's compute, with 6 operations for each token.
+HOWS: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clips": True}, "two micro-batches": {"micro_batches": 2}}
+# The next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, 4 of its gradient) takes as
+# long as a third of the model's compute, with 6 operations for each token.
 HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
 
 
@@ -269,15 +214,11 @@ def main() -> None:
     print(f"{PARAMETERS / 1e9:g} B parameters, bf16, {HIDING_TOKENS:,.0f} tokens in a step\n")
     print("| `zero/offload` | step | ranks | seconds | least | phi | busy longest |\n|---|---|---|---|---|---|---|")
     for row in OFFLOADED:
-        for how, settings in HOWS.items():
-            for ranks in (1, 4) if how == "plain" else (1,):
-                found = predict(row, HIDING_TOKENS, ranks=ranks, **settings)
-                name, seconds = max(found.busy.items(), key=lambda item: item[1])
-                print(
-                    f"| `{row}` | {how} | {ranks} | {found.seconds:.2f} | {found.bound:.2f} | {found.phi:.2f} "
-                    f"| {name}, {seconds:.2f} s |",
-                    flush=True,
-                )
+        for how, ranks in (("plain", 1), ("plain", 4), ("clipped", 1), ("two micro-batches", 1)):
+            found = predict(row, HIDING_TOKENS, ranks=ranks, **HOWS[how])
+            name, seconds = max(found.busy.items(), key=lambda item: item[1])
+            times = f"{found.seconds:.2f} | {found.bound:.2f} | {found.phi:.2f}"
+            print(f"| `{row}` | {how} | {ranks} | {times} | {name}, {seconds:.2f} s |", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,5 @@ def ends(tasks: Sequence[Task]) -> list[float]:
 
 def busy(tasks: Sequence[Task]) -> dict[str, float]:
     """Seconds that each resource works: the longest is the least time that any schedule takes."""
-    total: dict[str, float] = {}
-    for task in tasks:
-        if task.resource:
-            total[task.resource] = total.get(task.resource, 0.0) + task.seconds
-    return total
+    names = {task.resource for task in tasks} - {""}
+    return {name: sum(task.seconds for task in tasks if task.resource == name) for name in names}

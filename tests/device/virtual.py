@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,7 +27,7 @@ import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
+from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place
 
 aten = torch.ops.aten
 
@@ -47,28 +46,26 @@ class Virtual(Accelerator):
         return self._machine.new_stream(f"stream {next(self._streams)}")
 
     def current_stream(self) -> int:
-        return self._machine.stream
+        return self._machine.here.stream
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[int]:
-        machine = self._machine
-        before, machine.stream = machine.stream, stream
+        here = self._machine.here
+        before, here.stream = here.stream, stream
         try:
             yield stream
         finally:
-            machine.stream = before
+            here.stream = before
 
     def record(self) -> int:
         machine = self._machine
         machine.used_here()
-        event = machine.new_event()
-        machine.record(event, machine.stream)
         machine.tally.recorded[place().function] += 1
-        return event
+        return machine.event_of(machine.here.stream)
 
     def wait(self, event: int) -> None:
         self._machine.tally.waited[place().function] += 1
-        self._machine.wait(self._machine.stream, event)
+        self._machine.wait(self._machine.here.stream, event)
 
     def is_over(self, event: int) -> bool:
         """Never: the worst case is a device that is far behind."""
@@ -78,7 +75,7 @@ class Virtual(Accelerator):
         self._machine.host_waits("event", events=[event])
 
     def synchronize(self) -> None:
-        self._machine.synchronize()
+        self._machine.host_waits("synchronize", parties=self._machine.order.parties())
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         tensor = super().host_memory(shape, dtype)
@@ -92,7 +89,7 @@ class Virtual(Accelerator):
         self._machine.unpin(memory)
 
     def bind_thread(self) -> None:
-        self._machine.bind_thread()
+        self._machine.here.bound = True
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -101,21 +98,18 @@ class Virtual(Accelerator):
 _FACTORY = re.compile(r"aten::(new_.*|.*_like|empty.*|zeros|ones|full|arange|scalar_tensor)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What an operator does to its arguments.
+class Signature(NamedTuple):
+    """What an operator does to its arguments: their names in order, those that it reads, and those that it writes.
 
     Attributes:
-        reads, writes: names of arguments.
-        order: of all arguments.
         fills: its new outputs are written.
         new: all its outputs are new memory.
         in_place: the argument that is its only output, where it has no other; or "" where it has no output.
     """
 
     order: tuple[str, ...]
-    reads: frozenset[str]
-    writes: frozenset[str]
+    reads: set[str]
+    writes: set[str]
     fills: bool
     new: bool
     in_place: str | None
@@ -125,23 +119,13 @@ class Signature:
 def signature_of(operator: Any) -> Signature:
     schema = operator._schema
     factory = _FACTORY.match(schema.name) is not None
-    reads, writes = set(), set()
-    for argument in schema.arguments:
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            writes.add(argument.name)
-        elif alias is None and not factory:  # what is only viewed is not read
-            reads.add(argument.name)
+    aliases = {argument.name: argument.alias_info for argument in schema.arguments}
+    writes = {name for name, alias in aliases.items() if alias is not None and alias.is_write}
+    reads = {name for name, alias in aliases.items() if alias is None and not factory}  # what is viewed is not read
     new = [result.alias_info is None for result in schema.returns]
     in_place = "" if not new else next(iter(writes)) if len(writes) == len(new) == 1 and not new[0] else None
-    return Signature(
-        tuple(argument.name for argument in schema.arguments),
-        frozenset(reads),
-        frozenset(writes),
-        any(new) and "empty" not in schema.name,
-        bool(new) and all(new),
-        in_place,
-    )
+    fills = any(new) and "empty" not in schema.name
+    return Signature(tuple(aliases), reads, writes, fills, bool(new) and all(new), in_place)
 
 
 def tensors_in(value: Any) -> Sequence[Tensor]:
@@ -155,34 +139,27 @@ def tensors_in(value: Any) -> Sequence[Tensor]:
 _ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.default}
 
 
-class Shapes:
-    """What operators give on the device. torch's kernels for "meta" are mostly Python, and slow: each is asked once."""
+_MAKERS: dict[Any, Callable[[], Any]] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        signature = signature_of(func)
-        if signature.in_place is not None:
-            return self._in_place(signature, func, args, kwargs)
-        if not signature.new:
-            return func(*args, **kwargs)  # a view
-        key = (func, _key(args), _key(tuple(kwargs.items())))
-        if key not in self._known:
-            result = func(*args, **kwargs)
-            plain = isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result)
-            self._known[key] = _shape(result) if plain else None
-            return result
-        shapes = self._known[key]
-        return func(*args, **kwargs) if shapes is None else _empty(shapes)
-
-    @staticmethod
-    def _in_place(signature: Signature, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """There are no values to change. Host tensors among the arguments would have some."""
+def on_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator gives on the device. torch's kernels for "meta" are mostly slow Python: each is asked once."""
+    signature = signature_of(func)
+    if signature.in_place is not None:
         named = dict(zip(signature.order, args, strict=False)) | kwargs
+        # There are no values to change, unless tensors of the host are written.
         if all(is_on_device(t) for name in signature.writes for t in tensors_in(named[name])):
             return named[signature.in_place] if signature.in_place else None
+    if signature.in_place is not None or not signature.new:
         return func(*args, **kwargs)
+    key = (func, _key(args), _key(tuple(kwargs.items())))
+    make = _MAKERS.get(key)
+    if make is not None:
+        return make()
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result):
+        _MAKERS[key] = _maker_of(result)
+    return result
 
 
 def _key(value: Any) -> Any:
@@ -193,20 +170,12 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _shape(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.shape, result.stride(), result.dtype, result.device
-    return [_shape(r) for r in result]
-
-
-def _empty(shape: Any) -> Any:
-    if isinstance(shape, list):
-        return tuple(map(_empty, shape))
-    size, stride, dtype, device = shape
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-SHAPES = Shapes()
+def _maker_of(result: Any) -> Callable[[], Any]:
+    if not isinstance(result, Tensor):
+        makers = [_maker_of(r) for r in result]
+        return lambda: tuple(make() for make in makers)
+    shape = result.shape, result.stride()
+    return functools.partial(torch.empty_strided, *shape, dtype=result.dtype, device=result.device)
 
 
 class Watch(TorchDispatchMode):
@@ -229,32 +198,23 @@ class Watch(TorchDispatchMode):
             return self._value(args[0])
         if func is aten.record_stream.default:
             raise NotImplementedError("the machine does not know record_stream")
-        flat = [*itertools.chain.from_iterable(map(tensors_in, args))]
-        on_device = any(map(is_on_device, flat))
-        result = SHAPES.run(func, args, kwargs) if on_device else func(*args, **kwargs)
+        on_device = any(is_on_device(t) for arg in args for t in tensors_in(arg))
+        result = on_shapes(func, args, kwargs) if on_device else func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         signature = signature_of(func)
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        for name, value in itertools.chain(zip(signature.order, args, strict=False), kwargs.items()):
-            if name in signature.reads:
-                reads += tensors_in(value)
-            elif name in signature.writes:
-                writes += tensors_in(value)
-        outputs = tensors_in(result)
+        given = [*zip(signature.order, args, strict=False), *kwargs.items()]
+        reads = [t for name, value in given if name in signature.reads for t in tensors_in(value)]
+        writes = [t for name, value in given if name in signature.writes for t in tensors_in(value)]
+        outputs = [t for t in tensors_in(result) if all(t is not known for known in writes)]
         if signature.fills:
-            known = {id(t) for t in writes}
-            filled = [t for t in outputs if id(t) not in known]
+            writes += outputs
         else:
-            filled = []
-            for output in outputs:  # new memory that nobody has written to
-                if is_on_device(output):
-                    self._machine.block_of(output)
-        writes += filled
-        if any(map(is_on_device, writes)) or any(map(is_on_device, reads)):
+            for output in filter(is_on_device, outputs):  # new memory that nobody has written to
+                self._machine.block_of(output)
+        if any(map(is_on_device, (*reads, *writes))):
             self._machine.kernel(str(func), reads, writes)
         elif reads or writes:
             self._machine.on_host(str(func), reads, writes)
@@ -269,7 +229,7 @@ class Watch(TorchDispatchMode):
         dtype = kwargs.get("dtype") or source.dtype
         blocks = not kwargs.get("non_blocking")
         if is_on_device(source):
-            target = zeros_for(source, dtype)
+            target = torch.zeros(source.shape, dtype=dtype)  # what stands on the host for values that are nowhere
             if not blocks:
                 self._machine.pin(target, minded=True)  # torch gives such copies pinned memory
         else:
@@ -323,7 +283,7 @@ class QueuedWork:
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits, not the host."""
         if self._event is not None:
-            self._machine.wait(self._machine.stream, self._event)
+            self._machine.wait(self._machine.here.stream, self._event)
         self._tensors = ()
         return True
 
@@ -331,26 +291,11 @@ class QueuedWork:
         return False
 
 
-# Methods of a process group: which of the first two arguments it writes, and which it reads.
-_COLLECTIVES = {
-    "allreduce": ((0,), (0,)),
-    "broadcast": ((0,), (0,)),
-    **dict.fromkeys(
-        (
-            "_allgather_base",
-            "all_gather_single",
-            "allgather_into_tensor_coalesced",
-            "all_gather_single_coalesced",
-            "allgather",
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter",
-            "alltoall_base",
-            "all_to_all_single",
-        ),
-        ((0,), (1,)),
-    ),
-}
+# Methods of a process group that write their first argument and read their second. The other two do both to the first.
+_TO_ANOTHER = ("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+_TO_ANOTHER += ("allgather", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter")
+_TO_ANOTHER += ("alltoall_base", "all_to_all_single")
+_COLLECTIVES = {"allreduce": 0, "broadcast": 0} | dict.fromkeys(_TO_ANOTHER, 1)  # which argument is read
 _ON_DEVICE = ("gather", "reduce", "second half", "replicate")  # ends of the names of groups that NCCL serves alone
 
 
@@ -365,21 +310,15 @@ class Groups:
         self._machine = machine
         self._streams: dict[str, int] = {}
 
-    def watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        written, read = _COLLECTIVES[name]
-
-        @functools.wraps(method)
-        def collective(group: Any, *args: Any) -> Any:
-            writes, reads = [t for i in written for t in _flat(args[i])], [t for i in read for t in _flat(args[i])]
-            if not any(map(is_on_device, (*writes, *reads))):
-                if group.group_desc.endswith(_ON_DEVICE):
-                    raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
-                return method(group, *args)
-            if "coalesced" not in name:  # torch's fake group has none for the device
-                method(group, *args)
-            return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
-
-        return collective
+    def collective(self, method: Callable[..., Any], group: Any, *args: Any, name: str) -> Any:
+        writes, reads = _flat(args[0]), _flat(args[_COLLECTIVES[name]])
+        if not any(map(is_on_device, (*writes, *reads))):
+            if group.group_desc.endswith(_ON_DEVICE):
+                raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
+            return method(group, *args)
+        if "coalesced" not in name:  # torch's fake group has none for the device
+            method(group, *args)
+        return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
 
     def _queue(
         self, group: Any, name: str, reads: list[Tensor], writes: list[Tensor], *, asynchronous: bool
@@ -401,9 +340,7 @@ class Groups:
         # Of NCCL itself: its stream waits for this one, and later this one for it.
         machine.tally.recorded[place().function] += 2
         machine.tally.waited[place().function] += 2
-        event = machine.new_event()
-        machine.record(event, self._streams[title])
-        return QueuedWork(machine, event, (*reads, *writes))
+        return QueuedWork(machine, machine.event_of(self._streams[title]), (*reads, *writes))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -438,106 +375,11 @@ class SeenLock:
 
 def _now(machine: Machine) -> int:
     """An event behind what this thread has done and seen."""
-    event = machine.new_event()
-    machine.record(event, machine.thread())
-    return event
+    return machine.event_of(machine.thread())
 
 
 _EVENT = "_virtual_event"
 _OF_DISK = "_virtual_of_disk"
-
-
-def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever finds the object done comes after this thread."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any) -> Any:
-        self.__dict__.setdefault(_EVENT, []).append(_now(machine))
-        turns.done(self)
-        method(self, *args)
-        turns.pause()
-
-    return call
-
-
-def _finds(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with turns.waiting(self):
-                answer = method(self, *args, **kwargs)
-        finally:
-            if self.done() if isinstance(self, Future) else not self.is_alive():
-                _follow(machine, self)
-        return answer
-
-    return call
-
-
-def _follow(machine: Machine, source: Any) -> None:
-    for event in source.__dict__.get(_EVENT, ()):
-        machine.wait(machine.thread(), event)
-
-
-def _finds_done(machine: Machine, done: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(done)
-    def call(self: Any) -> bool:
-        if is_done := done(self):
-            _follow(machine, self)
-        return is_done
-
-    return call
-
-
-def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A thread comes after who has started it, and its operators are seen."""
-
-    @functools.wraps(start)
-    def call(self: threading.Thread) -> None:
-        run, event = self.run, _now(machine)
-
-        def seen() -> None:
-            machine.wait(machine.thread(), event)
-            try:
-                with Watch(machine):
-                    run()
-            finally:
-                self.__dict__.setdefault(_EVENT, []).append(_now(machine))
-
-        self.run = seen  # type: ignore[method-assign]
-        start(self)
-
-    return call
-
-
-def _submitted(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    @functools.wraps(submit)
-    def call(self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        event = _now(machine)
-
-        def seen() -> Any:
-            machine.wait(machine.thread(), event)
-            return function(*args, **kwargs)
-
-        return submit(self, seen)
-
-    return call
-
-
-def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    """The disk has a tensor from the moment that it is staged until the future is done."""
-
-    @functools.wraps(stage)
-    def call(self: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
-        event = machine.on_disk("a write to a file" if write else "a read of a file", tensor, writes=not write)
-        future = stage(self, extent, tensor, write=write)
-        future.__dict__.setdefault(_EVENT, []).append(event)
-        setattr(future, _OF_DISK, True)
-        return future
-
-    return call
-
-
 Pace = Literal["eager", "lazy"]
 
 
@@ -546,121 +388,169 @@ def _is_under_way(future: Future[None] | None) -> bool:
     return future is not None and future._state not in ("FINISHED", "CANCELLED")
 
 
-class Turns:
-    """When the thread of offloaded steps gets on, so that a case is the same each time.
+class Threads:
+    """Who comes after whom among threads, and when the thread of offloaded steps gets on: a case is the same each time.
 
     Streams are first in, first out: how two threads take turns decides what is queued behind what. ``eager``: whoever
     asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
+
+    Methods that are called with a method stand around it.
     """
 
     LIMIT_S = 60.0
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, machine: Machine, pace: Pace) -> None:
+        self._machine, self._pace = machine, pace
         self._main = threading.get_ident()
         self._changed = threading.Condition(threading.RLock())
-        self._awaited: Any = None
+        self._awaited: Any = None  # the future or thread that the main thread waits for
         self._here = threading.local()
 
-    @contextlib.contextmanager
-    def waiting(self, source: Any) -> Iterator[None]:
-        """The main thread waits for a future or a thread."""
-        if threading.get_ident() != self._main or hasattr(source, _OF_DISK):
-            yield
-            return
-        with self._changed:
-            self._awaited = source
-            self._changed.notify_all()
-        yield
-        with self._changed:
-            self._awaited = None
+    def _leave(self, source: Any, event: int | None = None) -> None:
+        """Whoever finds the object done comes after ``event``, or after this thread."""
+        source.__dict__.setdefault(_EVENT, []).append(_now(self._machine) if event is None else event)
 
-    def done(self, source: Any) -> None:
-        """What the main thread waits for is done: it goes on, and the worker must not."""
+    def _follow(self, *events: int) -> None:
+        for event in events:
+            self._machine.wait(self._machine.thread(), event)
+
+    def is_done(self, method: Callable[..., None], source: Any, *args: Any) -> None:
+        """A future: if the main thread waits for it, that goes on, and the worker must not."""
+        self._leave(source)
         with self._changed:
             if self._awaited is source:
                 self._awaited = None
+        method(source, *args)
+        self._pause()
 
-    def pause(self) -> None:
+    def find(self, method: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> Any:
+        """A future or a thread, after a wait."""
+        waits = threading.get_ident() == self._main and not hasattr(source, _OF_DISK)
+        try:
+            if waits:
+                self._wait_for(source)
+            answer = method(source, *args, **kwargs)
+            if waits:
+                self._wait_for(None)
+        finally:
+            if source.done() if isinstance(source, Future) else not source.is_alive():
+                self._follow(*source.__dict__.get(_EVENT, ()))
+        return answer
+
+    def _wait_for(self, source: Any) -> None:
+        with self._changed:
+            self._awaited = source
+            self._changed.notify_all()
+
+    def find_done(self, done: Callable[[Any], bool], source: Any) -> bool:
+        if is_done := done(source):
+            self._follow(*source.__dict__.get(_EVENT, ()))
+        return is_done
+
+    def start(self, start: Callable[[Any], None], thread: Any) -> None:
+        """It comes after who has started it, and its operators are seen."""
+        run, event = thread.run, _now(self._machine)
+
+        def seen() -> None:
+            self._follow(event)
+            try:
+                with Watch(self._machine):
+                    run()
+            finally:
+                self._leave(thread)
+
+        thread.run = seen
+        start(thread)
+
+    def hand_over(self, submit: Callable[..., Any], pool: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        event = _now(self._machine)
+
+        def seen() -> Any:
+            self._follow(event)
+            return function(*args, **kwargs)
+
+        return submit(pool, seen)
+
+    def stage(self, stage: Callable[..., Any], tier: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
+        """The disk has a tensor from the moment that it is staged until the future is done."""
+        what = "a write to a file" if write else "a read of a file"
+        event = self._machine.on_disk(what, tensor, writes=not write)
+        future = stage(tier, extent, tensor, write=write)
+        self._leave(future, event)
+        setattr(future, _OF_DISK, True)
+        return future
+
+    def _pause(self) -> None:
         """The worker has ended a step. It goes on when the main thread waits again."""
         if self._pace == "lazy" and getattr(self._here, "is_worker", False):
             with self._changed:
                 if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
                     raise RuntimeError("nobody waits for the steps")
 
-    def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Around what gives the worker its next step."""
+    def take_a_step(self, take: Callable[[Any], Any], worker: Any) -> Any:
+        if not getattr(self._here, "is_worker", False):
+            self._here.is_worker = True
+            self._pause()
+        return take(worker)
 
-        @functools.wraps(take)
-        def call(worker: Any) -> Any:
-            if not getattr(self._here, "is_worker", False):
-                self._here.is_worker = True
-                self.pause()
-            return take(worker)
-
-        return call
-
-    def submit(self, submit: Callable[..., None]) -> Callable[..., None]:
-        """Around what asks the worker for steps."""
-
-        @functools.wraps(submit)
-        def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
-            jobs = list(jobs)
-            submit(worker, jobs, event)
-            deadline = time.monotonic() + self.LIMIT_S
-            while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step.future) for job in jobs):
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the steps do not end")
-                time.sleep(0.0002)
-
-        return call
+    def ask_for_steps(self, submit: Callable[..., None], worker: Any, jobs: Iterable[Any], event: Any) -> None:
+        jobs = list(jobs)
+        submit(worker, jobs, event)
+        deadline = time.monotonic() + self.LIMIT_S
+        while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step.future) for job in jobs):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the steps do not end")
+            time.sleep(0.0002)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def _around(target: Any, name: str, new: Callable[..., Any]) -> Any:
+    """Patches a method: ``new`` is called with it, and its arguments."""
+    method = getattr(target, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return new(method, *args, **kwargs)
+
+    return mock.patch.object(target, name, call)
 
 
 @contextlib.contextmanager
 def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
     """Inside, the device "meta" is ``machine``. Its threads must have ended when it is left."""
     lock = threading.Lock  # the real one
-    turns = Turns(pace)
+    threads, groups = Threads(machine, pace), Groups(machine)
 
-    def resize_(storage: Any, nbytes: int, resize: Any = torch.UntypedStorage.resize_) -> Any:
-        if storage.device.type != "meta":
-            return resize(storage, nbytes)
-        if nbytes == 0:
+    def resize_(resize: Any, storage: Any, nbytes: int) -> Any:
+        on_device = storage.device.type == "meta"
+        if on_device and nbytes == 0:
             machine.resized(storage, nbytes)
         result = resize(storage, nbytes)
-        if nbytes:
+        if on_device and nbytes:
             machine.resized(storage, nbytes)
         return result
 
-    groups = Groups(machine)
-    patches: Iterable[tuple[Any, str, Any]] = [
-        (torch.UntypedStorage, "resize_", resize_),
-        (threading, "Lock", lambda: SeenLock(machine, lock())),
-        (threading.Thread, "start", _started(machine, threading.Thread.start)),
-        (threading.Thread, "join", _finds(machine, turns, threading.Thread.join)),
-        (ThreadPoolExecutor, "submit", _submitted(machine, ThreadPoolExecutor.submit)),
-        (Future, "set_result", _leaves(machine, turns, Future.set_result)),
-        (Future, "set_exception", _leaves(machine, turns, Future.set_exception)),
-        (Future, "result", _finds(machine, turns, Future.result)),
-        (Future, "exception", _finds(machine, turns, Future.exception)),
-        (Future, "done", _finds_done(machine, Future.done)),
-        (StepWorker, "_take", turns.take(StepWorker._take)),
-        (StepWorker, "submit", turns.submit(StepWorker.submit)),
-        (NvmeTier, "_stage", _staged(machine, NvmeTier._stage)),
-        *(
-            (dist.ProcessGroup, name, groups.watched(name, getattr(dist.ProcessGroup, name)))
-            for name in _COLLECTIVES
-            if hasattr(dist.ProcessGroup, name)
-        ),
+    patches = [
+        mock.patch.object(threading, "Lock", lambda: SeenLock(machine, lock())),
+        mock.patch.dict(lightning_zero.device._KINDS, {"meta": functools.partial(Virtual, machine=machine)}),
+        _around(torch.UntypedStorage, "resize_", resize_),
+        _around(threading.Thread, "start", threads.start),
+        _around(threading.Thread, "join", threads.find),
+        _around(ThreadPoolExecutor, "submit", threads.hand_over),
+        _around(Future, "set_result", threads.is_done),
+        _around(Future, "set_exception", threads.is_done),
+        _around(Future, "result", threads.find),
+        _around(Future, "exception", threads.find),
+        _around(Future, "done", threads.find_done),
+        _around(StepWorker, "_take", threads.take_a_step),
+        _around(StepWorker, "submit", threads.ask_for_steps),
+        _around(NvmeTier, "_stage", threads.stage),
     ]
+    for name in _COLLECTIVES:
+        if hasattr(dist.ProcessGroup, name):
+            patches.append(_around(dist.ProcessGroup, name, functools.partial(groups.collective, name=name)))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.dict(lightning_zero.device._KINDS, {"meta": functools.partial(Virtual, machine=machine)})
-        )
-        for target, name, new in patches:
-            stack.enter_context(mock.patch.object(target, name, new))
-        stack.enter_context(Watch(machine))
+        for patch in (*patches, Watch(machine)):
+            stack.enter_context(patch)
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import Model, Node
+from tests.models import Does
 
 ROWS, TOKENS, WIDTH = 3, 5, 6
 VOCABULARY = 7
@@ -37,87 +38,138 @@ def build(spec: Model, *, seed: int = 0, rank: int = 0) -> Tree:
 
 
 class Part(nn.Module):
-    """A part without children."""
+    """What all kinds have in common: ``fill`` makes what a part holds, ``n`` chooses among its variants."""
 
     def __init__(self, node: Node, rank: int) -> None:
         super().__init__()
         self.node, self.n, self.rank = node, node.n, rank
-        self.children_of(node)
+        if node.children:
+            self.parts = nn.ModuleList(make(child, rank) for child in node.children)
         self.fill()
         if node.frozen:
             self.requires_grad_(False)
 
-    def children_of(self, node: Node) -> None:
-        """Build the parts inside of it."""
-
     def fill(self) -> None:
         """Make the modules and parameters of its own."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        raise NotImplementedError
-
 
 class Mix(Part):
-    """Has parts inside of it."""
+    """Has parts inside of it: calls those of ``path``, one after the other."""
 
-    def children_of(self, node: Node) -> None:
-        self.parts = nn.ModuleList(make(child, self.rank) for child in node.children)
+    def path(self, number: int) -> Iterable[Any]:
+        return self.parts
+
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        return part(x, number)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = part(x, number)
+        for part in self.path(number):
+            x = self.call(part, x, number)
         return x
 
 
 # -- without children -------------------------------------------------------------------------------------------------
 
 
-class Line(Part):
+def _recurrent(n: int) -> nn.Module:
+    if n == 1:
+        return nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+    return nn.LSTM(WIDTH, WIDTH + (n > 1), batch_first=True, **{"proj_size": WIDTH} if n else {"num_layers": 2})
+
+
+def _by_token(m: Any, x: Tensor) -> Tensor:
+    states = [torch.zeros_like(x[:, 0])]
+    for token in x.unbind(1):
+        states.append(m.cell(token, states[-1]))
+    return torch.stack(states[1:], 1)
+
+
+def _derived(n: int) -> nn.Module:
+    hows = (parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm, _symmetric)
+    return hows[n % 4](nn.Linear(WIDTH, WIDTH))
+
+
+def _symmetric(linear: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(linear, "weight", Does(lambda m, x: x.triu() + x.triu(1).T))
+    return linear
+
+
+# What a part holds, and what it does. Some activations work in place; what is ``Derived`` has weights that are computed
+# from others; with ``max_norm`` an embedding writes to its weight, on all ranks to all rows.
+SIMPLE: dict[str, tuple[Callable[[int], dict[str, nn.Module]], Callable[[Any, Tensor], Tensor]]] = {
+    "Line": (lambda n: {"linear": nn.Linear(WIDTH, WIDTH, bias=n == 0)}, lambda m, x: m.linear(x)),
+    "Feed": (
+        lambda n: {
+            "norm": nn.LayerNorm(WIDTH),
+            "up": nn.Linear(WIDTH, 2 * WIDTH + 1),
+            "down": nn.Linear(2 * WIDTH + 1, WIDTH),
+            "act": nn.ReLU(inplace=True) if n else nn.GELU(),
+        },
+        lambda m, x: x + m.down(m.act(m.up(m.norm(x)))),
+    ),
+    "Row": (
+        lambda n: {
+            "row": nn.Sequential(
+                nn.Linear(WIDTH, WIDTH),
+                nn.ReLU(inplace=True),
+                nn.Dropout(0.3) if n else nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+            )
+        },
+        lambda m, x: m.row(x),
+    ),
+    "Convolution": (
+        lambda n: {"conv": (nn.ConvTranspose1d if n else nn.Conv1d)(WIDTH, WIDTH, 3, padding=1)},
+        lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2),
+    ),
+    "Image": (
+        lambda n: {
+            "first": nn.Conv2d(1, 3, 3, padding=1, bias=False),
+            "last": nn.Conv2d(3, 1, 1),
+            "norm": nn.BatchNorm2d(3),
+            "act": nn.ReLU(inplace=True),
+        },
+        lambda m, x: x + m.last(m.act(m.norm(m.first(x.unsqueeze(1))))).squeeze(1),
+    ),
+    "Attention": (
+        lambda n: {"attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True)},
+        lambda m, x: x + m.attention(x, x, x, need_weights=m.n > 0)[0],
+    ),
+    "Layer": (
+        lambda n: {
+            "layer": nn.TransformerEncoderLayer(WIDTH, 2, 9, 0.2 if n > 1 else 0.0, batch_first=True, norm_first=n == 1)
+        },
+        lambda m, x: m.layer(x),
+    ),
+    "Recurrent": (lambda n: {"cells": _recurrent(n)}, lambda m, x: m.cells(x)[0]),
+    "Cell": (lambda n: {"cell": nn.GRUCell(WIDTH, WIDTH)}, _by_token),
+    "Positions": (
+        lambda n: {"table": nn.Embedding(TOKENS, WIDTH, max_norm=0.5 if n else None)},
+        lambda m, x: x + m.table(torch.arange(TOKENS)),
+    ),
+    "Derived": (lambda n: {"linear": _derived(n)}, lambda m, x: m.linear(x)),
+    "Adapted": (
+        lambda n: {
+            "base": nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            "down": nn.Linear(WIDTH, 2, bias=False),
+            "up": nn.Linear(2, WIDTH, bias=False),
+        },
+        lambda m, x: m.base(x) + m.up(m.down(x)),
+    ),
+    "Pairs": (lambda n: {"bilinear": nn.Bilinear(WIDTH, WIDTH, WIDTH)}, lambda m, x: x + m.bilinear(x, torch.tanh(x))),
+}
+
+
+class Simple(Part):
+    """A kind of ``SIMPLE``."""
+
     def fill(self) -> None:
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=self.n == 0)
+        held, self.act_on = SIMPLE[type(self).__name__]
+        for name, module in held(self.n).items():
+            self.add_module(name, module)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.linear(x)
-
-
-class Feed(Part):
-    def fill(self) -> None:
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
-        self.act = nn.ReLU(inplace=True) if self.n else nn.GELU()
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
-
-
-class Row(Part):
-    """A real Sequential, with activations that work in place."""
-
-    def fill(self) -> None:
-        middle = nn.Dropout(0.3) if self.n else nn.LayerNorm(WIDTH)
-        self.row = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), middle, nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.row(x)
-
-
-class Convolution(Part):
-    def fill(self) -> None:
-        self.conv = (nn.ConvTranspose1d if self.n else nn.Conv1d)(WIDTH, WIDTH, 3, padding=1)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
-
-
-class Image(Part):
-    """Convolutions with batch norm, as in a ResNet."""
-
-    def fill(self) -> None:
-        self.first, self.last = nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.Conv2d(3, 1, 1)
-        self.norm, self.act = nn.BatchNorm2d(3), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x + self.last(self.act(self.norm(self.first(x.unsqueeze(1))))).squeeze(1)
+        return self.act_on(self, x)
 
 
 class Norms(Part):
@@ -129,129 +181,23 @@ class Norms(Part):
         return self.norm(x.transpose(1, 2)).transpose(1, 2) * self.scale
 
 
-class Recurrent(Part):
-    def fill(self) -> None:
-        if self.n == 0:
-            self.cells: nn.Module = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        elif self.n == 1:
-            self.cells = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
-        else:
-            self.cells = nn.LSTM(WIDTH, WIDTH + 1, batch_first=True, proj_size=WIDTH)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        found, _ = self.cells(x)
-        return found
-
-
-class Cell(Part):
-    """Called once for each token."""
-
-    def fill(self) -> None:
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        states = [torch.zeros_like(x[:, 0])]
-        for token in x.unbind(1):
-            states.append(self.cell(token, states[-1]))
-        return torch.stack(states[1:], 1)
-
-
-class Attention(Part):
-    def fill(self) -> None:
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        found, _ = self.attention(x, x, x, need_weights=self.n > 0)
-        return x + found
-
-
-class Layer(Part):
-    def fill(self) -> None:
-        drop = 0.2 if self.n > 1 else 0.0
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 9, drop, batch_first=True, norm_first=self.n == 1)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.layer(x)
-
-
-class Positions(Part):
-    """An embedding; with ``max_norm`` it writes to its weight, on all ranks to all rows."""
-
-    def fill(self) -> None:
-        self.table = nn.Embedding(TOKENS, WIDTH, max_norm=0.5 if self.n else None)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x + self.table(torch.arange(TOKENS))
-
-
-class Derived(Part):
-    """Weights that are computed from others."""
-
-    def fill(self) -> None:
-        linear = nn.Linear(WIDTH, WIDTH)
-        how: list[Callable[[nn.Module], nn.Module]] = [
-            parametrizations.weight_norm,
-            parametrizations.spectral_norm,
-            nn.utils.weight_norm,
-            _symmetric,
-        ]
-        self.linear = how[self.n % len(how)](linear)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.linear(x)
-
-
-class Consulted(nn.Module):
-    """Is given a table that has as many rows as the batch."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.inner, self.n = nn.Linear(WIDTH, WIDTH), n
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        if self.n == 0:
-            return self.inner(x) + (x @ table.T).softmax(-1) @ table
-        if self.n == 1:
-            return self.inner(x) + table.mean(0)
-        return x + self.inner(x) * (table[0] if self.n == 2 else table.square().sum())
-
-
 class Consults(Part):
+    """Gives a module inside of it a table that has as many rows as the batch."""
+
     def fill(self) -> None:
         self.table = nn.Parameter(torch.randn(ROWS, WIDTH) / 8)
-        self.inner = Consulted(self.n)
+        self.inner = Does(_consulted, inner=nn.Linear(WIDTH, WIDTH), n=self.n)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.inner(x, self.table.to(x.dtype) * 1)
 
 
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
-
-
-def _symmetric(linear: nn.Module) -> nn.Module:
-    parametrize.register_parametrization(linear, "weight", Symmetric())
-    return linear
-
-
-class Adapted(Part):
-    """A frozen weight and a small trainable part beside it."""
-
-    def fill(self) -> None:
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Pairs(Part):
-    def fill(self) -> None:
-        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x + self.bilinear(x, torch.tanh(x))
+def _consulted(m: Any, x: Tensor, table: Tensor) -> Tensor:
+    if m.n == 0:
+        return m.inner(x) + (x @ table.T).softmax(-1) @ table
+    if m.n == 1:
+        return m.inner(x) + table.mean(0)
+    return x + m.inner(x) * (table[0] if m.n == 2 else table.square().sum())
 
 
 class Odd(Part):
@@ -338,17 +284,12 @@ class Watched(Part):
         self.linear.weight = Marked(self.linear.weight.detach())
         self.linear.weight.no_decay = True
         if self.n:
-            self.linear.weight.register_post_accumulate_grad_hook(_halves)
+            halves = Does(lambda m, param: None if param.grad is None else param.grad.mul_(0.5))
+            self.linear.weight.register_post_accumulate_grad_hook(halves.forward)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        if not self.linear.weight.no_decay:
-            raise AssertionError("the attribute has another value")
+        assert self.linear.weight.no_decay
         return self.linear(x)
-
-
-def _halves(param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
 
 
 # -- with children ----------------------------------------------------------------------------------------------------
@@ -361,63 +302,53 @@ class Chain(Mix):
 class Backwards(Mix):
     """Calls its parts in another order than they are registered in, and in yet another at the next forward."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
+    def path(self, number: int) -> Iterable[Any]:
         parts = list(reversed(self.parts))
-        for i in range(len(parts)):
-            x = parts[(i + self.n * number) % len(parts)](x, number)
-        return x
+        return [parts[(i + self.n * number) % len(parts)] for i in range(len(parts))]
 
 
 class Repeats(Mix):
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for _ in range(2 + self.n):
-            for part in self.parts:
-                x = torch.tanh(part(x, number))
-        return x
+    def path(self, number: int) -> Iterable[Any]:
+        return list(self.parts) * (2 + self.n)
+
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        return torch.tanh(part(x, number))
 
 
 class AddsInPlace(Mix):
     """Changes the outputs of its parts."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            y = part(x, number)
-            y = y + 0 if y is x else y
-            if self.n == 0:
-                y += x
-            elif self.n == 1:
-                y = F.relu_(y)
-            else:
-                y[:, 0] = 1.0
-            x = y
-        return x
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        y = part(x, number)
+        y = y + 0 if y is x else y
+        if self.n == 0:
+            y += x
+        elif self.n == 1:
+            y = F.relu_(y)
+        else:
+            y[:, 0] = 1.0
+        return y
 
 
 class Sometimes(Mix):
     """Leaves its parts out in some forwards."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for i, part in enumerate(self.parts):
-            if (number + i + self.n) % 2:
-                x = part(x, number)
-        return x
+    def path(self, number: int) -> Iterable[Any]:
+        return [part for i, part in enumerate(self.parts) if (number + i + self.n) % 2]
 
 
 class ByRank(Mix):
     """Leaves its parts out on some ranks."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for i, part in enumerate(self.parts):
-            if (number + i + self.rank + self.n) % 2:
-                x = part(x, number)
-        return x
+    def path(self, number: int) -> Iterable[Any]:
+        return [part for i, part in enumerate(self.parts) if (number + i + self.rank + self.n) % 2]
 
 
 class Never(Mix):
     """Does not use its parts."""
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return x
+    def path(self, number: int) -> Iterable[Any]:
+        return ()
 
 
 class Found(NamedTuple):
@@ -467,43 +398,27 @@ def out_of(output: Any) -> Tensor:
     return output
 
 
-class Packed(nn.Module):
-    """Takes its input from a container, and puts its result in one."""
-
-    def __init__(self, inner: nn.Module, container: str) -> None:
-        super().__init__()
-        self.inner, self.container = inner, container
-
-    def forward(self, *, given: Any, number: int) -> Any:
-        return into(self.container, self.inner(out_of(given), number))
-
-
 class Packs(Mix):
+    """Its parts take their inputs from containers, and put their results in some."""
+
     def fill(self) -> None:
-        self.parts = nn.ModuleList(
-            Packed(part, CONTAINERS[(self.n + i) % len(CONTAINERS)]) for i, part in enumerate(self.parts)
-        )
+        kinds = [CONTAINERS[(self.n + i) % len(CONTAINERS)] for i in range(len(self.parts))]
+        parts = zip(self.parts, kinds, strict=True)
+        self.parts = nn.ModuleList(Does(_packs, inner=part, container=kind) for part, kind in parts)
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = out_of(part(given=into(part.container, x), number=number))
-        return x
+    def call(self, part: Any, x: Tensor, number: int) -> Tensor:
+        return out_of(part(given=into(part.container, x), number=number))
 
 
-class Appends(nn.Module):
-    """Returns nothing: its result goes into a list that it was given."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, found: list[Tensor], number: int) -> None:
-        found.append(self.inner(found[-1], number))
+def _packs(m: Any, *, given: Any, number: int) -> Any:
+    return into(m.container, m.inner(out_of(given), number))
 
 
 class Collects(Mix):
+    """Its parts return nothing: their results go into a list that they are given."""
+
     def fill(self) -> None:
-        self.parts = nn.ModuleList(Appends(part) for part in self.parts)
+        self.parts = nn.ModuleList(Does(_appends, inner=part) for part in self.parts)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         found = [x]
@@ -512,13 +427,17 @@ class Collects(Mix):
         return found[-1] + found[0]
 
 
+def _appends(m: Any, found: list[Tensor], number: int) -> None:
+    found.append(m.inner(found[-1], number))
+
+
 class Borrows(Mix):
     """Uses the weight of a module without calling it."""
 
     def fill(self) -> None:
         self.linear = nn.Linear(WIDTH, WIDTH)
         if self.n:
-            self.lent = Line(Node(kind="line"), self.rank)
+            self.lent = make(Node(kind="Line"), self.rank)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         linear = self.lent.linear if self.n else self.linear
@@ -529,10 +448,8 @@ class Borrows(Mix):
 
 
 class Checkpointed(Mix):
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = checkpoint(part, x, number, use_reentrant=self.n > 0)
-        return x
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        return checkpoint(part, x, number, use_reentrant=self.n > 0)
 
 
 class Teacher(Mix):
@@ -559,19 +476,17 @@ class Shared(Mix):
     """One module under two names, or weights that two modules share."""
 
     def fill(self) -> None:
-        if self.n == 0:
-            self.again = self.parts[0]
-            return
-        self.again = make(self.node.children[0], self.rank)
+        self.again = self.parts[0] if self.n == 0 else make(self.node.children[0], self.rank)
         for module, other in zip(self.parts[0].modules(), self.again.modules(), strict=True):
             for name, param in module.named_parameters(recurse=False):
                 if not isinstance(module, nn.utils.parametrize.ParametrizationList):
                     setattr(other, name, param)
 
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        return torch.tanh(part(x, number))
+
     def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = torch.tanh(part(x, number))
-        return self.again(x, number)
+        return self.again(super().forward(x, number), number)
 
 
 class Hooked(Mix):
@@ -605,23 +520,15 @@ class ChangesItsInput(Mix):
     """Gives each of its parts a tensor that the part changes in place."""
 
     def fill(self) -> None:
-        self.parts = nn.ModuleList(Changes(part) for part in self.parts)
+        self.parts = nn.ModuleList(Does(_changes, inner=part) for part in self.parts)
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        for part in self.parts:
-            x = x + 1 if self.n == 0 or x.is_leaf else x
-            x = part(x, number)
-        return x
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        return part(x + 1 if self.n == 0 or x.is_leaf else x, number)
 
 
-class Changes(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        x *= 0.5
-        return self.inner(x, number)
+def _changes(m: Any, x: Tensor, number: int) -> Tensor:
+    x *= 0.5
+    return m.inner(x, number)
 
 
 class Listed(Mix):
@@ -633,14 +540,12 @@ class Listed(Mix):
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         x = super().forward(x, number)
-        x = x @ self.named["a"].to(x.dtype) + self.named["b"].to(x.dtype)
-        for param in self.few:
-            x = x + param.to(x.dtype)
-        return x
+        return x @ self.named["a"].to(x.dtype) + sum(param.to(x.dtype) for param in (self.named["b"], *self.few))
 
 
 MIXES = {kind.__name__: kind for kind in Mix.__subclasses__()}
-LEAVES = {kind.__name__: kind for kind in Part.__subclasses__() if kind is not Mix}
+LEAVES: dict[str, type[Part]] = {name: type(name, (Simple,), {}) for name in SIMPLE}
+LEAVES |= {kind.__name__: kind for kind in Part.__subclasses__() if kind not in (Mix, Simple)}
 
 
 def make(node: Node, rank: int) -> Part:
@@ -687,7 +592,6 @@ def batch(spec: Model, number: int, rank: int, dtype: torch.dtype, *, vectors: b
     return x.requires_grad_(spec.input_grad)
 
 
-def class_names(spec: Model) -> Iterator[str]:
+def class_names(spec: Model) -> list[str]:
     """Of all modules that may be units."""
-    seen = dict.fromkeys(type(module).__name__ for module in build(spec).modules())
-    return iter(list(seen)[1:])
+    return list(dict.fromkeys(type(module).__name__ for module in build(spec).modules()))[1:]

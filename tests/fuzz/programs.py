@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LINE = 116
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """A part of a model; see models.py for the kinds.
+class Data:
+    """Each kind is a dataclass that does not change."""
 
-    Attributes:
-        n: chooses among variants of the kind.
-        frozen: its parameters do not require gradients.
-    """
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Node(Data):
+    """A part of a model, of a kind of models.py; ``n`` chooses among its variants; ``frozen``: without gradients."""
 
     kind: str
     children: tuple[Node, ...] = ()
@@ -29,8 +29,7 @@ class Node:
     frozen: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Data):
     """
     Attributes:
         tokens: the input is tokens, which an embedding turns into vectors; else it is vectors.
@@ -47,8 +46,7 @@ class Model:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Data):
     """Arguments of ``shard``, in a form that can be left out.
 
     Attributes:
@@ -81,8 +79,11 @@ class Settings:
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forward:
+class Action(Data):
+    """Something that a program does."""
+
+
+class Forward(Action):
     """Compute a loss and keep it for a backward.
 
     Attributes:
@@ -100,8 +101,7 @@ class Forward:
     dropped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backward:
+class Backward(Action):
     """Of the losses that are kept.
 
     Attributes:
@@ -115,8 +115,7 @@ class Backward:
     twice: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Action):
     """
     Attributes:
         clip: the norm to clip to before; 0: do not.
@@ -133,15 +132,13 @@ class Step:
     bad: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWithClosure:
+class StepWithClosure(Action):
     """Forward and backward inside of ``optimizer.step``; ``writes``: to parameters, before the forward."""
 
     writes: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(Action):
     """``mode``: "no_grad" or "inference". ``eval_mode``: with ``module.eval()``."""
 
     part: int | None = None
@@ -150,14 +147,10 @@ class Evaluate:
     scoped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gather:
-    """Look at whole parameters, or change them.
+class Gather(Action):
+    """Look at whole parameters (of one ``part`` of the body), or change them; ``raises``: leave by an exception.
 
-    Attributes:
-        write: "nothing", "copy" (in place), "data" (assigned), "one rank" (whose values count) or "gradients".
-        part: only this one of the body's parameters.
-        raises: leave by an exception.
+    ``write``: "nothing", "copy" (in place), "data" (assigned), "one rank" (whose values count) or "gradients".
     """
 
     write: str = "nothing"
@@ -165,70 +158,55 @@ class Gather:
     raises: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Write:
+class Write(Action):
     """Write to parameters inside of a step scope: "in place", "data" or "assign"; "outside": assign outside of one."""
 
     how: str = "in place"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Read:
+class Read(Action):
     """Read a parameter between steps, without gather."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Save:
+class Save(Action):
     """Keep the state dicts of model and optimizer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(Action):
     """Load what the last Save kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Freeze(Action):
     """Parameters of one part of the body do not require gradients from here on, or do (``thaw``)."""
 
     part: int = 0
     thaw: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class AddGroup:
+class AddGroup(Action):
     """The optimizer gets the parameters that it was made without."""
 
     rate: float = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChangeRate:
+class ChangeRate(Action):
     factor: float = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncBuffers:
+class SyncBuffers(Action):
     """Rank 0's buffers for all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Raise:
-    """An exception in a forward or backward.
-
-    Attributes:
-        where: "forward" or "backward".
-        part: of the body in which it is raised.
-        alone: only the last rank raises it, which ends the program.
-    """
+class Raise(Action):
+    """An exception in a "forward" or "backward" of a part of the body. ``alone``: the last rank's, which ends the
+    program."""
 
     where: str = "forward"
     part: int = 0
     alone: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reshard:
+class Reshard(Action):
     """Release the module, look at it, and shard it again; the optimizer's state goes along if ``keep``."""
 
     stage: int = 3
@@ -236,36 +214,13 @@ class Reshard:
     keep: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scope:
+class Scope(Action):
     """Actions inside of one step scope, as in manual optimization."""
 
     actions: tuple[Action, ...] = ()
 
 
-Action = (
-    Forward
-    | Backward
-    | Step
-    | StepWithClosure
-    | Evaluate
-    | Gather
-    | Write
-    | Read
-    | Save
-    | Load
-    | Freeze
-    | AddGroup
-    | ChangeRate
-    | SyncBuffers
-    | Raise
-    | Reshard
-    | Scope
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(Data):
     """
     Attributes:
         optimizer: a name of ``sides.OPTIMIZERS``.
@@ -282,24 +237,9 @@ class Program:
     left_out: int = 0
     looks: bool = True
 
-    def everything(self) -> Iterator[Action]:
+    def everything(self) -> list[Action]:
         """All actions, those inside of others too."""
-        stack = list(reversed(self.actions))
-        while stack:
-            action = stack.pop()
-            yield action
-            if isinstance(action, Scope):
-                stack.extend(reversed(action.actions))
-
-    @property
-    def ranks_differ(self) -> bool:
-        """They take different paths through the model."""
-        return any(node.kind == "ByRank" for node in self.nodes())
-
-    @property
-    def torch_tells_of_changes(self) -> bool:
-        """A backward after a step is refused by torch, on all ranks; a recomputation would see the new weights only."""
-        return self.settings.recompute == "none" and not self.ranks_differ
+        return [inner for action in self.actions for inner in (action, *getattr(action, "actions", ()))]
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self.model.body)
@@ -307,6 +247,23 @@ class Program:
             node = stack.pop()
             yield node
             stack.extend(node.children)
+
+    def has(self, kind: str) -> bool:
+        return any(node.kind == kind for node in self.nodes())
+
+    @property
+    def ranks_differ(self) -> bool:
+        """They take different paths through the model."""
+        return self.has("ByRank")
+
+    @property
+    def raises_alone(self) -> bool:
+        return any(isinstance(action, Raise) and action.alone for action in self.everything())
+
+    @property
+    def torch_tells_of_changes(self) -> bool:
+        """A backward after a step is refused by torch, on all ranks; a recomputation would see the new weights only."""
+        return self.settings.recompute == "none" and not self.ranks_differ
 
 
 # -- printing ---------------------------------------------------------------------------------------------------------
@@ -338,14 +295,12 @@ def source(value: Any, indent: int = 0, beside: int = 0) -> str:
 
 def script(program: Program, message: str, earlier: tuple[Program, ...] = ()) -> str:
     """A file that runs ``program``, after ``earlier`` ones, and says what comes of it."""
-    root = Path(__file__).resolve().parents[2]
-    names = "".join(f"earlier_{i}, " for i in range(len(earlier)))
+    named = {f"earlier_{i}": other for i, other in enumerate(earlier)} | {"program": program}
     comment = "\n".join(f"# {line}".rstrip() for line in message.splitlines())
     return (
-        f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(root)!r})\n\n"
+        f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n\n"
         "from tests.fuzz.programs import *  # noqa: E402, F403\n"
         "from tests.fuzz.run import main  # noqa: E402\n\n"
-        + "".join(f"earlier_{i} = {source(other)}\n\n" for i, other in enumerate(earlier))
-        + f"program = {source(program)}\n\n"
-        + f'if __name__ == "__main__":\n    main({names}program)\n'
+        + "".join(f"{name} = {source(value)}\n\n" for name, value in named.items())
+        + f'if __name__ == "__main__":\n    main({", ".join(named)})\n'
     )

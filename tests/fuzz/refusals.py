@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Program
 from tests.fuzz.sides import AUTOCAST
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """
-    Attributes:
-        pattern: of "kind of exception: message".
-        why: what would be wrong otherwise.
-        of: programs that may be refused for it.
-    """
+class Refusal(NamedTuple):
+    """A pattern of "kind of exception: message", what would be wrong otherwise, and which programs may be refused."""
 
     pattern: str
     why: str
@@ -35,9 +29,9 @@ def _stages(program: Program) -> Iterator[int]:
 
 def _reads_outside(program: Program) -> bool:
     """A part that is not a unit is read where it is called for itself."""
-    alone = (p.Forward, p.Evaluate)
     return 3 in _stages(program) and any(
-        isinstance(a, p.Read) or (isinstance(a, alone) and a.part is not None) for a in program.everything()
+        isinstance(a, p.Read) or (isinstance(a, p.Forward | p.Evaluate) and a.part is not None)
+        for a in program.everything()
     )
 
 
@@ -49,16 +43,15 @@ def _replaces_values(program: Program) -> bool:
         or (isinstance(a, p.Gather) and (autocast or a.write in ("data", "one rank")))
         or (isinstance(a, p.Step) and a.late and autocast)
         for a in program.everything()
-    ) or any(node.kind == "Clamped" for node in program.nodes())
-
-
-def _reads_weights_outside(program: Program) -> bool:
-    is_never_called = "ModuleList" in program.settings.classes
-    return is_never_called or any(isinstance(a, p.Forward) and a.penalty for a in program.everything())
+    ) or program.has("Clamped")
 
 
 def _walks_again(program: Program) -> bool:
-    return any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
+    """At stage 3, from weights that a backward which is only noticed has not gathered, or that were read outside."""
+    reads = program.settings.plain or "ModuleList" in program.settings.classes  # which is never called
+    reads |= any(isinstance(a, p.Forward) and a.penalty for a in program.everything())
+    again = any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
+    return 3 in _stages(program) and again and reads
 
 
 REFUSALS = (
@@ -75,11 +68,6 @@ REFUSALS = (
             and any(node.frozen for node in program.nodes())
             and any(isinstance(action, p.Backward) and action.no_sync for action in program.everything())
         ),
-    ),
-    Refusal(
-        r"RuntimeError: could not create a primitive descriptor for the LSTM",
-        "torch has no kernel for it: an LSTM in fp16 on some processors",
-        lambda program: program.settings.precision == "fp16",
     ),
     Refusal(
         r"ConfigError: zero.optimizer.sharding: what NormBySize does to a tensor depends on the other tensors",
@@ -116,11 +104,7 @@ REFUSALS = (
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or "
         "from weights that were read outside of their module's call",
-        lambda program: (
-            3 in _stages(program)
-            and _walks_again(program)
-            and (program.settings.plain or _reads_weights_outside(program))
-        ),
+        _walks_again,
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
@@ -138,11 +122,9 @@ REFUSALS = (
         lambda program: program.ranks_differ,
     ),
     Refusal(
-        r"RuntimeError: could not create a primitive descriptor for the LSTM forward propagation primitive",
-        "plain torch's LSTM on a CPU fails so under autocast if its input is fp32 (oneDNN in torch 2.13)",
-        lambda program: (
-            program.settings.precision in AUTOCAST and any(node.kind == "Recurrent" for node in program.nodes())
-        ),
+        r"RuntimeError: could not create a primitive descriptor for the LSTM",
+        "torch has no kernel for it: an LSTM in fp16 on some processors, one under autocast whose input is fp32",
+        lambda program: program.settings.precision in AUTOCAST and program.has("Recurrent"),
     ),
 )
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
-import os
 import pickle
 import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +25,9 @@ from torch import Tensor, nn
 from tests import harness
 from tests.fuzz import programs as p
 from tests.fuzz.models import batch, has_history, out_of
-from tests.fuzz.programs import Program, Settings
+from tests.fuzz.programs import Program
 from tests.fuzz.refusals import Refusal, refusal_of
-from tests.fuzz.sides import AUTOCAST, Ours, Twin, dtype_of
+from tests.fuzz.sides import AUTOCAST, Ours, Twin, dtype_of, max_over_ranks
 
 STALL_S = 20.0
 ALONE_S = 2.0  # where it is certain that somebody waits in vain
@@ -39,41 +37,26 @@ HANG_S = 60.0
 # gradients are added in another order. In lower precision gradients that accumulate are rounded at other times at
 # stage 0 than at stage 3; what is wrong is wrong by more than this: a gradient is missing, doubled, or another's.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9, "bf16": 0.04, "fp16": 0.02, "bf16_true": 0.1, "fp16_true": 0.04}
-
-
+AMPLIFIED = 10  # times as much may be rounding, where an optimizer divides by small numbers
 NEVER_TORCH = ("StallError", "ApartError", "PeerError")
-
-
-AMPLIFIED = 10
 
 
 class Deliberate(Exception):
     """What a program raises in the middle."""
 
 
-@dataclass
-class Entry:
-    """Something that a side has seen.
-
-    Attributes:
-        scale: the size of the largest value that was seen with it.
-    """
+class Entry(NamedTuple):
+    """Something that a side has seen; ``scale``: the size of the largest value that was seen with it."""
 
     where: str
     what: str
     value: Tensor | None
-    scale: float = 0.0
+    scale: float
 
 
 @dataclass
 class Trace:
-    """What one side has seen on one rank.
-
-    Attributes:
-        error: what ended it early, as text, with its traceback.
-        where: the action that it has come to.
-        refused_by_torch: the error is one of plain torch.
-    """
+    """What one side has seen on one rank, up to the action ``where``, and the error that ended it early."""
 
     entries: list[Entry] = field(default_factory=list)
     error: str = ""
@@ -82,12 +65,9 @@ class Trace:
     refused_by_torch: bool = True
 
 
-@dataclass
-class Outcome:
-    """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone", "rounding" or "differs".
-
-    "rounding": first differs by so little that it may be that, amplified by an optimizer that divides by small numbers.
-    """
+class Outcome(NamedTuple):
+    """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone", "rounding" (it first differs by so
+    little that it may be that) or "differs"."""
 
     kind: str
     where: str = ""
@@ -97,14 +77,8 @@ class Outcome:
 
 @dataclass
 class Verdict:
-    """Of all ranks together.
-
-    Attributes:
-        kind: "equal", "refused", "torch refuses", "alone"; or "differs", "unknown refusal", "ranks disagree", "hangs",
-            "dies", which are failures.
-        refusal: the one on the list, if it is that.
-        earlier: programs that have to run before it, in the same processes, for it to fail.
-    """
+    """Of all ranks together: "equal", "refused", "torch refuses" or "alone"; or "differs", "unknown refusal", "ranks
+    disagree", "hangs", "dies", which are failures. ``earlier``: programs that must run before it for it to fail."""
 
     kind: str
     text: str = ""
@@ -144,8 +118,7 @@ class Interpreter:
         try:
             self.side = self._make()
             for i, action in enumerate(self.program.actions):
-                self._at(f"action {i}", action)
-                self._do(action)
+                self._do(f"action {i}", action)
             self.trace.where = "the end"
             self._look("the end")
             self.side.close()
@@ -155,22 +128,21 @@ class Interpreter:
             self.trace.traceback = traceback.format_exc()
         return self.trace
 
-    def _at(self, place: str, action: p.Action) -> None:
-        self.trace.where = f"{place}, {p.source(dataclasses.replace(action, actions=()) if _nests(action) else action)}"
-
-    def _do(self, action: p.Action) -> None:
+    def _do(self, place: str, action: p.Action) -> None:
+        self.trace.where = f"{place}, {p.source(p.Scope() if isinstance(action, p.Scope) else action)}"
         getattr(self, f"_{type(action).__name__}")(action)
 
     # -- writing down -------------------------------------------------------------------------------------------------
 
     def _note(self, what: str, values: dict[str, Any]) -> None:
         """Copies, because the sides write to theirs."""
-        kept: dict[str, Tensor | None] = {}
-        for name, value in values.items():
+
+        def copied(value: Any) -> Tensor | None:
             if isinstance(value, Tensor):
-                kept[name] = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-            else:
-                kept[name] = None if value is None else torch.tensor(float(value), dtype=torch.float64)
+                return value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+            return None if value is None else torch.tensor(float(value), dtype=torch.float64)
+
+        kept = {name: copied(value) for name, value in values.items()}
         scale = max((_size(value) for value in kept.values() if value is not None), default=0.0)
         self.trace.entries += [Entry(self.trace.where, f"{what} {name}", v, scale) for name, v in kept.items()]
 
@@ -196,8 +168,7 @@ class Interpreter:
         return body[index % len(body)]
 
     def _floating(self, module: nn.Module | None = None) -> list[nn.Parameter]:
-        params = (self.side.module if module is None else module).parameters()
-        return [param for param in params if param.is_floating_point()]
+        return [param for param in (module or self.side.module).parameters() if param.is_floating_point()]
 
     def _compute(self, part: int | None, *, slope: bool = False, penalty: bool = False) -> Tensor:
         spec, rank, module = self.program.model, dist.get_rank(), self.side.module
@@ -304,30 +275,24 @@ class Interpreter:
         params = None if action.part is None else self._floating(self._body(action.part))
         if params == [] or (action.write == "gradients" and self._waits):
             return
-        world = dist.get_world_size()
-        settings: dict[str, Any] = {"grads": action.write == "gradients"}
-        if action.write == "one rank":
-            settings["from_rank"] = world - 1
-        try:
-            with self.side.shown(params, **settings):
-                self._note("shown", {str(i): param for i, param in enumerate(params or self._floating())})
-                if isinstance(self.side, Ours) or not action.raises:  # what is written before an exception is lost
-                    self._write(params or self._floating(), action.write)
-                if action.raises:
-                    raise Deliberate
-        except Deliberate:
-            pass
+        from_rank = dist.get_world_size() - 1 if action.write == "one rank" else None
+        shown = self.side.shown(params, from_rank=from_rank, grads=action.write == "gradients")
+        with contextlib.suppress(Deliberate), shown:
+            params = params or self._floating()
+            self._note("shown", {str(i): param for i, param in enumerate(params)})
+            if isinstance(self.side, Ours) or not action.raises:  # what is written before an exception is lost
+                self._write(params, action.write)
+            if action.raises:
+                raise Deliberate
 
     @torch.no_grad()
     def _write(self, params: list[nn.Parameter], how: str) -> None:
         for param in params:
             if how in ("copy", "in place"):
                 param.mul_(0.9)
-            elif how == "data":
-                param.data = param.data * 0.9
             elif how == "write data":
                 param.data.mul_(0.9)
-            elif how == "assign":
+            elif how in ("data", "assign"):
                 param.data = param.detach() * 0.9
             elif how == "one rank":
                 param.add_(0.1 * (dist.get_rank() + 1))
@@ -409,24 +374,14 @@ class Interpreter:
     def _Reshard(self, action: p.Reshard) -> None:
         self._losses.clear()
         self._waits = False
-        self._settings = reshard_settings(self._settings, action)
+        self._settings = dataclasses.replace(self._settings, stage=action.stage, offload=action.offload)
         self.side.reshard(self._settings, keep=action.keep)
 
     def _Scope(self, action: p.Scope) -> None:
         place = self.trace.where
         with self.side.scope():
             for i, inner in enumerate(action.actions):
-                self._at(f"{place}, {i}", inner)
-                self._do(inner)
-
-
-def reshard_settings(settings: Settings, action: p.Reshard) -> Settings:
-    """Those of the next engine."""
-    return dataclasses.replace(settings, stage=action.stage, offload=action.offload)
-
-
-def _nests(action: p.Action) -> bool:
-    return isinstance(action, p.Scope)
+                self._do(f"{place}, {i}", inner)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -443,25 +398,25 @@ def _size(value: Tensor) -> float:
 def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     """On every rank."""
     warnings.simplefilter("ignore")
-    alone = any(isinstance(a, p.Raise) and a.alone for a in program.everything())
+    settings = program.settings
+    alone, lower = program.raises_alone, settings.precision not in ("fp32", "fp64")
 
-    def ours(reference: bool) -> Ours:
-        limit = ALONE_S if alone and not reference else stall_timeout_s
-        return Ours(program, folder, stall_timeout_s=limit, reference=reference)
+    def twin() -> Twin | Ours:
+        if lower and not alone:
+            return Ours(program, folder, stall_timeout_s=stall_timeout_s, reference=True)
+        return Twin(program)
 
-    lower = program.settings.precision not in ("fp32", "fp64")
-    expected = Interpreter(program, (lambda: ours(True)) if lower and not alone else lambda: Twin(program)).run()
+    expected = Interpreter(program, twin).run()
     if program.ranks_differ and expected.error:  # perhaps on one rank alone, which the others would wait for
         return Outcome("torch refuses", expected.where, expected.error, expected.traceback)
-    if lower and not alone and _on_any_rank(bool(expected.error)):
+    if lower and not alone and max_over_ranks([bool(expected.error)])[0]:
         expected.refused_by_torch = _torch_raises_at(expected.where, program)
-    found = Interpreter(program, lambda: ours(False)).run()
+    limit = ALONE_S if alone else stall_timeout_s
+    found = Interpreter(program, lambda: Ours(program, folder, stall_timeout_s=limit)).run()
     # In lower precision the plain twin may come to an error of torch's first, that the engine has a way around.
     if alone and (expected.error.startswith("Deliberate") or (lower and expected.error)):
         return Outcome("alone", found.where, found.error, found.traceback)
-    complex64 = any(node.kind == "Odd" for node in program.nodes())  # in every precision
-    tolerance = max(TOLERANCE[program.settings.precision], TOLERANCE["fp32"] * complex64)
-    settings = program.settings
+    tolerance = max(TOLERANCE[settings.precision], TOLERANCE["fp32"] * program.has("Odd"))  # complex64 in any precision
     single, recomputes = settings.precision == "fp32", settings.recompute != "none"
     return compare(found, expected, tolerance, single=single, recomputes=recomputes)
 
@@ -477,25 +432,14 @@ def _torch_raises_at(where: str, program: Program) -> bool:
     return where in found
 
 
-def _on_any_rank(flag: bool) -> bool:
-    flags = torch.tensor([flag], dtype=torch.uint8)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
-
-
 def compare(found: Trace, expected: Trace, tolerance: float, *, single: bool, recomputes: bool) -> Outcome:
-    """What has come of a program on this rank.
-
-    Args:
-        single: it computes in single precision, and may be rounded.
-        recomputes: graphs save less than those of the twin.
-    """
+    """What has come of a program on this rank. ``recomputes``: graphs save less than those of the twin."""
     for own, other in zip(found.entries, expected.entries, strict=False):
         if (own.where, own.what) != (other.where, other.what):
             gone = f"{own.where}: {own.what}: the twin has {other.what} ({other.where}) here"
             return Outcome("differs", own.where, gone)
-        if (text := _difference(own.value, other.value, other.scale, tolerance)) is not None:
-            small = _difference(own.value, other.value, other.scale, AMPLIFIED * tolerance) is None
+        if text := _difference(own.value, other.value, other.scale, tolerance):
+            small = not _difference(own.value, other.value, other.scale, AMPLIFIED * tolerance)
             return Outcome("rounding" if single and small else "differs", own.where, f"{own.where}: {own.what}: {text}")
     both = found.error and expected.error and found.where == expected.where
     if both and expected.refused_by_torch and not found.error.startswith(NEVER_TORCH):
@@ -513,15 +457,15 @@ def compare(found: Trace, expected: Trace, tolerance: float, *, single: bool, re
     return Outcome("equal")
 
 
-def _difference(own: Tensor | None, expected: Tensor | None, scale: float, tolerance: float) -> str | None:
+def _difference(own: Tensor | None, expected: Tensor | None, scale: float, tolerance: float) -> str:
     if own is None or expected is None:
-        return None if own is expected else f"{'none' if own is None else 'some'}, unlike that of the twin"
+        return "" if own is expected else f"{'none' if own is None else 'some'}, unlike that of the twin"
     if own.shape != expected.shape:
         return f"shape {tuple(own.shape)}, but {tuple(expected.shape)} of the twin"
     limit = tolerance * (_size(expected) + 0.05 * scale) + 1e-12
     same = (own == expected) | (own.isnan() & expected.isnan()) | ((own - expected).abs() <= limit)
     if bool(same.all()):
-        return None
+        return ""
     worst = (own - expected).abs()[~same].max().item()
     return f"differs by {worst:.3g} of {_size(expected):.3g} in {int((~same).sum())} of {own.numel()} elements"
 
@@ -529,20 +473,13 @@ def _difference(own: Tensor | None, expected: Tensor | None, scale: float, toler
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def _is_clean_refusal(outcome: Outcome) -> bool:
-    """A module that cannot be sharded is left as it was, on all ranks."""
-    return outcome.kind == "refused" and outcome.where == "shard" and outcome.text.startswith("ConfigError")
+def _leaves_order(outcome: Outcome) -> bool:
+    """So does a refusal to shard: the module is as it was, on all ranks."""
+    refused = outcome.kind == "refused" and outcome.where == "shard" and outcome.text.startswith("ConfigError")
+    return refused or outcome.kind in ("equal", "rounding")
 
 
-def _import_before_forks() -> None:
-    """What optimizers import when they are made: seconds, which each worker would take for itself."""
-    before = dict(os.environ)
-    importlib.import_module("torch._dynamo")
-    os.environ.clear()
-    os.environ.update(before)
-
-
-class Runner:
+class Runner(contextlib.AbstractContextManager["Runner"]):
     """Runs programs on pools of workers. A pool that a program has left in disorder is not used again.
 
     Args:
@@ -551,7 +488,6 @@ class Runner:
     """
 
     def __init__(self, *, stall_timeout_s: float = STALL_S, before: Callable[[], None] | None = None) -> None:
-        _import_before_forks()
         self._pools: dict[int, harness.Pool] = {}
         self.stall_timeout_s = stall_timeout_s
         self._before = before
@@ -591,23 +527,17 @@ class Runner:
             except Exception as error:
                 self._drop(program.world)
                 return Verdict("dies", f"dies: {error}\n" + "\n".join(getattr(error, "__notes__", [])))
-        if not all(outcome.kind in ("equal", "rounding") or _is_clean_refusal(outcome) for outcome in outcomes):
+        if not all(map(_leaves_order, outcomes)):
             self._drop(program.world)
         return judge(program, outcomes)
 
     def _drop(self, world: int) -> None:
         self._pools.pop(world).kill()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _run_case(program: Program, folder: str, stall_timeout_s: float, before: Callable[[], None] | None) -> Outcome:
@@ -619,13 +549,18 @@ def _run_case(program: Program, folder: str, stall_timeout_s: float, before: Cal
 def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
     """Whether what has come of a program on all ranks is as it should be."""
     first = outcomes[0]
-    report = "\n".join(_lines(outcomes))
-    if any(outcome.kind == "differs" for outcome in outcomes):
+    report = "\n".join(
+        f"--- rank {rank}: {outcome.kind} at {outcome.where or 'the end'}"
+        + f"\n{outcome.text}\n{outcome.traceback}" * (outcome.kind != "equal")
+        for rank, outcome in enumerate(outcomes)
+    )
+    kinds = {outcome.kind for outcome in outcomes}
+    if "differs" in kinds:
         worst = next(outcome for outcome in outcomes if outcome.kind == "differs")
         return Verdict("differs", f"{worst.text}\n{report}")
-    if all(outcome.kind == "alone" for outcome in outcomes):
+    if kinds == {"alone"}:
         return _judge_alone(program, outcomes, report)
-    if any(outcome.kind == "refused" for outcome in outcomes):
+    if "refused" in kinds:
         refusals = [refusal_of(program, o.text) if o.kind == "refused" else None for o in outcomes]
         unknown = next((o for o, r in zip(outcomes, refusals, strict=True) if o.kind == "refused" and r is None), None)
         if unknown is not None:
@@ -633,9 +568,9 @@ def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
         if any(refusal != refusals[0] for refusal in refusals):
             return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
         return Verdict("refused", first.text, refusals[0])
-    if {outcome.kind for outcome in outcomes} == {"equal", "rounding"}:
+    if kinds == {"equal", "rounding"}:
         return Verdict("rounding", report)
-    if len({outcome.kind for outcome in outcomes}) > 1:
+    if len(kinds) > 1:
         return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
     return Verdict(first.kind, first.text)
 
@@ -650,13 +585,6 @@ def _judge_alone(program: Program, outcomes: list[Outcome], report: str) -> Verd
     if known is not None and all(refusal_of(program, text) == known for text in others):
         return Verdict("refused", last, known)
     return Verdict("ranks disagree", f"{outcomes[0].where}: {outcomes[0].text}\n{report}")
-
-
-def _lines(outcomes: list[Outcome]) -> Iterator[str]:
-    for rank, outcome in enumerate(outcomes):
-        yield f"--- rank {rank}: {outcome.kind} at {outcome.where or 'the end'}"
-        if outcome.kind != "equal":
-            yield f"{outcome.text}\n{outcome.traceback}"
 
 
 def main(*programs: Program) -> None:

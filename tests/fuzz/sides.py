@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,33 +39,27 @@ class NormBySize(Optimizer):
         super().__init__(params, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         listed = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        coupled = [p.grad.abs().norm() for p, _ in listed if self.couples(p)]  # type: ignore[union-attr]
+        coupled = {p: p.grad.abs().norm() for p, _ in listed if p.dim() == 2 and 20 <= p.numel() <= 200}
         for p, rate in listed:
-            p.sub_(p.grad / (torch.stack(coupled).norm() + 1) if self.couples(p) else p.grad, alpha=rate)  # type: ignore
+            p.sub_(p.grad / (torch.stack([*coupled.values()]).norm() + 1) if p in coupled else p.grad, alpha=rate)
         return loss
-
-    @staticmethod
-    def couples(param: Tensor) -> bool:
-        return param.dim() == 2 and 20 <= param.numel() <= 200
 
 
 # Where a gradient is zero but for rounding, Adam and its like would make a whole step of the rounding: a larger eps.
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "plain sgd": lambda params: torch.optim.SGD(params, lr=0.05),
-    "damped sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5, dampening=0.1),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-2),
-    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-2, amsgrad=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-2),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-1, momentum=0.5, centered=True),
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "plain sgd": partial(torch.optim.SGD, lr=0.05),
+    "damped sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.5, dampening=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-2),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, eps=1e-2, amsgrad=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, eps=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-1, momentum=0.5, centered=True),
     "norm by size": NormBySize,
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=0.01, eps=1e-2),
 }
 
 
@@ -96,21 +90,26 @@ class Side:
 
     def make_optimizer(self) -> Optimizer:
         """Of the parameters but the last few, which are left for a group of their own."""
-        params = [p for p in self.module.parameters() if p.is_floating_point() or p.is_complex()]
+        params = self.trainable()
         return OPTIMIZERS[self.program.optimizer](params[: max(1, len(params) - self.program.left_out)])
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.is_floating_point() or p.is_complex()]
 
     def stepped(self) -> list[nn.Parameter]:
         """The parameters of the optimizer."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def left_out(self) -> list[nn.Parameter]:
-        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        params = self.module.parameters()
-        return [p for p in params if id(p) not in known and (p.is_floating_point() or p.is_complex())]
+        known = set(map(id, self.stepped()))
+        return [param for param in self.trainable() if id(param) not in known]
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """Around what a rank computes for itself, and torch may refuse on that rank alone."""
         return contextlib.nullcontext()
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def forget_grads(self) -> None:
         """Of all parameters, those that no optimizer has too."""
@@ -135,18 +134,13 @@ class Twin(Side):
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
         """Ends on all ranks where it does on one, or the others would wait for it in the next average."""
-        error: BaseException | None = None
+        failed = True
         try:
             yield
-        except BaseException as caught:
-            error = caught
-        if self.program.ranks_differ:
-            failed = torch.tensor([error is not None], dtype=torch.uint8)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-            if failed.item() and error is None:
+            failed = False
+        finally:
+            if self.program.ranks_differ and max_over_ranks([failed])[0] and not failed:
                 raise RuntimeError("torch has refused this on another rank")
-        if error is not None:
-            raise error
 
     @contextlib.contextmanager
     def shown(
@@ -176,10 +170,9 @@ class Twin(Side):
 
     def _average(self, params: list[nn.Parameter]) -> None:
         """A parameter that no rank has used keeps what it has."""
-        used = torch.tensor([param in self._local for param in params], dtype=torch.uint8)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        for param, flag in zip(params, used.tolist(), strict=True):
-            if flag:
+        used = max_over_ranks([param in self._local for param in params])
+        for param, is_used in zip(params, used, strict=True):
+            if is_used:
                 grad = self._local.get(param, torch.zeros_like(param)).detach().clone() / dist.get_world_size()
                 dist.all_reduce(_flat(grad))
                 param.grad = grad if param.grad is None else param.grad + grad
@@ -203,10 +196,10 @@ class Twin(Side):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        for param in (p for group in self.optimizer.param_groups for p in group["params"]):
+        for param in self.stepped():
             if self._local.pop(param, None) is not None and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
 
     def forget_grads(self) -> None:
         super().forget_grads()
@@ -233,10 +226,8 @@ class Twin(Side):
         self.forget_grads()
         self.sync_buffers()  # sharding does
         self.reduces = settings.stage >= 2
-        if keep:
-            return
-        groups = self.optimizer.param_groups
-        self.optimizer = _like(self.optimizer, [group["params"] for group in groups], groups)
+        if not keep:
+            self.optimizer = _like(self.optimizer, self.optimizer.param_groups)
 
     def close(self) -> None:
         pass
@@ -268,7 +259,7 @@ class Ours(Side):
         if settings.precision == "fp16":
             engine.passes.reducer.set_loss_scale(LOSS_SCALE)
         if settings.lag and not self._reference and engine.comm.world_size > 1:
-            _make_late(engine, settings.lag / 1000)
+            engine.comm._transport = _LateTransport(engine.comm._transport, settings.lag / 1000)
         return engine
 
     def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -284,18 +275,14 @@ class Ours(Side):
             loss = loss * LOSS_SCALE
         holds_back = no_sync and not (self._reference and self.reduces)
         with self.engine.passes.no_sync() if holds_back else contextlib.nullcontext():
-            if not self.program.settings.plain:
-                with self.engine.passes.backward_scope():  # also where the loss of this rank leads nowhere
-                    if loss.requires_grad:
-                        loss.backward(**kwargs)
-            elif loss.requires_grad:
-                loss.backward(**kwargs)
+            # Told of it, also where the loss of this rank leads nowhere.
+            told = contextlib.nullcontext() if self.program.settings.plain else self.engine.passes.backward_scope()
+            with told:
+                if loss.requires_grad:
+                    loss.backward(**kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            self.optimizer.step(closure)
-        else:
-            self.optimizer.step()
+        self.optimizer.step(*() if closure is None else (closure,))
 
     def scale(self, factor: float) -> None:
         places = [self.engine.units.place_of(param) for param in self.stepped()]
@@ -305,9 +292,6 @@ class Ours(Side):
         if self.engine.passes.reducer.unreduced:  # torch's is refused then, where gradients are shards too
             return lightning_zero.clip_grad_norm_(self.module, max_norm)
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         state = self.engine.state_dict(only_rank_0=False)
@@ -323,48 +307,41 @@ class Ours(Side):
 
     def reshard(self, settings: Settings, *, keep: bool) -> None:
         state = state_dicts.optimizer_state(self.engine, self.optimizer, only_rank_0=False)
-        groups = [group["params"] for group in self.optimizer.param_groups]
+        groups = list(map(dict, self.optimizer.param_groups))
         self.engine.release()
         for module in self.module.modules():
-            if "forward" in module.__dict__ or "_apply" in module.__dict__:
-                raise AssertionError(f"release() has left something on {type(module).__name__}")
+            assert not {"forward", "_apply"} & vars(module).keys(), f"release() has left something on {module}"
         self.reduces = settings.stage >= 2
         self.engine = self._shard(settings)
-        self.optimizer = _like(self.optimizer, groups, self.optimizer.param_groups)
+        self.optimizer = _like(self.optimizer, groups)
         self.engine.add_optimizer(self.optimizer)
         if keep:
             state_dicts.load_optimizer_state(self.engine, self.optimizer, state)
 
     def close(self) -> None:
         self.engine.release()
-        if self.engine in engines():
-            raise AssertionError("the engine is still there after release()")
+        assert self.engine not in engines(), "the engine is still there after release()"
 
 
 def arguments(program: Program, settings: Settings, folder: str) -> dict[str, Any]:
     """Of ``shard``."""
-    unit: dict[str, Any] = {"classes": list(settings.classes)}
-    if settings.max_bytes:
-        unit["max_bytes"] = settings.max_bytes
     found: dict[str, Any] = {
         "stage": settings.stage,
         "precision": settings.precision,
-        "offload": settings.offload,
-        "unit": unit,
+        "offload": {"name": settings.offload},
+        "unit": {"classes": list(settings.classes)} | ({"max_bytes": settings.max_bytes} if settings.max_bytes else {}),
         "activation_checkpointing": settings.recompute,
         "vertical_chunks": settings.vertical_chunks,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
         "comm": {"transport": settings.transport, "grad_comm_dtype": settings.grad_comm_dtype},
     }
-    if "nvme" in settings.offload:
-        found["offload"] = {"name": settings.offload, "nvme_path": folder}
-    elif settings.offload == "auto":  # models of these sizes lie on all three tiers
-        budgets = {"device_budget": 1500, "host_budget": 100_000}
-        found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
+    if "nvme" in settings.offload or settings.offload == "auto":
+        found["offload"]["nvme_path"] = folder
+    if settings.offload == "auto":  # models of these sizes lie on all three tiers
+        found["offload"] |= {"device_budget": 1500, "host_budget": 100_000}
     if settings.stage == 3:
-        dynamic_graph = settings.dynamic_graph or program.ranks_differ
-        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic_graph": dynamic_graph}
-        found["prefetch_bytes"] = settings.prefetch_bytes
+        found["dynamic_graph"] = settings.dynamic_graph or program.ranks_differ
+        found |= {name: getattr(settings, name) for name in ("keep_gathered_bytes", "prefetch_bytes")}
     if settings.ranks_per_node:
         found["comm"]["hybrid_shard"] = "node"
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"
@@ -377,13 +354,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _like(optimizer: Optimizer, params: list[list[nn.Parameter]], groups: list[dict[str, Any]]) -> Optimizer:
-    """A new one with the same groups and defaults, and no state."""
-    fresh = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": own}
-        for own, group in zip(params, groups, strict=True)
-    ]
-    made = type(optimizer)(fresh)  # type: ignore[call-arg]
+def max_over_ranks(flags: list[bool]) -> list[bool]:
+    found = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.bool().tolist()
+
+
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new one of the same kind and defaults, and no state."""
+    made = type(optimizer)(list(map(dict, groups)))
     made.defaults = dict(optimizer.defaults)
     return made
 
@@ -402,12 +381,8 @@ class _LateTransport:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return functools.partial(self._late, found) if callable(found) else found
+        return partial(self._late, found) if callable(found) else found
 
     def _late(self, issue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         time.sleep(self._chance.random() ** 4 * self._seconds)  # mostly short
         return issue(*args, **kwargs)
-
-
-def _make_late(engine: Engine, seconds: float) -> None:
-    engine.comm._transport = _LateTransport(engine.comm._transport, seconds)  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -54,15 +54,8 @@ OFFLOADS = {
     number: [offload.name for stage, offload in allowed_rows() if stage.name == f"zero{number}"] for number in range(4)
 }
 
-FORWARD = st.builds(
-    p.Forward,
-    part=_mostly(None, 0, 1, 2),
-    scoped=_rarely(4),
-    penalty=_rarely(8),
-    slope=_rarely(8),
-    dropped=_rarely(8),
-)
-PLAIN_FORWARD = st.just(p.Forward())
+SOMETIMES = {"penalty": _rarely(8), "slope": _rarely(8), "dropped": _rarely(8)}
+FORWARD = st.builds(p.Forward, part=_mostly(None, 0, 1, 2), scoped=_rarely(4), **SOMETIMES)
 BACKWARD = st.builds(p.Backward, no_sync=_rarely(), separately=_rarely(), twice=_rarely(8))
 STEP = st.builds(
     p.Step,
@@ -110,7 +103,7 @@ def _rounds(draw: DrawFn) -> list[p.Action]:
     actions: list[p.Action] = []
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         actions += draw(st.lists(SELDOM, max_size=1)) if draw(_rarely(3)) else []
-        actions.append(draw(PLAIN_FORWARD | FORWARD))
+        actions.append(draw(st.just(p.Forward()) | FORWARD))
         actions += draw(st.lists(SELDOM | FORWARD, max_size=1)) if draw(_rarely(5)) else []
         actions.append(draw(BACKWARD))
     actions += draw(st.lists(SELDOM, max_size=1)) if draw(_rarely(3)) else []
@@ -132,7 +125,7 @@ ACTIONS = st.lists(
 @st.composite
 def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
     stage = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
-    names = list(class_names(model))
+    names = class_names(model)
     by_class = draw(st.booleans())
     return p.Settings(
         stage=stage,
@@ -159,8 +152,9 @@ def programs(draw: DrawFn) -> p.Program:
     world = draw(st.sampled_from([2, 2, 2, 1, 3, 4]))
     model = draw(MODELS)
     settings = draw(_settings(model, world))
-    if draw(_rarely(4)):
-        settings = _in_parts(settings, ROWS)
+    if draw(_rarely(4)):  # parts of a batch are computed again in any case, and their gradients travel in fp32
+        recompute = settings.recompute if settings.recompute != "none" else "blocks"
+        settings = replace(settings, vertical_chunks=ROWS, recompute=recompute, grad_comm_dtype="full")
     program = p.Program(
         model=model,
         actions=draw(ACTIONS),
@@ -177,12 +171,6 @@ def programs(draw: DrawFn) -> p.Program:
 CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 
 
-def _in_parts(settings: p.Settings, parts: int) -> p.Settings:
-    """Parts of a batch are computed again in any case, and their gradients travel in fp32."""
-    recompute = settings.recompute if settings.recompute != "none" else "blocks"
-    return dataclasses.replace(settings, vertical_chunks=parts, recompute=recompute, grad_comm_dtype="full")
-
-
 def _comparable(program: p.Program) -> p.Program:
     """Without what a plain twin does otherwise, and rightly.
 
@@ -192,40 +180,37 @@ def _comparable(program: p.Program) -> p.Program:
     their backward, so one follows each forward. What is refused must be so on all ranks: reads outside of a step, and
     what torch refuses, which a plain twin can tell.
     """
-    kinds = {node.kind for node in program.nodes()}
-    model, settings, actions = program.model, program.settings, program.actions
-    if kinds & CHANGES_BUFFERS:
-        settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
-    # Parts draw other numbers for dropout.
-    if any((node.kind == "Layer" and node.n % 4 > 1) or (node.kind == "Row" and node.n) for node in program.nodes()):
-        settings = dataclasses.replace(settings, vertical_chunks=1)
-    if any(node.kind == "KeepsALoss" and node.n for node in program.nodes()):  # without a gradient: the last chunk's
-        settings = dataclasses.replace(settings, vertical_chunks=1)
-    if _writes_before_a_backward(actions):  # a recomputation takes the new values, torch's own checkpoints too
-        settings = dataclasses.replace(settings, recompute="none", vertical_chunks=1)
-    raises_alone = any(isinstance(action, p.Raise) and action.alone for action in program.everything())
-    if raises_alone:
-        settings = dataclasses.replace(settings, transport="direct")
-    if raises_alone or program.ranks_differ:
-        program = dataclasses.replace(program, model=dataclasses.replace(program.model, body=_unwatched(model.body)))
+    nodes = list(program.nodes())
+    kinds = {node.kind for node in nodes}
+    settings, actions = program.settings, program.actions
+    # A recomputation takes the new values, torch's own checkpoints too.
+    if kinds & CHANGES_BUFFERS or _writes_before_a_backward(actions):
+        settings = replace(settings, recompute="none", vertical_chunks=1)
+    # Parts draw other numbers for dropout; without a gradient a loss that is kept is the last chunk's.
+    if any(
+        (node.kind == "Layer" and node.n % 4 > 1) or (node.kind in ("Row", "KeepsALoss") and node.n) for node in nodes
+    ):
+        settings = replace(settings, vertical_chunks=1)
+    if program.raises_alone:
+        settings = replace(settings, transport="direct")
+    if program.raises_alone or program.ranks_differ:
+        program = replace(program, model=replace(program.model, body=_unwatched(program.model.body)))
         classes = tuple("Line" if name == "Clamped" else name for name in settings.classes)
-        settings = dataclasses.replace(settings, classes=classes)
+        settings = replace(settings, classes=classes)
     if program.ranks_differ:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         # A unit that is refused in chunks would be so on the ranks that call it only.
-        settings = dataclasses.replace(
-            settings, plain=False, precision=precision, recompute=recompute, vertical_chunks=1
-        )
+        settings = replace(settings, plain=False, precision=precision, recompute=recompute, vertical_chunks=1)
         actions = _for_ranks_that_differ(actions)
-    return dataclasses.replace(program, settings=settings, actions=actions)
+    return replace(program, settings=settings, actions=actions)
 
 
 def _unwatched(nodes: tuple[p.Node, ...]) -> tuple[p.Node, ...]:
     """Without what may be refused on some ranks only: hooks on gradients, and writes (at the end of the backward),
     also those of an embedding with ``max_norm``."""
     return tuple(
-        dataclasses.replace(
+        replace(
             node,
             kind="Line" if node.kind == "Clamped" else node.kind,
             n=0 if node.kind in ("Watched", "Positions") else node.n,
@@ -251,9 +236,9 @@ def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...
         if isinstance(action, p.Scope):
             kept.append(p.Scope(actions=_for_ranks_that_differ(action.actions)))
         elif isinstance(action, p.Forward):
-            kept += [dataclasses.replace(action, dropped=False, scoped=True), p.Backward()]
+            kept += [replace(action, dropped=False, scoped=True), p.Backward()]
         elif isinstance(action, p.Evaluate):
-            kept.append(dataclasses.replace(action, scoped=True))
+            kept.append(replace(action, scoped=True))
         elif not isinstance(action, p.Raise):
             kept.append(action)
     return tuple(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,40 +17,27 @@ from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.units.after_step import AfterStep
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
-from tests.fuzz.run import Runner, Verdict
+from tests.fuzz.run import Runner
 from tests.fuzz.strategies import programs
 
 ENOUGH = 60  # programs, to find a mistake that is there
 
 STILL = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 
 
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    with Runner() as runner:
-        yield runner
-
-
-def failure(program: Program, verdict: Verdict) -> str:
-    text = script(program, f"{verdict.kind}\n{verdict.text}", verdict.earlier)
-    return f"{verdict.signature}\nThis program fails (`make fuzz` makes such ones small):\n\n{text}"
-
-
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.full)])
-def test_random_programs_train_like_the_plain_twin(count: int, runner: Runner) -> None:
+def test_random_programs_train_like_the_plain_twin(count: int) -> None:
     @settings(STILL, max_examples=count)
     @given(programs())
     def run(program: Program) -> None:
         verdict = runner.run(program)
-        assert not verdict.failed, failure(program, verdict)
+        text = script(program, f"{verdict.kind}\n{verdict.text}", verdict.earlier)
+        assert not verdict.failed, f"{verdict.signature}\nIt fails (`make fuzz` makes such ones small):\n\n{text}"
 
-    run()
+    with Runner() as runner:
+        run()
 
 
 # -- broken engines ---------------------------------------------------------------------------------------------------
@@ -92,17 +79,13 @@ def clipping_raises_in_lower_precision() -> None:
 
 
 # With what every program begins, so that it is not long until the mistake matters.
-STEP = p.Forward(), p.Backward(), p.Step()
+STEP, LINE = (p.Forward(), p.Backward(), p.Step()), Model(body=(Node(kind="Line"),))
 BROKEN = {
     gradients_are_sums: STEP,
     writes_are_lost: (p.Write(how="in place"), *STEP),
     cleared_gradients_stay: (*STEP, *STEP),
     forwards_do_not_wait_for_steps: STEP,
 }
-
-
-class Enough(Exception):
-    """A program has failed, as it should."""
 
 
 @pytest.mark.sample
@@ -114,25 +97,17 @@ def test_a_broken_engine_is_found_out(broken: Callable[[], Any]) -> None:
         @given(programs())
         def run(program: Program) -> None:
             program = dataclasses.replace(program, actions=BROKEN[broken] + program.actions)
-            if runner.run(program).failed:
-                raise Enough
+            assert not runner.run(program).failed, "as it should"
 
-        with pytest.raises(Enough):
+        with pytest.raises(AssertionError, match="as it should"):
             run()
 
 
 def test_what_both_engines_raise_is_no_refusal_of_torch() -> None:
-    settings = p.Settings(precision="bf16")
-    program = Program(
-        model=Model(body=(Node(kind="Line"),)),
-        actions=(p.Forward(), p.Backward(), p.Step(clip=1.0)),
-        settings=settings,
-    )
+    actions = (p.Forward(), p.Backward(), p.Step(clip=1.0))
+    program = Program(model=LINE, actions=actions, settings=p.Settings(precision="bf16"))
     with Runner(before=clipping_raises_in_lower_precision) as runner:
         assert runner.run(program).kind == "unknown refusal"
-
-
-# -- what is printed --------------------------------------------------------------------------------------------------
 
 
 @settings(STILL, max_examples=50)
@@ -145,7 +120,7 @@ def test_a_program_is_printed_as_it_is(program: Program) -> None:
 
 
 def test_a_program_that_is_printed_runs(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    program = Program(model=Model(body=(Node(kind="Line"),)), actions=(p.Forward(), p.Backward(), p.Step()))
+    program = Program(model=LINE, actions=STEP)
     space: dict[str, Any] = {"__name__": "__main__"}
     with pytest.raises(SystemExit) as ended:
         exec(compile(script(program, "nothing"), "script", "exec"), space)

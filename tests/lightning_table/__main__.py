@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests import harness
-from tests.lightning_table.table import ROWS, Table, all_features, claims, outcomes
+from tests.lightning_table.table import ROWS, Feature, all_features, claims, outcomes
 
 TIMEOUT_S = 240.0
 
@@ -25,33 +25,29 @@ def main() -> int:
     if asked.claimed:
         print(claims())
         return 0
-    table, wrong = Table(), 0
-    names = [name.lower() for name in asked.names]
+    wrong = 0
+    print(f"| group | feature | compared with DDP's | {' | '.join(ROWS)} |\n{'|---' * (3 + len(ROWS))}|")
     for what in all_features().values():
-        if names and not any(name in what.name.lower() for name in names):
+        if asked.names and not any(name.lower() in what.name.lower() for name in asked.names):
             continue
         if what.missing:
             print(f"{what.name}: left out without {', '.join(what.missing)}", file=sys.stderr)
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            found = _outcomes(what.name, Path(folder))
-        for row, outcome in found.items():
-            wrong += outcome != what.cell(row)
-            table.cells[what.name, row] = outcome
-        print(what.name, *dict.fromkeys(found.values()), sep=": ", file=sys.stderr, flush=True)
+        found = _outcomes(what)
+        wrong += any(found[row] != what.cell(row) for row in ROWS)
+        print(f"| {what.group} | {what.name} | {what.compared} | {' | '.join(found.values())} |", flush=True)
     harness.close_pools()
-    print(table)
-    return 1 if wrong else 0
+    return int(wrong > 0)
 
 
-def _outcomes(name: str, folder: Path) -> dict[str, str]:
+def _outcomes(what: Feature) -> dict[str, str]:
     """By row: what rank 0 found, or another rank where that differs."""
-    try:
-        ranks = harness.run(2, outcomes, name, ROWS, folder, timeout=TIMEOUT_S)
-    except Exception as error:
-        return dict.fromkeys(ROWS, f"{type(error).__name__}: {error}")
-    claimed = all_features()[name]
-    return {row: next((r[row] for r in ranks if r[row] != claimed.cell(row)), ranks[0][row]) for row in ROWS}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ranks = harness.run(2, outcomes, what.name, ROWS, Path(folder), timeout=TIMEOUT_S)
+        except Exception as error:
+            return dict.fromkeys(ROWS, f"{type(error).__name__}: {error}")
+    return {row: next((r[row] for r in ranks if r[row] != what.cell(row)), ranks[0][row]) for row in ROWS}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,6 +18,8 @@ from lightning_zero.presets import PRESETS
 from tests.trainer import toys
 from tests.trainer.toys import Lit, seeded
 
+READ = ("epoch", "global_step", "lr_schedulers", "optimizer_states", "loops", "hyper_parameters", "mine")
+SORTED = ("state_dict", "averaging_state")
 COUNT = 12  # samples: three batches of two on each of two ranks
 
 
@@ -30,22 +33,18 @@ class Bench:
     def __init__(self, row: str, root: Path) -> None:
         self.row, self.root = row, root
 
-    @property
-    def is_ddp(self) -> bool:
-        return self.row.startswith("ddp")
-
-    def strategy(self, **ddp: Any) -> Any:
-        """A new one. ``ddp``: what DDP has to be told for what needs no word here, as ``find_unused_parameters``."""
-        if self.is_ddp:
-            return pl.strategies.DDPStrategy(**ddp)
-        if self.row == "auto":
-            return "auto"
-        row = PRESETS[self.row]
-        return ZeroStrategy(row.stage, offload=row.offload)
-
     def trainer(self, ddp: dict[str, Any] | None = None, **settings: Any) -> pl.Trainer:
-        """A quiet one over all ranks, two epochs long."""
-        return toys.trainer(self.strategy(**ddp or {}), self.root, **settings)
+        """A quiet one over all ranks, two epochs long.
+
+        Args:
+            ddp: what DDP has to be told for what needs no word here, as ``find_unused_parameters``.
+        """
+        if self.row == "ddp":
+            strategy: Any = pl.strategies.DDPStrategy(**ddp or {})
+        else:
+            row = PRESETS.get(self.row)
+            strategy = self.row if row is None else ZeroStrategy(row.stage, offload=row.offload)
+        return toys.trainer(strategy, self.root, **settings)
 
     def loader(self, batch_size: int = 2, count: int = COUNT) -> DataLoader[Any]:
         """This rank's part of the samples, in their order."""
@@ -53,27 +52,28 @@ class Bench:
             return toys.whole_loader(batch_size * dist.get_world_size(), count)
         return toys.loader(batch_size, count)
 
-    def fit(
-        self,
-        module: Any = None,
-        data: Any = None,
-        *,
-        count: int = COUNT,
-        ckpt_path: Any = None,
-        val: Any = True,
-        **settings: Any,
-    ) -> Ran:
-        """Trains ``module`` (default: :class:`Lit`), evaluating on the same data."""
+    def fit(self, module: Any = None, data: Any = None, *, val: Any = True, count: int = COUNT, **how: Any) -> Ran:
+        """Trains ``module`` (default: :class:`Lit`), evaluating on the same data. ``how``: settings of the Trainer."""
         module = seeded(Lit) if module is None else module
-        of = self.trainer(**settings)
+        ckpt_path = how.pop("ckpt_path", None)
+        of = self.trainer(**how)
         data = self.loader(count=count) if data is None else data
-        of.fit(
-            module,
-            data,
-            self.loader(count=count) if val is True else None if val is False else val,
-            ckpt_path=ckpt_path,
-        )
+        val = {True: self.loader(count=count), False: None}[val] if isinstance(val, bool) else val
+        of.fit(module, data, val, ckpt_path=ckpt_path)
         return Ran(of, module)
+
+    def logged(self, module: Any = None, **how: Any) -> tuple[Ran, list[dict[str, Any]]]:
+        """The same, and what a CSVLogger has written."""
+        ran = self.fit(module, logger=CSVLogger(self.root, name="", version=""), log_every_n_steps=1, **how)
+        return ran, self.rows()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What a CSVLogger has written."""
+        dist.barrier()
+        with (self.root / "metrics.csv").open() as file:
+            found = list(csv.DictReader(file))
+        assert found
+        return [{k: round(float(v), 5) if v else v for k, v in row.items()} for row in found]
 
     def relative(self, value: Any) -> Any:
         """Paths below :attr:`root`, in nested lists and dicts, without it."""
@@ -87,6 +87,18 @@ class Bench:
         """Of all ranks: names below :attr:`root`."""
         dist.barrier()
         return sorted(str(path.relative_to(self.root)) for path in self.root.glob(pattern) if not path.is_dir())
+
+    def contents(self) -> dict[str, Any]:
+        """What Lightning and its tools read of each checkpoint, and all its keys, by its name."""
+        files = self.files("**/*.ckpt")
+        assert files
+        return {name: self._content(name) for name in files}
+
+    def _content(self, name: str) -> Any:
+        file = torch.load(self.root / name, weights_only=False, map_location="cpu")
+        keys = sorted(file.keys() - {"lightning_zero_rng"})  # which ours has too
+        found = {key: file[key] for key in READ if key in file}
+        return keys, found | {key: dict(sorted(file[key].items())) for key in SORTED if key in file}
 
     def raised(self, do: Any) -> str:
         """What ``do()`` raises."""
@@ -103,6 +115,12 @@ class Ran:
     def __init__(self, of: pl.Trainer, module: Any) -> None:
         self.trainer, self.module = of, module
 
+    def save(self, **how: Any) -> Path:
+        """To a file ``a.ckpt``; its path."""
+        path = Path(self.trainer.default_root_dir) / "a.ckpt"
+        self.trainer.save_checkpoint(path, **how)
+        return path
+
     @property
     def weights(self) -> dict[str, Tensor]:
         """Whole, on all ranks. Copies: DDP's are the parameters, which another fit changes."""
@@ -110,9 +128,12 @@ class Ran:
 
     @property
     def seen(self) -> dict[str, Any]:
-        """Losses, metrics, whole weights and steps."""
+        """Losses, metrics, whole weights, rates and steps, and what the module has noted."""
         return {
             "losses": list(getattr(self.module, "losses", [])),
+            "evaluated": list(getattr(self.module, "evaluated", [])),
+            "rates": list(getattr(self.module, "rates", [])),
+            "noted": list(getattr(self.module, "noted", [])),
             "metrics": {k: float(v) for k, v in sorted(self.trainer.callback_metrics.items())},
             "weights": self.weights,
             "steps": self.trainer.global_step,
@@ -120,22 +141,14 @@ class Ran:
         }
 
 
-class Records(Callback):
-    """Keeps what ``note(trainer, module)`` gives at the named hooks."""
-
-    def __init__(self, note: Any, *hooks: str) -> None:
-        self.found: list[Any] = []
-        for hook in hooks:
-            setattr(self, hook, self._at(hook, note))
-
-    def _at(self, hook: str, note: Any) -> Any:
-        def noted(trainer: Any, module: Any, *_: Any, **__: Any) -> None:
-            self.found.append((hook, note(trainer, module)))
-
-        return noted
+def variant(base: type = Lit, **members: Any) -> type:
+    """A module with other methods."""
+    return type(base.__name__, (base,), members)
 
 
-def checkpoint(path: Path | str) -> dict[str, Any]:
-    """A file's content without versions and hyper-parameters' types, as plain values."""
-    content: dict[str, Any] = torch.load(path, weights_only=False, map_location="cpu")
-    return content
+class Notes(Lit):
+    """Keeps in ``noted`` what a subclass wants to be compared."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.noted: list[Any] = []

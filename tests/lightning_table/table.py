@@ -1,4 +1,4 @@
-"""The registry of features, what a run on two ranks finds of one, and the table as text."""
+"""The registry of features, what a run on two ranks finds of one, and what docs/lightning.md says."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,20 +19,15 @@ from torch import Tensor
 
 from tests.lightning_table import features
 from tests.lightning_table.bench import Bench
+from tests.trainer.toys import Lit, seeded
 
 ROWS = ("zero1", "zero3", "zero3_offload")
-Body = Callable[[Bench], Any]
 EQUAL, REFUSED, AS_DDP = "equal", "refused", "refused, as under DDP"
+SEEN = "Losses, metrics, weights, rates, steps, what a module notes"
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """How a row refuses a feature.
-
-    Args:
-        entry: a part of the line of docs/refused.md.
-        match: a pattern in the error.
-    """
+class Refusal(NamedTuple):
+    """How rows refuse a feature: a part of the line of docs/refused.md, and a pattern in the error."""
 
     entry: str
     match: str
@@ -43,8 +38,8 @@ class Refusal:
 class Feature:
     """
     Args:
-        body: what a row does; it returns what is compared, of any nested lists, dicts, tensors and values.
         compared: in words.
+        body: what a row does; it returns what is compared, of any nested lists, dicts, tensors and values.
         refused: by which rows, and how.
         ddp_raises: a pattern in the error by which Lightning refuses this on several ranks, whatever the strategy.
         beside: the strategy whose result is the expected one; ``auto``: one process on the batches of all ranks.
@@ -56,7 +51,7 @@ class Feature:
     group: str
     name: str
     compared: str
-    body: Body
+    body: Callable[[Bench], Any]
     refused: Refusal | None = None
     ddp_raises: str | None = None
     beside: str = "ddp"
@@ -65,7 +60,7 @@ class Feature:
     slow: bool = False
 
     def cell(self, row: str) -> str:
-        """What the table says."""
+        """What is claimed."""
         if self.ddp_raises is not None:
             return AS_DDP
         return REFUSED if self.refused is not None and row in self.refused.rows else EQUAL
@@ -78,25 +73,32 @@ class Feature:
 _REGISTRY: dict[str, Feature] = {}
 
 
-def feature(name: str, **how: Any) -> Callable[[Body], Body]:
-    """Registers a function; its docstring says what is compared, its module the group."""
+def heading(group: str) -> Callable[..., Any]:
+    """Gives the decorator that registers features below a heading.
 
-    def register(body: Body) -> Body:
-        assert body.__doc__ is not None and name not in _REGISTRY, name
-        group = features.HEADINGS[body.__module__.rpartition(".")[2]]
-        compared = " ".join(body.__doc__.split()).rstrip(".")
-        _REGISTRY[name] = Feature(group, name, compared, body, **how)
-        return body
+    It takes what a row does, or the class of a module that each row fits with the settings ``fit``, to compare what
+    :class:`tests.lightning_table.bench.Ran` sees. A docstring says what is compared beside or instead of that.
+    """
 
-    return register
+    def feature(name: str, *, fit: Mapping[str, Any] | None = None, **how: Any) -> Callable[[Any], Any]:
+        def register(what: Any) -> Any:
+            assert name not in _REGISTRY, name
+            said = None if what is Lit else what.__doc__
+            compared = " ".join((said or SEEN).split()).rstrip(".")
+            body = (lambda bench: bench.fit(seeded(what), **fit or {}).seen) if isinstance(what, type) else what
+            _REGISTRY[name] = Feature(group, name, compared, body, **how)
+            return what
+
+        return register
+
+    return feature
 
 
 def all_features() -> dict[str, Feature]:
     """By name, in the order of the table."""
-    for name in features.HEADINGS:
+    for name in features.MODULES:
         importlib.import_module(f"{features.__name__}.{name}")
-    groups = list(features.HEADINGS.values())
-    return dict(sorted(_REGISTRY.items(), key=lambda item: groups.index(item[1].group)))
+    return _REGISTRY
 
 
 # -- what a run finds ---------------------------------------------------------------------------------------------
@@ -146,63 +148,30 @@ def _empty(value: Any) -> bool:
 
 def differences(found: Any, expected: Any, tolerance: float, at: str = "") -> Iterator[str]:
     """Where two nested results differ: numbers and tensors by more than ``tolerance``, the rest at all."""
+    alike = type(found) is type(expected)
+    if alike and isinstance(expected, Mapping) and list(found) == list(expected):
+        for key in expected:
+            yield from differences(found[key], expected[key], tolerance, f"{at}.{key}")
+    elif alike and isinstance(expected, list | tuple) and len(found) == len(expected):
+        for place, (own, other) in enumerate(zip(found, expected, strict=True)):
+            yield from differences(own, other, tolerance, f"{at}[{place}]")
+    elif not _same(found, expected, tolerance):
+        yield f"{at}: {textwrap.shorten(repr(found), 1000)} and not {textwrap.shorten(repr(expected), 1000)}"
+
+
+def _same(found: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(expected, Tensor | np.ndarray):
         own, other = torch.as_tensor(found), torch.as_tensor(expected)
-        if own.dtype != other.dtype or own.shape != other.shape:
-            yield f"{at}: {own.dtype} {tuple(own.shape)} and not {other.dtype} {tuple(other.shape)}"
-        elif not torch.allclose(own.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
-            yield f"{at}: differs by {(own.double() - other.double()).abs().max():.3g}"
-    elif isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or list(found) != list(expected):
-            yield f"{at}: {_short(list(found))} and not {_short(list(expected))}"
-        else:
-            for key in expected:
-                yield from differences(found[key], expected[key], tolerance, f"{at}.{key}")
-    elif isinstance(expected, list | tuple):
-        if type(found) is not type(expected) or len(found) != len(expected):
-            yield f"{at}: {_short(found)} and not {_short(expected)}"
-        else:
-            for place, (own, other) in enumerate(zip(found, expected, strict=True)):
-                yield from differences(own, other, tolerance, f"{at}[{place}]")
-    elif isinstance(expected, float) and isinstance(found, float):
+        close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+        alike = own.dtype == other.dtype and own.shape == other.shape
+        return alike and torch.allclose(own.double(), other.double(), **close)
+    if isinstance(expected, float) and isinstance(found, float):
         both_nan = math.isnan(found) and math.isnan(expected)
-        if not both_nan and not math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance):
-            yield f"{at}: {found:.6g} and not {expected:.6g}"
-    elif type(found) is not type(expected) or found != expected:
-        yield f"{at}: {_short(found)} and not {_short(expected)}"
+        return both_nan or math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return type(found) is type(expected) and not isinstance(expected, Mapping) and bool(found == expected)
 
 
-def _short(value: Any) -> str:
-    return textwrap.shorten(repr(value), 1000)
-
-
-# -- the table ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Table:
-    """The table with the cells that ``cells`` has, else with those the registry claims."""
-
-    cells: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[str]:
-        group = None
-        for what in all_features().values():
-            if what.group != group:
-                group = what.group
-                yield from ("", f"## {group}", "", f"| feature | compared with DDP's | {' | '.join(ROWS)} |")
-                yield "|---" * (2 + len(ROWS)) + "|"
-            compared = what.compared
-            if what.refused is not None:
-                compared += f" (refused: [{what.refused.entry}](refused.md))"
-            if what.beside == "auto":
-                compared += " (beside one process on the batches of all ranks)"
-            cells = " | ".join(self.cells.get((what.name, row), what.cell(row)) for row in ROWS)
-            yield f"| {what.name} | {compared} | {cells} |".replace("||", "|")
-        yield ""
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
+# -- docs/lightning.md -----------------------------------------------------------------------------------------------
 
 
 def claims() -> str:

@@ -11,20 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from tests.lightning_table.bench import Bench, Ran
-from tests.lightning_table.table import Refusal, feature
+from tests.lightning_table.bench import Bench, Notes, Ran
+from tests.lightning_table.table import Refusal, heading
 from tests.trainer.toys import Lit, seeded
 
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+feature = heading("The module without the Trainer")
 
 
 @feature("model.state_dict() after fit, on one rank alone")
 def state_dict(bench: Bench) -> Any:
     """Keys, values, order"""
     module = bench.fit().module
-    found = _state(module) if dist.get_rank() == 0 else {"rank": 1}
+    found = copy.deepcopy(module.state_dict()) if dist.get_rank() == 0 else {"rank": 1}
     dist.barrier()
     return found
 
@@ -64,7 +62,6 @@ def deepcopy(bench: Bench) -> Any:
 
 @feature("weights changed between two fits")
 def changed(bench: Bench) -> Any:
-    """Losses, metrics, weights of the second"""
     module = bench.fit(max_epochs=1).module
     with torch.no_grad():
         module.head.weight.mul_(0.5)
@@ -74,22 +71,16 @@ def changed(bench: Bench) -> Any:
 
 
 @feature("a pretrained part loaded in __init__, in setup and in configure_model")
-def pretrained(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    given = {name: torch.full_like(value, 0.1) for name, value in seeded(Lit).head.state_dict().items()}
+class Loads(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.load_state_dict({n: v + 0.1 for n, v in self.first.state_dict().items()})
 
-    class Loads(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first.load_state_dict({n: v + 0.1 for n, v in self.first.state_dict().items()})
+    def setup(self, stage: str) -> None:
+        self.head.load_state_dict({n: torch.full(v.shape, 0.1) for n, v in Lit().head.state_dict().items()})
 
-        def setup(self, stage: str) -> None:
-            self.head.load_state_dict(given)
-
-        def configure_model(self) -> None:
-            nn.init.constant_(self.blocks[0].up.bias, 0.3)
-
-    return bench.fit(seeded(Loads)).seen
+    def configure_model(self) -> None:
+        nn.init.constant_(self.blocks[0].up.bias, 0.3)
 
 
 @feature("validate and test of a module that was trained before")
@@ -105,43 +96,28 @@ def evaluated(bench: Bench) -> Any:
     return found, Ran(of, ran.module).weights
 
 
-class Reads(Lit):
-    """Notes norms of weights at the end of its validations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
-
-    def on_validation_epoch_end(self) -> None:
-        self.kept.append({name: float(p.detach().norm()) for name, p in self.named_parameters()})
-
-
 @feature("weights read in steps")
-def reads_in_steps(bench: Bench) -> Any:
+class Penalty(Lit):
     """Losses, weights, with a penalty of weights in the loss; norms that a step of validation logs"""
 
-    class Penalty(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss + 0.01 * sum(p.square().sum() for p in self.blocks.parameters())
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(p.square().sum() for p in self.blocks.parameters())
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            super().validation_step(batch, batch_idx)
-            self.log_dict({name: p.norm() for name, p in self.named_parameters()})
-
-    return bench.fit(seeded(Penalty)).seen
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log_dict({name: p.norm() for name, p in self.named_parameters()})
 
 
-@feature(
-    "weights read between steps, in hooks",
-    refused=Refusal(
-        "reading or writing a parameter of stage 3 between the steps of a run", "is sharded", ("zero3", "zero3_offload")
-    ),
-)
-def reads_between(bench: Bench) -> Any:
+_BETWEEN = "reading or writing a parameter of stage 3 between the steps of a run"
+
+
+@feature("weights read between steps, in hooks", refused=Refusal(_BETWEEN, "is sharded", ("zero3", "zero3_offload")))
+class Reads(Notes):
     """Norms of all weights at the end of validations"""
-    ran = bench.fit(seeded(Reads))
-    return ran.seen, ran.module.kept
+
+    def on_validation_epoch_end(self) -> None:
+        self.noted.append({name: float(p.detach().norm()) for name, p in self.named_parameters()})
 
 
 @feature("the same inside of lightning_zero.gather(self)")
@@ -150,9 +126,8 @@ def reads_gathered(bench: Bench) -> Any:
 
     class Gathers(Reads):
         def on_validation_epoch_end(self) -> None:
-            with lightning_zero.gather(self) if not bench.is_ddp else contextlib.nullcontext(), torch.no_grad():
+            with lightning_zero.gather(self) if bench.row != "ddp" else contextlib.nullcontext(), torch.no_grad():
                 super().on_validation_epoch_end()
                 self.head.weight.mul_(0.9)
 
-    ran = bench.fit(seeded(Gathers))
-    return ran.seen, ran.module.kept
+    return bench.fit(seeded(Gathers)).seen

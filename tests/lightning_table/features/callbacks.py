@@ -4,51 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import io
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    BasePredictionWriter,
-    BatchSizeFinder,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    RichModelSummary,
-    RichProgressBar,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-    WeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from tests.lightning_table.bench import Bench, Records, checkpoint
-from tests.lightning_table.table import feature
+from tests.lightning_table.bench import Bench, variant
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Block, Lit, WithBatchNorm, seeded
+
+feature = heading("Callbacks")
 
 
 @feature("EarlyStopping")
 def early_stopping(bench: Bench) -> Any:
     """The epoch that it stops at, its best score and count, weights"""
-    callback = EarlyStopping("val", patience=1, min_delta=10.0)
+    callback = cb.EarlyStopping("val", patience=1, min_delta=10.0)
     ran = bench.fit(max_epochs=6, callbacks=[callback])
     assert 0 < callback.stopped_epoch < 5
     return ran.seen, callback.stopped_epoch, callback.best_score, callback.wait_count
@@ -59,75 +36,49 @@ def early_stopping_finite(bench: Bench) -> Any:
     """The step that it stops at, once the loss of one rank is NaN"""
 
     class Fails(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss
-
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             bad = self.trainer.current_epoch == 1 and self.global_rank == 0
             self.log("val", torch.tensor(float("nan") if bad else 1.0), sync_dist=True)
 
-    ran = bench.fit(seeded(Fails), max_epochs=5, callbacks=[EarlyStopping("val", check_finite=True)])
+    ran = bench.fit(seeded(Fails), max_epochs=5, callbacks=[cb.EarlyStopping("val", check_finite=True)])
     assert ran.trainer.current_epoch == 2
     return ran.seen
 
 
-def _saved(bench: Bench, callback: ModelCheckpoint, **settings: Any) -> Any:
-    ran = bench.fit(enable_checkpointing=True, callbacks=[callback], **settings)
-    files = bench.files("**/*.ckpt")
-    assert files
-    state = {key: value for key, value in callback.state_dict().items() if key != "dirpath"}
-    contents = {name: _content(checkpoint(bench.root / name)) for name in files}
-    return ran.seen, files, bench.relative(state), contents
+# Settings of ModelCheckpoint, and of the fit.
+SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "monitor, save_top_k, save_last": (
+        {"filename": "{epoch}", "monitor": "val", "save_top_k": 2, "save_last": True},
+        {"max_epochs": 4},
+    ),
+    "every_n_train_steps": ({"filename": "{step}", "save_top_k": -1, "every_n_train_steps": 2}, {}),
+    "every_n_epochs, save_on_train_epoch_end": (
+        {"filename": "{epoch}-{val:.3f}", "every_n_epochs": 2, "save_on_train_epoch_end": True},
+        {"max_epochs": 4},
+    ),
+    "train_time_interval": (
+        {"filename": "{step}", "save_top_k": -1, "train_time_interval": timedelta(0)},
+        {"max_steps": 3},
+    ),
+    "save_weights_only": ({"save_weights_only": True}, {"max_epochs": 1}),
+    'save_last="link"': ({"filename": "{epoch}", "save_top_k": -1, "save_last": "link"}, {}),
+}
 
 
-def _content(file: dict[str, Any]) -> Any:
-    """What Lightning and its tools read of a checkpoint, and all its keys. (Ours has ``lightning_zero_rng`` too.)"""
-    names = ("epoch", "global_step", "state_dict", "lr_schedulers", "optimizer_states", "loops", "hyper_parameters")
-    found = {name: file[name] for name in names if name in file}
-    return sorted(file.keys() - {"lightning_zero_rng"}), found | {
-        "state_dict": dict(sorted(file["state_dict"].items()))
-    }
+def _saving(settings: dict[str, Any], fit: dict[str, Any]) -> Any:
+    def saved(bench: Bench) -> Any:
+        """Losses, weights; names, scores and contents of files, with all their keys, where a link leads"""
+        callback = ModelCheckpoint(bench.root, **settings)
+        ran = bench.fit(enable_checkpointing=True, callbacks=[callback], **fit)
+        state = {key: value for key, value in callback.state_dict().items() if key != "dirpath"}
+        last = bench.root / "last.ckpt"
+        return ran.seen, bench.relative(state), bench.contents(), last.is_symlink(), last.resolve().name
+
+    return saved
 
 
-@feature("ModelCheckpoint(monitor, save_top_k, save_last)")
-def checkpoint_monitor(bench: Bench) -> Any:
-    """Names and scores, the best, and what is in the files: weights, optimizer states, loops, all their keys"""
-    return _saved(bench, ModelCheckpoint(bench.root, "{epoch}", monitor="val", save_top_k=2, save_last=True),
-                  max_epochs=4)  # fmt: skip
-
-
-@feature("ModelCheckpoint(every_n_train_steps)")
-def checkpoint_steps(bench: Bench) -> Any:
-    """Names and contents"""
-    return _saved(bench, ModelCheckpoint(bench.root, "{step}", every_n_train_steps=2, save_top_k=-1))
-
-
-@feature("ModelCheckpoint(every_n_epochs, save_on_train_epoch_end)")
-def checkpoint_epochs(bench: Bench) -> Any:
-    """Names and contents"""
-    callback = ModelCheckpoint(bench.root, "{epoch}-{val:.3f}", every_n_epochs=2, save_on_train_epoch_end=True)
-    return _saved(bench, callback, max_epochs=4)
-
-
-@feature("ModelCheckpoint(train_time_interval)")
-def checkpoint_time(bench: Bench) -> Any:
-    """Names and contents"""
-    callback = ModelCheckpoint(bench.root, "{step}", train_time_interval=timedelta(0), save_top_k=-1)
-    return _saved(bench, callback, max_steps=3)
-
-
-@feature("ModelCheckpoint(save_weights_only)")
-def checkpoint_weights(bench: Bench) -> Any:
-    """Names and contents: no states of optimizers"""
-    return _saved(bench, ModelCheckpoint(bench.root, save_weights_only=True), max_epochs=1)
-
-
-@feature('ModelCheckpoint(save_last="link")')
-def checkpoint_link(bench: Bench) -> Any:
-    """Names, contents, and where the link leads"""
-    found = _saved(bench, ModelCheckpoint(bench.root, "{epoch}", save_last="link", save_top_k=-1))
-    return found, (bench.root / "last.ckpt").is_symlink(), (bench.root / "last.ckpt").resolve().name
+for _name, _how in SAVES.items():
+    feature(f"ModelCheckpoint({_name})")(_saving(*_how))
 
 
 class Raises(Lit):
@@ -144,94 +95,69 @@ def checkpoint_on_exception(bench: Bench) -> Any:
     """The error, names of files and contents"""
     callback = ModelCheckpoint(bench.root, "{step}", save_on_exception=True)
     error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=[callback]))
-    files = bench.files("**/*.ckpt")
-    return error, files, [_content(checkpoint(bench.root / name)) for name in files]
+    return error, bench.contents()
 
 
 @feature("OnExceptionCheckpoint")
 def on_exception_checkpoint(bench: Bench) -> Any:
     """The error, and what is in the file"""
 
-    class Keep(OnExceptionCheckpoint):
-        def teardown(self, *_: Any, **__: Any) -> None:
-            """Lightning's removes the file."""
-
-    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [Keep(bench.root)]}
-    error = bench.raised(lambda: bench.fit(seeded(Raises), **settings))
-    dist.barrier()
-    return error, _content(checkpoint(bench.root / "on_exception.ckpt"))
+    keeps = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
+    callbacks = [keeps(bench.root)]
+    error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=callbacks))
+    return error, bench.contents()
 
 
 @feature("LearningRateMonitor")
 def learning_rate_monitor(bench: Bench) -> Any:
     """Rates, momenta and weight decays that it has written"""
-    logger = CSVLogger(bench.root, name="", version="")
-    callback = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
-    bench.fit(seeded(lambda: Lit(scheduler="step")), logger=logger, callbacks=[callback], log_every_n_steps=1)
-    return rows(bench)
-
-
-def rows(bench: Bench) -> list[dict[str, str]]:
-    """What a CSVLogger has written."""
-    dist.barrier()
-    with (bench.root / "metrics.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert found
-    return [{k: round(float(v), 5) if v else v for k, v in row.items()} for row in found]  # type: ignore[misc]
+    callback = cb.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    return bench.logged(seeded(lambda: Lit(scheduler="step")), callbacks=[callback])[1]
 
 
 @feature("DeviceStatsMonitor")
 def device_stats(bench: Bench) -> Any:
     """Names of what it logs, steps"""
-    logger = CSVLogger(bench.root, name="", version="")
-    bench.fit(logger=logger, callbacks=[DeviceStatsMonitor(cpu_stats=True)], log_every_n_steps=1)
-    found = rows(bench)
+    _, found = bench.logged(callbacks=[cb.DeviceStatsMonitor(cpu_stats=True)])
     assert any("cpu" in name for name in found[0])
     return list(found[0]), [row["step"] for row in found]
 
 
 @feature("GradientAccumulationScheduler")
 def accumulation_scheduler(bench: Bench) -> Any:
-    """Losses, metrics, weights, steps"""
-    return bench.fit(max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})]).seen
+    return bench.fit(max_epochs=3, callbacks=[cb.GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})]).seen
 
 
 @feature("StochasticWeightAveraging")
 def stochastic_weight_averaging(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates, with a scheduler, and with buffers"""
-    found = []
-    for module in (seeded(lambda: Lit(scheduler="epoch")), seeded(WithBatchNorm)):
-        callback = StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
-        ran = bench.fit(module, max_epochs=4, callbacks=[callback])
-        found.append((ran.seen, ran.module.rates))
-    return found
+    def ran(module: Any) -> Any:
+        callback = cb.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
+        return bench.fit(module, max_epochs=4, callbacks=[callback]).seen
+
+    return [ran(seeded(lambda: Lit(scheduler="epoch"))), ran(seeded(WithBatchNorm))]
 
 
 @feature("WeightAveraging")
 def weight_averaging(bench: Bench) -> Any:
     """Losses, metrics, averaged weights, without buffers, by epoch, rarely, and by a function of one's own"""
 
-    class EveryEpoch(WeightAveraging):
-        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            return epoch_idx is not None
-
+    by_epoch = variant(cb.WeightAveraging, should_update=lambda _, step_idx=None, epoch_idx=None: epoch_idx is not None)
     averages = [
-        WeightAveraging(),
-        WeightAveraging(use_buffers=False),
-        EveryEpoch(),
-        EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
-        WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+        cb.WeightAveraging(),
+        cb.WeightAveraging(use_buffers=False),
+        by_epoch(),
+        cb.EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
+        cb.WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
     ]
     return [bench.fit(seeded(WithBatchNorm), callbacks=[callback], val_check_interval=2).seen for callback in averages]
 
 
 @feature("EMAWeightAveraging")
 def ema(bench: Bench) -> Any:
-    """Losses, metrics, averaged weights, the file's keys"""
+    """Losses, metrics, averaged weights, what is in the file"""
     save = ModelCheckpoint(bench.root, "last")
-    ran = bench.fit(enable_checkpointing=True, callbacks=[EMAWeightAveraging(decay=0.8), save])
-    file = checkpoint(bench.root / bench.files("*.ckpt")[0])
-    return ran.seen, _content(file), dict(sorted(file["averaging_state"].items()))
+    ran = bench.fit(enable_checkpointing=True, callbacks=[cb.EMAWeightAveraging(decay=0.8), save])
+    return ran.seen, bench.contents()
 
 
 class Flat(Lit):
@@ -243,13 +169,13 @@ class Flat(Lit):
             block.norm = nn.Identity()
 
 
-class Pruning(ModelPruning):
+class Pruning(cb.ModelPruning):
     """On the CPU Lightning's lottery ticket shares memory with the parameters, so that training changes it. On GPUs,
     and with shards, it does not."""
 
     @staticmethod
     def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
-        ModelPruning._copy_param(new, copy.deepcopy(old), name)
+        cb.ModelPruning._copy_param(new, copy.deepcopy(old), name)
 
 
 PRUNINGS: list[dict[str, Any]] = [
@@ -268,26 +194,17 @@ def pruning(bench: Bench) -> Any:
     for settings in PRUNINGS:
         callback = Pruning("l1_unstructured", amount=0.3, **settings)
         ran = bench.fit(seeded(lambda: Flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
-        ran.trainer.save_checkpoint(bench.root / "a.ckpt")
-        state = dict(sorted(checkpoint(bench.root / "a.ckpt")["state_dict"].items()))
-        assert sum(int((value == 0).sum()) for value in state.values()) > 30
-        found.append((ran.seen, state))
+        file = torch.load(ran.save(), weights_only=False)
+        assert sum(int((value == 0).sum()) for value in file["state_dict"].values()) > 30
+        found.append((ran.seen, dict(sorted(file["state_dict"].items()))))
         dist.barrier()
     return found
 
 
 @feature("ModelPruning, structured")
 def pruning_structured(bench: Bench) -> Any:
-    """Losses, metrics, pruned weights"""
-    callback = ModelPruning(
-        "ln_structured",
-        amount=0.3,
-        use_global_unstructured=False,
-        pruning_dim=0,
-        pruning_norm=1,
-        parameter_names=["weight"],
-        use_lottery_ticket_hypothesis=False,
-    )
+    by_norm = {"use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 1, "parameter_names": ["weight"]}
+    callback = cb.ModelPruning("ln_structured", amount=0.3, use_lottery_ticket_hypothesis=False, **by_norm)
     return bench.fit(seeded(Flat), callbacks=[callback]).seen
 
 
@@ -305,7 +222,7 @@ class Backbone(Lit):
         return torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
 
 
-class Unfreeze(BaseFinetuning):
+class Unfreeze(cb.BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)
 
@@ -315,39 +232,38 @@ class Unfreeze(BaseFinetuning):
 
 
 # DDP does not average gradients of what was frozen when it started: one process is the one that is right.
-@feature("BackboneFinetuning", beside="auto")
-def backbone_finetuning(bench: Bench) -> Any:
-    """Weights, groups of the optimizer"""
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, lambda_func=lambda _: 1.5)
-    return _finetuned(bench, callback)
+def _finetuned(make: Any, **settings: Any) -> Any:
+    def body(bench: Bench) -> Any:
+        """Weights, groups of the optimizer"""
+        ran = bench.fit(seeded(Backbone), max_epochs=3, val=False, callbacks=[make(**settings)])
+        groups = [(len(group["params"]), group["lr"]) for group in ran.trainer.optimizers[0].param_groups]
+        assert len(groups) > 1
+        return ran.weights, groups
+
+    return body
 
 
-@feature("BaseFinetuning", beside="auto")
-def base_finetuning(bench: Bench) -> Any:
-    """Weights, groups of the optimizer"""
-    return _finetuned(bench, Unfreeze())
+_RATES = {"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01, "lambda_func": lambda _: 1.5}
+feature("BackboneFinetuning", beside="auto")(_finetuned(cb.BackboneFinetuning, **_RATES))
+feature("BaseFinetuning", beside="auto")(_finetuned(Unfreeze))
 
 
-def _finetuned(bench: Bench, callback: Any) -> Any:
-    ran = bench.fit(seeded(Backbone), max_epochs=3, val=False, callbacks=[callback])
-    groups = [(len(group["params"]), group["lr"]) for group in ran.trainer.optimizers[0].param_groups]
-    assert len(groups) > 1
-    return ran.weights, groups
+class Tuned(Lit):
+    """Whose rate and batch size a tuner changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 0.05, 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 @feature("LearningRateFinder")
 def learning_rate_finder(bench: Bench) -> Any:
     """The rate it finds, losses and weights after it"""
-
-    class Tuned(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lr = 0.05
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-    ran = bench.fit(seeded(Tuned), count=96, max_epochs=1, callbacks=[LearningRateFinder(num_training_steps=16)])
+    callbacks = [cb.LearningRateFinder(num_training_steps=16)]
+    ran = bench.fit(seeded(Tuned), count=96, max_epochs=1, callbacks=callbacks)
     assert ran.module.lr != 0.05
     return ran.module.lr, ran.weights, [path for path in bench.files() if "lr_find" in path]
 
@@ -355,31 +271,28 @@ def learning_rate_finder(bench: Bench) -> Any:
 @feature("BatchSizeFinder", ddp_raises="distributed")
 def batch_size_finder(bench: Bench) -> Any:
     """Lightning finds a batch size on one rank only"""
-    module = seeded(Lit)
-    module.batch_size = 2
-    return bench.fit(module, callbacks=[BatchSizeFinder()])
+    return bench.fit(seeded(Tuned), callbacks=[cb.BatchSizeFinder()])
 
 
 @feature("Timer")
 def timer(bench: Bench) -> Any:
     """Steps that fit into no time, the names of the times it took"""
-    callback = Timer(duration=timedelta(seconds=0), interval="step")
-    long = Timer(duration=timedelta(hours=1))
-    ran = bench.fit(callbacks=[callback]), bench.fit(callbacks=[long])
+    short = cb.Timer(duration=timedelta(seconds=0), interval="step")
+    long = cb.Timer(duration=timedelta(hours=1))
+    found = [bench.fit(callbacks=[callback]).seen for callback in (short, long)]
     assert long.time_elapsed("train") > 0 and long.time_remaining("train") > 0
-    return [r.seen for r in ran], list(long.state_dict()["time_elapsed"])
+    return found, list(long.state_dict()["time_elapsed"])
 
 
 @feature("TQDMProgressBar")
 def tqdm_bar(bench: Bench) -> Any:
     """What the bars show, on which rank"""
 
-    class Bar(TQDMProgressBar):
+    class Bar(cb.TQDMProgressBar):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
-            shown.append(
-                (self.train_progress_bar.n, self.train_progress_bar.total, sorted(self.get_metrics(*args[:2])))
-            )
+            bar = self.train_progress_bar
+            shown.append((bar.n, bar.total, sorted(self.get_metrics(*args[:2]))))
 
     class Shows(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -399,62 +312,49 @@ def tqdm_bar(bench: Bench) -> Any:
 def rich_bar(bench: Bench) -> Any:
     """What is left of it on the screen's first rank, metrics"""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()) as out:
-        ran = bench.fit(enable_progress_bar=True, callbacks=[RichProgressBar()])
+        ran = bench.fit(enable_progress_bar=True, callbacks=[cb.RichProgressBar()])
     return ran.seen, bool(out.getvalue().strip())
 
 
-def _summarized(bench: Bench, kind: type[ModelSummary]) -> Any:
-    class Looks(kind):  # type: ignore[valid-type, misc]
-        def _summary(self, *args: Any) -> Any:
-            seen.append(super()._summary(*args))
+def _summarized(kind: type[cb.ModelSummary]) -> Any:
+    def body(bench: Bench) -> Any:
+        """All its columns: names, numbers of parameters, sizes in and out, FLOPs; weights"""
+
+        def look(callback: Any, *args: Any) -> Any:
+            seen.append(kind._summary(callback, *args))
             return seen[-1]
 
-    class WithExample(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.example_input_array = torch.ones(3, 4)
+        seen: list[Any] = []
+        module = seeded(Lit)
+        module.example_input_array = torch.ones(3, 4)
+        module.head.requires_grad_(False)
+        callback = variant(kind, _summary=look)(max_depth=2)
+        with contextlib.redirect_stdout(io.StringIO()):
+            ran = bench.fit(module, enable_model_summary=True, callbacks=[callback])
+        counts = (seen[0].total_parameters, seen[0].trainable_parameters, seen[0].model_size)
+        return counts, [(name, list(column)) for name, column in seen[0]._get_summary_data()], ran.weights
 
-    seen: list[Any] = []
-    module = seeded(WithExample)
-    module.head.requires_grad_(False)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ran = bench.fit(module, enable_model_summary=True, callbacks=[Looks(max_depth=2)], ddp={})
-    data = seen[0]._get_summary_data()
-    counts = (seen[0].total_parameters, seen[0].trainable_parameters, seen[0].model_size)
-    return counts, [(name, list(column)) for name, column in data], ran.weights
+    return body
 
 
-@feature("ModelSummary(max_depth), of a module with example_input_array")
-def model_summary(bench: Bench) -> Any:
-    """All its columns: names, numbers of parameters, sizes in and out, FLOPs; weights"""
-    return _summarized(bench, ModelSummary)
-
-
-@feature("RichModelSummary")
-def rich_model_summary(bench: Bench) -> Any:
-    """All its columns; weights"""
-    return _summarized(bench, RichModelSummary)
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self, bench: Bench) -> None:
-        super().__init__("batch_and_epoch")
-        self.bench = bench
-
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, idx: int, *_: Any
-    ) -> None:
-        torch.save((indices, prediction), self.bench.root / f"batch{trainer.global_rank}-{idx}.pt")
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        torch.save((indices, predictions), self.bench.root / f"epoch{trainer.global_rank}.pt")
+feature("ModelSummary(max_depth), of a module with example_input_array")(_summarized(cb.ModelSummary))
+feature("RichModelSummary")(_summarized(cb.RichModelSummary))
 
 
 @feature("BasePredictionWriter")
 def prediction_writer(bench: Bench) -> Any:
     """Predictions and indices of each rank, by batch and by epoch"""
+
+    class Writes(cb.BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, module: Any, *found: Any) -> None:
+            prediction, indices, _, number, _ = found
+            torch.save((indices, prediction), bench.root / f"batch{trainer.global_rank}-{number}.pt")
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            torch.save((indices, predictions), bench.root / f"epoch{trainer.global_rank}.pt")
+
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(40.0).view(10, 4)), batch_size=2)
-    bench.trainer(callbacks=[Writer(bench)], use_distributed_sampler=True).predict(seeded(Lit), data)
+    bench.trainer(callbacks=[Writes("batch_and_epoch")], use_distributed_sampler=True).predict(seeded(Lit), data)
     files = bench.files("*.pt")
     assert len(files) > 4
     return {name: torch.load(bench.root / name, weights_only=False) for name in files}
@@ -466,7 +366,7 @@ def lambda_callback(bench: Bench) -> Any:
     calls: list[Any] = []
     names = ("on_train_start", "on_train_batch_end", "on_before_optimizer_step", "on_validation_end", "on_fit_end")
     hooks = {name: lambda t, *_, name=name, **__: calls.append((name, t.global_step)) for name in names}
-    ran = bench.fit(callbacks=[LambdaCallback(**hooks)])
+    ran = bench.fit(callbacks=[cb.LambdaCallback(**hooks)])
     assert {name for name, _ in calls} == set(names)
     return calls, ran.seen
 
@@ -474,14 +374,10 @@ def lambda_callback(bench: Bench) -> Any:
 @feature("ThroughputMonitor")
 def throughput_monitor(bench: Bench) -> Any:
     """Names of what it logs; numbers of batches and samples"""
-
-    class Flops(Lit):
-        flops_per_batch = 100
-
-    logger = CSVLogger(bench.root, name="", version="")
-    callback = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
-    bench.fit(seeded(Flops), logger=logger, callbacks=[callback], log_every_n_steps=1)
-    found = rows(bench)
+    module = seeded(Lit)
+    module.flops_per_batch = 100
+    callback = cb.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+    _, found = bench.logged(module, callbacks=[callback])
     counts = [{k: v for k, v in row.items() if k.endswith(("batches", "samples"))} for row in found]
     return sorted(found[0]), counts
 
@@ -494,28 +390,29 @@ def spike_detection(bench: Bench) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * (1 if self.trainer.global_step < 4 else 1e6)
 
-    callback = SpikeDetection(warmup=2, finite_only=True, rtol=1.0, atol=0.1)
+    callback = cb.SpikeDetection(warmup=2, finite_only=True, rtol=1.0, atol=0.1)
     error = bench.raised(lambda: bench.fit(seeded(Rises), callbacks=[callback]))
-    dist.barrier()
-    return error, bench.relative(bench.files("*.json")), bench.root.joinpath("skip_batches.json").read_text()
+    return error, bench.files("*.json"), bench.root.joinpath("skip_batches.json").read_text()
 
 
 @feature("Callback.state_dict and load_state_dict")
 def callback_state(bench: Bench) -> Any:
     """What a callback of one's own finds again"""
 
-    class Counts(Records):
+    class Counts(cb.Callback):
+        count = loaded = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.count += 1
+
         def state_dict(self) -> dict[str, Any]:
-            return {"found": len(self.found)}
+            return {"count": self.count}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.loaded = state_dict["found"]
+            self.loaded = state_dict["count"]
 
-    def counts() -> Counts:
-        return Counts(lambda t, _: t.global_step, "on_train_batch_end")
-
-    first = bench.fit(callbacks=[counts()], max_epochs=1)
-    first.trainer.save_checkpoint(bench.root / "a.ckpt")
-    callback = counts()
-    ran = bench.fit(callbacks=[callback], ckpt_path=bench.root / "a.ckpt")
-    return callback.loaded, callback.found, ran.seen
+    path = bench.fit(callbacks=[Counts()], max_epochs=1).save()
+    callback = Counts()
+    ran = bench.fit(callbacks=[callback], ckpt_path=path)
+    assert callback.loaded
+    return callback.loaded, callback.count, ran.seen

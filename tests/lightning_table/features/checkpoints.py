@@ -11,56 +11,48 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from tests.lightning_table.bench import Bench, Ran, checkpoint
-from tests.lightning_table.features.callbacks import _content
-from tests.lightning_table.table import feature
+from tests.lightning_table.bench import Bench
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, seeded
 
+feature = heading("Checkpoints")
 
-def _adam() -> Any:
-    return seeded(lambda: Lit(optimizer="adamw", scheduler="step"))
+
+def _adam(seed: int = 3) -> Any:
+    return seeded(lambda: Lit(optimizer="adamw", scheduler="step"), seed)
 
 
 @feature("trainer.save_checkpoint")
 def save(bench: Bench) -> Any:
     """What is in the file: weights, optimizer states, schedulers, loops, hyper-parameters, all keys"""
-    bench.fit(_adam()).trainer.save_checkpoint(bench.root / "a.ckpt")
-    return _content(checkpoint(bench.root / "a.ckpt"))
+    bench.fit(_adam()).save()
+    return bench.contents()
 
 
 @feature("trainer.save_checkpoint(weights_only=True)")
 def save_weights(bench: Bench) -> Any:
     """What is in the file"""
-    bench.fit(_adam()).trainer.save_checkpoint(bench.root / "a.ckpt", weights_only=True)
-    return _content(checkpoint(bench.root / "a.ckpt"))
+    bench.fit(_adam()).save(weights_only=True)
+    return bench.contents()
 
 
 @feature("resume: fit(ckpt_path)")
 def resume(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates, steps"""
-    bench.fit(_adam(), max_epochs=1).trainer.save_checkpoint(bench.root / "a.ckpt")
-    ran = bench.fit(seeded(lambda: Lit(optimizer="adamw", scheduler="step"), 5), ckpt_path=bench.root / "a.ckpt")
-    return ran.seen, ran.module.rates
+    return bench.fit(_adam(5), ckpt_path=bench.fit(_adam(), max_epochs=1).save()).seen
 
 
 @feature("resume in the middle of an epoch")
 def resume_inside(bench: Bench) -> Any:
-    """Losses, metrics, weights, steps"""
-    bench.fit(_adam(), max_steps=2, max_epochs=-1).trainer.save_checkpoint(bench.root / "a.ckpt")
-    return bench.fit(seeded(lambda: Lit(optimizer="adamw", scheduler="step"), 5), ckpt_path=bench.root / "a.ckpt").seen
+    return bench.fit(_adam(5), ckpt_path=bench.fit(_adam(), max_steps=2, max_epochs=-1).save()).seen
 
 
 @feature("resume from a file of DDP, and DDP from ours")
 def across(bench: Bench) -> Any:
-    """Losses, metrics, weights of both"""
     ddp = Bench("ddp", bench.root)
-    found = []
-    for number, (first, then) in enumerate([(ddp, bench), (bench, ddp)]):
-        path = bench.root / f"{number}.ckpt"
-        first.fit(_adam(), max_epochs=1).trainer.save_checkpoint(path)
-        again = seeded(lambda: Lit(optimizer="adamw", scheduler="step"), 5)
-        found.append(then.fit(again, ckpt_path=path).seen)
-    return found
+    return [
+        then.fit(_adam(5), ckpt_path=first.fit(_adam(), max_epochs=1).save()).seen
+        for first, then in ((ddp, bench), (bench, ddp))
+    ]
 
 
 @feature('ckpt_path="best" and "last"')
@@ -79,22 +71,20 @@ def best_and_last(bench: Bench) -> Any:
     assert found[0][0]["val"] != found[1][0]["val"]
     of.fit_loop.max_epochs = 3
     of.fit(ran.module, bench.loader(), bench.loader(), ckpt_path="last")
-    return found, Ran(of, ran.module).seen
+    return found, ran.seen
 
 
 @feature("load_from_checkpoint, save_hyperparameters")
 def load_from(bench: Bench) -> Any:
     """Hyper-parameters, weights, what the module gives in the process that loads it"""
-    bench.fit(seeded(lambda: Lit(width=6, lr=0.1))).trainer.save_checkpoint(bench.root / "a.ckpt")
-    module = Lit.load_from_checkpoint(bench.root / "a.ckpt", lr=0.2, weights_only=False)
+    path = bench.fit(seeded(lambda: Lit(width=6, lr=0.1))).save()
+    module = Lit.load_from_checkpoint(path, lr=0.2, weights_only=False)
     return dict(module.hparams), dict(module.state_dict()), module(torch.ones(2, 4)).detach()
 
 
 @feature("load_from_checkpoint, then validate and fit")
 def load_then_fit(bench: Bench) -> Any:
-    """Metrics, losses, weights"""
-    bench.fit(max_epochs=1).trainer.save_checkpoint(bench.root / "a.ckpt")
-    module = Lit.load_from_checkpoint(bench.root / "a.ckpt", weights_only=False)
+    module = Lit.load_from_checkpoint(bench.fit(max_epochs=1).save(), weights_only=False)
     result = bench.trainer().validate(module, bench.loader(), verbose=False)
     return result, bench.fit(module).seen
 
@@ -109,14 +99,12 @@ def strict(bench: Bench) -> Any:
             self.more = nn.Linear(2, 2)
             self.more.requires_grad_(False)
 
-    bench.fit(max_epochs=1).trainer.save_checkpoint(bench.root / "a.ckpt")
-    of = bench.trainer()
-    error = bench.raised(lambda: of.validate(seeded(More), bench.loader(), ckpt_path=bench.root / "a.ckpt"))
+    path, of = bench.fit(max_epochs=1).save(), bench.trainer()
+    error = bench.raised(lambda: of.validate(seeded(More), bench.loader(), ckpt_path=path))
+    assert "more.weight" in error
     loose = seeded(More)
     loose.strict_loading = False
-    result = of.validate(loose, bench.loader(), ckpt_path=bench.root / "a.ckpt", verbose=False)
-    assert "more.weight" in error
-    return result
+    return of.validate(loose, bench.loader(), ckpt_path=path, verbose=False)
 
 
 @feature("AsyncCheckpointIO")
@@ -124,9 +112,9 @@ def asynchronous(bench: Bench) -> Any:
     """Names and contents of files"""
     callback = ModelCheckpoint(bench.root, "{step}", every_n_train_steps=2, save_top_k=-1)
     bench.fit(_adam(), enable_checkpointing=True, callbacks=[callback], plugins=AsyncCheckpointIO())
-    files = bench.files("*.ckpt")
-    assert len(files) > 1
-    return {name: _content(checkpoint(bench.root / name)) for name in files}
+    found = bench.contents()
+    assert len(found) > 1
+    return found
 
 
 @feature("CheckpointIO of one's own")
@@ -147,11 +135,9 @@ def own_io(bench: Bench) -> Any:
             super().remove_checkpoint(path)
 
     calls: list[Any] = []
-    save = ModelCheckpoint(bench.root, "{epoch}")
-    ran = bench.fit(enable_checkpointing=True, callbacks=[save], plugins=Notes())
-    ran.trainer.save_checkpoint(bench.root / "a.ckpt", storage_options={"to": 1})
-    again = bench.fit(seeded(Lit, 5), plugins=Notes(), ckpt_path=bench.root / "a.ckpt", max_epochs=3)
-    return calls, again.seen
+    callbacks = [ModelCheckpoint(bench.root, "{epoch}")]
+    path = bench.fit(enable_checkpointing=True, callbacks=callbacks, plugins=Notes()).save(storage_options={"to": 1})
+    return calls, bench.fit(seeded(Lit, 5), plugins=Notes(), ckpt_path=path, max_epochs=3).seen
 
 
 @feature("saving inside of hooks")
@@ -170,9 +156,7 @@ def inside(bench: Bench) -> Any:
         def on_train_end(self) -> None:
             self.trainer.save_checkpoint(bench.root / "end.ckpt")
 
-    ran = bench.fit(seeded(Saves))
-    files = bench.files("*.ckpt")
-    return ran.seen, {name: _content(checkpoint(bench.root / name)) for name in files}
+    return bench.fit(seeded(Saves)).seen, bench.contents()
 
 
 @feature("a missing file")

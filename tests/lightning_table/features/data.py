@@ -11,8 +11,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.lightning_table.bench import Bench, Ran
-from tests.lightning_table.table import feature
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, Samples, seeded
+
+feature = heading("Data")
 
 
 class Nested(Lit):
@@ -28,19 +30,20 @@ class Nested(Lit):
         self._evaluate(batch)
 
 
-for _mode in ("min_size", "max_size_cycle", "max_size"):
-
-    def _combined(bench: Bench, mode: str = _mode) -> Any:
+def _combined(mode: str) -> Any:
+    def ran(bench: Bench) -> Any:
         data = CombinedLoader({"a": bench.loader(2), "b": bench.loader(1)}, mode)
         return bench.fit(seeded(Nested), data).seen
 
-    _combined.__doc__ = "Losses, metrics, weights"
-    feature(f'CombinedLoader(mode="{_mode}")')(_combined)
+    return ran
+
+
+for _mode in ("min_size", "max_size_cycle", "max_size"):
+    feature(f'CombinedLoader(mode="{_mode}")')(_combined(_mode))
 
 
 @feature("nested loaders, several loaders of validation")
 def several(bench: Bench) -> Any:
-    """Losses, metrics by loader, weights"""
     data = {"a": bench.loader(2), "b": bench.loader(1)}
     return bench.fit(seeded(Nested), data, val=[bench.loader(2), bench.loader(1)]).seen
 
@@ -69,10 +72,10 @@ def data_module(bench: Bench) -> Any:
     module, of = seeded(Lit), bench.trainer(max_epochs=1)
     of.fit(module, datamodule=Data())
     results = of.test(module, datamodule=Data(1), verbose=False), of.predict(module, datamodule=Data())
-    of.save_checkpoint(bench.root / "a.ckpt")
+    path = Ran(of, module).save()
     data, of = Data(), bench.trainer()
-    of.fit(module, datamodule=data, ckpt_path=bench.root / "a.ckpt")
-    again = Data.load_from_checkpoint(bench.root / "a.ckpt", weights_only=False)
+    of.fit(module, datamodule=data, ckpt_path=path)
+    again = Data.load_from_checkpoint(path, weights_only=False)
     return results, data.loaded, dict(again.hparams), Ran(of, module).seen
 
 
@@ -83,15 +86,12 @@ class Stream(IterableDataset[Any]):
 
 @feature("IterableDataset")
 def iterable(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
     data = DataLoader(Stream(), batch_size=2)
     return bench.fit(data=data, val=data, use_distributed_sampler=True).seen
 
 
 @feature("batches of dicts, and of nested lists")
 def nested_batches(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-
     class Dicts(Lit):
         def loss(self, batch: Any) -> Any:
             assert batch["more"][1] == ["text"] * 2
@@ -107,21 +107,14 @@ def nested_batches(bench: Bench) -> Any:
 
 @feature("a loader with workers")
 def workers(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
     data = bench.loader()
     data = DataLoader(data.dataset, batch_size=2, sampler=data.sampler, num_workers=1, persistent_workers=True)
     return bench.fit(data=data, val=False).seen
 
 
 @feature("steps by dataloader_iter")
-def by_iterator(bench: Bench) -> Any:
-    """Losses, weights"""
-
-    class Takes(Lit):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, _, _ = next(dataloader_iter)
-            loss = self.loss(batch)
-            self.losses.append(loss.item())
-            return loss
-
-    return bench.fit(seeded(Takes)).seen
+class Takes(Lit):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        loss = self.loss(next(dataloader_iter)[0])
+        self.losses.append(loss.item())
+        return loss

@@ -11,9 +11,10 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger, rank_zero_expe
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
 from tests.lightning_table.bench import Bench
-from tests.lightning_table.features.callbacks import rows
-from tests.lightning_table.table import feature
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, seeded
+
+feature = heading("Logging")
 
 
 class Logs(Lit):
@@ -41,48 +42,39 @@ class Logs(Lit):
 @feature("self.log, self.log_dict: on_step, on_epoch, prog_bar, sync_dist, reduce_fx, rank_zero_only")
 def log(bench: Bench) -> Any:
     """callback_metrics, logged_metrics, progress_bar_metrics of each rank, what a logger gets"""
-    logger = CSVLogger(bench.root, name="", version="")
-    ran = bench.fit(seeded(Logs), logger=logger, log_every_n_steps=1)
-    of = ran.trainer
-    metrics = [{k: float(v) for k, v in sorted(m.items())} for m in (of.logged_metrics, of.progress_bar_metrics)]
-    return ran.seen, metrics, rows(bench)
+    ran, rows = bench.logged(seeded(Logs))
+    metrics = (ran.trainer.logged_metrics, ran.trainer.progress_bar_metrics)
+    return ran.seen, [{k: float(v) for k, v in sorted(m.items())} for m in metrics], rows
 
 
 @feature("torchmetrics as submodules")
-def metrics(bench: Bench) -> Any:
-    """Metrics, weights, keys of the state dict"""
+class Measures(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_mse = MeanSquaredError()
+        self.val_metrics = MetricCollection({"mse": MeanSquaredError(), "mean": MeanMetric()}, prefix="val_")
+        self.val_metrics.persistent(True)
 
-    class Measures(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.train_mse = MeanSquaredError()
-            self.val_metrics = MetricCollection({"mse": MeanSquaredError(), "mean": MeanMetric()}, prefix="val_")
-            self.val_metrics.persistent(True)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.train_mse(self(batch[0]), batch[1])
+        self.log("train_mse", self.train_mse, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            with torch.no_grad():
-                self.train_mse(self(batch[0]), batch[1])
-            self.log("train_mse", self.train_mse, on_step=True, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        self.val_metrics["mse"].update(out, batch[1])
+        self.val_metrics["mean"].update(out)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            out = self(batch[0])
-            self.val_metrics["mse"].update(out, batch[1])
-            self.val_metrics["mean"].update(out)
-
-        def on_validation_epoch_end(self) -> None:
-            self.log_dict(self.val_metrics.compute())
-            self.val_metrics.reset()
-
-    return bench.fit(seeded(Measures)).seen
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.val_metrics.compute())
+        self.val_metrics.reset()
 
 
 @feature("CSVLogger")
 def csv_logger(bench: Bench) -> Any:
     """What is in its files"""
-    logger = CSVLogger(bench.root, name="", version="")
-    bench.fit(seeded(Lit), logger=logger, log_every_n_steps=1)
-    return rows(bench), (bench.root / "hparams.yaml").read_text(), bench.files()
+    return bench.logged()[1], (bench.root / "hparams.yaml").read_text(), bench.files()
 
 
 class Keeps(Logger):
@@ -105,26 +97,19 @@ class Keeps(Logger):
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         self.calls.append(sorted(params))
 
-    def log_graph(self, *_: Any, **__: Any) -> None:
-        self.calls.append("graph")
-
-    def save(self) -> None:
-        self.calls.append("save")
-
     def finalize(self, status: str) -> None:
         self.calls.append(status)
-
-    def after_save_checkpoint(self, callback: Any) -> None:
-        self.calls.append("checkpoint")
 
 
 @feature("Logger of one's own, several loggers")
 def own_logger(bench: Bench) -> Any:
     """All calls of each rank, files"""
     logger = Keeps()
+    for name in ("log_graph", "save", "after_save_checkpoint"):
+        setattr(logger, name, lambda *_, name=name: logger.calls.append(name))
     others = [CSVLogger(bench.root, name="", version=""), DummyLogger()]
     bench.fit(seeded(Lit), logger=[logger, *others], log_every_n_steps=1, enable_checkpointing=True)
-    return logger.calls, rows(bench), bench.files()
+    return logger.calls, bench.rows(), bench.files()
 
 
 @feature("TensorBoardLogger, histograms of weights", needs=("tensorboardX",))

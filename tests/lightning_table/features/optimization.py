@@ -6,36 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
-from tests.lightning_table.bench import Bench
-from tests.lightning_table.table import Refusal, feature
+from tests.lightning_table.bench import Bench, Notes, variant
+from tests.lightning_table.table import Refusal, heading
 from tests.trainer.toys import Block, Lit, seeded
 
+feature = heading("Optimization")
 
-def _optimizers(make: Any) -> Any:
-    class With(Lit):
-        def configure_optimizers(self) -> Any:
-            return make(self)
-
-    return seeded(With)
-
-
-@feature("gradient_clip_val")
-def clip_norm(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    return bench.fit(gradient_clip_val=0.1).seen
-
-
-@feature('gradient_clip_algorithm="value"')
-def clip_value(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    return bench.fit(gradient_clip_val=0.02, gradient_clip_algorithm="value").seen
-
-
-@feature("accumulate_grad_batches")
-def accumulation(bench: Bench) -> Any:
-    """Losses, metrics, weights, steps, with a short last window, and clipping"""
-    return bench.fit(accumulate_grad_batches=2, gradient_clip_val=0.1).seen
+feature("gradient_clip_val", fit={"gradient_clip_val": 0.1})(Lit)
+feature('gradient_clip_algorithm="value"', fit={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"})(Lit)
+# With a short last window.
+feature("accumulate_grad_batches", fit={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})(Lit)
 
 
 for _name, _make in {
@@ -47,98 +29,79 @@ for _name, _make in {
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
     "NAdam, foreach": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
 }.items():
+    feature(f"torch.optim.{_name}")(variant(configure_optimizers=_make))
 
-    def _optimizer(bench: Bench, make: Any = _make) -> Any:
-        return bench.fit(_optimizers(make)).seen
-
-    _optimizer.__doc__ = "Losses, metrics, weights"
-    feature(f"torch.optim.{_name}")(_optimizer)
-
-
-@feature("torch.optim.LBFGS", refused=Refusal("`torch.optim.LBFGS`", r"LBFGS, whose step\(\) calls its closure itself"))
-def lbfgs(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    return bench.fit(_optimizers(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))).seen
+_REFUSED = Refusal("`torch.optim.LBFGS`", r"LBFGS, whose step\(\) calls its closure itself")
+_LBFGS = variant(configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))
+feature("torch.optim.LBFGS", refused=_REFUSED)(_LBFGS)
 
 
 @feature("param groups by shape")
-def groups(bench: Bench) -> Any:
-    """Losses, metrics, weights, sizes and rates of the groups"""
-
-    def make(module: Any) -> Any:
-        decay = [p for p in module.parameters() if p.ndim > 1]
-        rest = [p for p in module.parameters() if p.ndim == 1]
-        sizes.append((sum(p.numel() for p in decay), len(rest)))
+class ByShape(Notes):
+    def configure_optimizers(self) -> Any:
+        decay = [p for p in self.parameters() if p.ndim > 1]
+        rest = [p for p in self.parameters() if p.ndim == 1]
+        self.noted.append((sum(p.numel() for p in decay), len(rest)))
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.1}]
         return torch.optim.AdamW(groups, lr=0.01)
 
-    sizes: list[Any] = []
-    ran = bench.fit(_optimizers(make))
-    return sizes, ran.seen, [group["lr"] for group in ran.trainer.optimizers[0].param_groups]
 
-
-@feature("no optimizer")
-def no_optimizer(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    return bench.fit(_optimizers(lambda _: None)).seen
+feature("no optimizer")(variant(configure_optimizers=lambda _: None))
 
 
 @feature("frozen parameters")
-def frozen(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
-    module = seeded(Lit)
-    module.blocks[0].requires_grad_(False)
-    module.head.bias.requires_grad_(False)
-    return bench.fit(module).seen
+class Frozen(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
 
 
-@feature("unused and shared parameters")
-def unused(bench: Bench) -> Any:
-    """Losses, metrics, weights, beside DDP that looks for the unused"""
+LOOKS = {"ddp": {"find_unused_parameters": True}}
 
-    class Odd(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Linear(3, 5)
-            self.blocks[1].up.weight = self.blocks[0].up.weight
 
-    return bench.fit(seeded(Odd), ddp={"find_unused_parameters": True}).seen
+@feature("unused and shared parameters", fit=LOOKS)
+class Odd(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 5)
+        self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
 SCHEDULERS: dict[str, Any] = {
-    "StepLR by epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "StepLR by epoch": lambda o: {"scheduler": lr_scheduler.StepLR(o, 1, 0.5)},
     "OneCycleLR by step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
+        "scheduler": lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
         "interval": "step",
     },
     "ReduceLROnPlateau": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+        "scheduler": lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
         "monitor": "val",
     },
     "SequentialLR, every second step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)],
-            milestones=[2],
+        "scheduler": lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 4)], milestones=[2]
         ),
         "interval": "step",
         "frequency": 2,
     },
-    "LambdaLR": lambda o: [torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)],
+    "LambdaLR": lambda o: {"scheduler": lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)},
 }
+
+
+def _scheduled(make: Any) -> type:
+    def both(module: Any) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        return [optimizer], [make(optimizer)]
+
+    def rates_change(module: Any) -> None:
+        assert len(set(module.rates)) > 1
+
+    return variant(configure_optimizers=both, on_train_end=rates_change)
+
+
 for _name, _make in SCHEDULERS.items():
-
-    def _scheduler(bench: Bench, make: Any = _make) -> Any:
-        def both(module: Any) -> Any:
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-            return [optimizer], made if isinstance(made := make(optimizer), list) else [made]
-
-        ran = bench.fit(_optimizers(both), max_epochs=3)
-        assert len(set(ran.module.rates)) > 1
-        return ran.module.rates, ran.seen
-
-    _scheduler.__doc__ = "Rates, losses, metrics, weights"
-    feature(_name)(_scheduler)
+    feature(_name, fit={"max_epochs": 3})(_scheduled(_make))
 
 
 class Manual(Lit):
@@ -147,49 +110,42 @@ class Manual(Lit):
         self.automatic_optimization = False
 
 
-@feature("manual optimization")
-def manual(bench: Bench) -> Any:
-    """Losses, metrics, weights, rates, with accumulation, clipping and a scheduler by hand"""
+@feature("manual optimization", fit={"count": 16})
+class ByHand(Manual):
+    def __init__(self) -> None:
+        super().__init__(scheduler="step")
 
-    class ByHand(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            loss = self.loss(batch) / 2
-            self.losses.append(loss.item())
-            self.manual_backward(loss)
-            if batch_idx % 2:
-                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-                optimizer.step()
-                optimizer.zero_grad()
-                self.lr_schedulers().step()
-
-    ran = bench.fit(seeded(lambda: ByHand(scheduler="step")), count=16)
-    return ran.seen, ran.module.rates
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) / 2
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
 
 
 @feature("manual optimization with a closure, two backwards")
-def manual_closure(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
+class Closes(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
 
-    class Closes(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
+        def closure() -> Any:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            self.manual_backward(loss * 0.5)
+            self.losses.append(loss.item())
+            return loss
 
-            def closure() -> Any:
-                loss = self.loss(batch)
-                optimizer.zero_grad()
-                self.manual_backward(loss, retain_graph=True)
-                self.manual_backward(loss * 0.5)
-                self.losses.append(loss.item())
-                return loss
-
-            optimizer.step(closure=closure)
-
-    return bench.fit(seeded(Closes)).seen
+        optimizer.step(closure=closure)
 
 
+@feature("several optimizers, toggle_optimizer, toggled_optimizer", fit=LOOKS)
 class Gan(Manual):
-    """A generator and a discriminator that take turns."""
+    """Losses, weights, rates of a generator and a discriminator that take turns"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +159,7 @@ class Gan(Manual):
     def configure_optimizers(self) -> Any:
         g = torch.optim.Adam(self.generator.parameters(), lr=0.01, betas=(0.5, 0.9))
         d = torch.optim.Adam(self.discriminator.parameters(), lr=0.02, betas=(0.5, 0.9))
-        return [g, d], [torch.optim.lr_scheduler.ExponentialLR(g, 0.9), torch.optim.lr_scheduler.ExponentialLR(d, 0.8)]
+        return [g, d], [lr_scheduler.ExponentialLR(g, 0.9), lr_scheduler.ExponentialLR(d, 0.8)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         g, d = self.optimizers()
@@ -228,25 +184,14 @@ class Gan(Manual):
             scheduler.step()
 
 
-@feature("several optimizers, toggle_optimizer, toggled_optimizer")
-def gan(bench: Bench) -> Any:
-    """Losses, weights, rates of a GAN"""
-    ran = bench.fit(seeded(Gan), ddp={"find_unused_parameters": True})
-    return ran.seen, ran.module.rates
-
-
 @feature("several optimizers, saved and resumed")
 def gan_resumed(bench: Bench) -> Any:
-    """Losses, weights"""
-    first = bench.fit(seeded(Gan), ddp={"find_unused_parameters": True}, max_epochs=1)
-    first.trainer.save_checkpoint(bench.root / "a.ckpt")
-    settings: dict[str, Any] = {"ddp": {"find_unused_parameters": True}, "ckpt_path": bench.root / "a.ckpt"}
-    return bench.fit(seeded(Gan, 5), **settings).seen
+    path = bench.fit(seeded(Gan), max_epochs=1, **LOOKS).save()
+    return bench.fit(seeded(Gan, 5), ckpt_path=path, **LOOKS).seen
 
 
 @feature("self.freeze and self.unfreeze between fits")
 def freeze(bench: Bench) -> Any:
-    """Losses, metrics, weights"""
     module = seeded(Lit)
     bench.fit(module, max_epochs=1)
     module.freeze()

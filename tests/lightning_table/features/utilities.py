@@ -19,106 +19,90 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
-from tests.lightning_table.bench import Bench, Ran
-from tests.lightning_table.table import feature
+from tests.lightning_table.bench import Bench, Notes, Ran
+from tests.lightning_table.features.callbacks import Tuned
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, _quiet, seeded
+
+feature = heading("Utilities, profilers, the tuner, the CLI")
 
 
 @feature("self.all_gather")
-def all_gather(bench: Bench) -> Any:
+class Contrasts(Notes):
     """Tensors, dicts, numbers; losses and weights where gradients go through it"""
 
-    class Contrasts(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            out = self(batch[0])
-            found.append(self.all_gather({"a": out.detach(), "b": [torch.tensor(self.global_rank), 1.5]}))
-            every = self.all_gather(out, sync_grads=True)
-            loss = nn.functional.mse_loss(out, batch[1]) + every.square().mean()
-            self.losses.append(loss.item())
-            return loss
-
-    found: list[Any] = []
-    return bench.fit(seeded(Contrasts)).seen, found
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        self.noted.append(self.all_gather({"a": out.detach(), "b": [torch.tensor(self.global_rank), 1.5]}))
+        every = self.all_gather(out, sync_grads=True)
+        loss = nn.functional.mse_loss(out, batch[1]) + every.square().mean()
+        self.losses.append(loss.item())
+        return loss
 
 
 @feature("trainer.strategy.barrier, broadcast, reduce, reduce_boolean_decision, all_gather")
 def collectives(bench: Bench) -> Any:
     """What each rank gets, before and after a fit too"""
-    found: list[Any] = []
 
-    class Talks(Lit):
+    class Talks(Notes):
         def on_train_epoch_end(self) -> None:
-            of = self.trainer.strategy
-            rank = self.global_rank
+            of, rank = self.trainer.strategy, self.global_rank
             of.barrier("here")
-            found.append(of.broadcast({"rank": rank, "t": torch.ones(2) * rank}, src=1))
-            found.append([of.reduce(torch.tensor(rank + 1.0), reduce_op=op) for op in ("mean", "sum")])
-            found.append([of.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)])
-            found.append(of.all_gather(torch.tensor([rank])))
-            found.append(
-                (of.reduce(1.5), of.global_rank, of.local_rank, of.node_rank, of.world_size, of.is_global_zero)
-            )
+            self.noted += [
+                of.broadcast({"rank": rank, "t": torch.ones(2) * rank}, src=1),
+                [of.reduce(torch.tensor(rank + 1.0), reduce_op=op) for op in ("mean", "sum")],
+                [of.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)],
+                of.all_gather(torch.tensor([rank])),
+                (of.reduce(1.5), of.global_rank, of.local_rank, of.node_rank, of.world_size, of.is_global_zero),
+            ]
 
     ran = bench.fit(seeded(Talks))
     ran.trainer.strategy.barrier()
-    found.append(ran.trainer.strategy.broadcast(dist.get_rank(), 1))
-    return found
+    return ran.module.noted, ran.trainer.strategy.broadcast(dist.get_rank(), 1)
 
 
 @feature("seed_everything(workers=True)")
 def seeds(bench: Bench) -> Any:
     """Dropout's losses, random numbers of torch, numpy and random in steps and workers"""
 
-    class Draws(Lit):
+    class Draws(Notes):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+            self.noted.append((float(torch.rand(())), float(np.random.rand()), random.random()))
             return super().training_step((nn.functional.dropout(batch[0], 0.5), batch[1]), batch_idx)
 
-    drawn: list[Any] = []
     pl.seed_everything(11, workers=True, verbose=False)
-    ran = bench.fit(Draws())
-    return drawn, ran.seen
+    return bench.fit(Draws()).seen
 
 
 @feature("grad_norm")
-def norms(bench: Bench) -> Any:
-    """What is logged of it"""
-
-    class Logs(Lit):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-
-    return bench.fit(seeded(Logs)).seen
+class LogsNorms(Lit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
 
 
 @feature("summarize, measure_flops, self.example_input_array")
-def summaries(bench: Bench) -> Any:
+class Looks(Notes):
     """Sizes and counts in on_fit_start, FLOPs in setup"""
 
-    class Looks(Lit):
-        def setup(self, stage: str) -> None:
-            found.append(measure_flops(self, lambda: self(torch.ones(2, 4)), lambda y: y.sum()))
+    def setup(self, stage: str) -> None:
+        self.noted.append(measure_flops(self, lambda: self(torch.ones(2, 4)), lambda y: y.sum()))
 
-        def on_fit_start(self) -> None:
-            found.append(str(summarize(self, max_depth=-1)))
-
-    found: list[Any] = []
-    bench.fit(seeded(Looks))
-    return found
-
-
-@feature("SimpleProfiler")
-def simple(bench: Bench) -> Any:
-    """Names of actions and their numbers"""
-    profiler = SimpleProfiler(bench.root, "out")
-    ran = bench.fit(profiler=profiler)
-    actions = {_strategy_out(name): len(times) for name, times in profiler.recorded_durations.items()}
-    return ran.seen, dict(sorted(actions.items())), bench.files("out*")
+    def on_fit_start(self) -> None:
+        self.noted.append(str(summarize(self, max_depth=-1)))
 
 
 def _strategy_out(name: str) -> str:
     """Actions of a strategy have its class in their name."""
     return name.replace("[Strategy]DDPStrategy", "[Strategy]").replace("[Strategy]ZeroStrategy", "[Strategy]")
+
+
+@feature("SimpleProfiler")
+def simple(bench: Bench) -> Any:
+    """Names of actions and their numbers, files"""
+    profiler = SimpleProfiler(bench.root, "out")
+    ran = bench.fit(profiler=profiler)
+    actions = {_strategy_out(name): len(times) for name, times in profiler.recorded_durations.items()}
+    return ran.seen, dict(sorted(actions.items())), bench.files("out*")
 
 
 @feature("AdvancedProfiler")
@@ -142,22 +126,12 @@ def pytorch_profiler(bench: Bench) -> Any:
     return ran.seen, said
 
 
-class Tuned(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 2
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
 @feature("Tuner.lr_find")
 def lr_find(bench: Bench) -> Any:
     """Rates, losses, the suggestion; losses and weights after it"""
     module, of = seeded(Tuned), bench.trainer()
     with contextlib.redirect_stderr(io.StringIO()):
         found = Tuner(of).lr_find(module, bench.loader(count=96), num_training=16, update_attr=True)
-    assert found is not None
     return dict(found.results), found.suggestion(), bench.fit(module).seen
 
 
@@ -169,8 +143,6 @@ def scale_batch_size(bench: Bench) -> Any:
 
 @feature("torch.compile(module)", slow=True)
 def compiled(bench: Bench) -> Any:
-    """Weights"""
-
     class Quiet(Lit):
         """Nothing is logged: that fails inside of a graph, under DDP too."""
 
@@ -181,10 +153,8 @@ def compiled(bench: Bench) -> Any:
             self.loss(batch)
 
     torch._dynamo.reset()
-    module = seeded(Quiet)
-    of = bench.trainer(max_epochs=1)
+    module, of = seeded(Quiet), bench.trainer(max_epochs=1)
     of.fit(torch.compile(module), bench.loader(), bench.loader())
-
     return Ran(of, module).seen
 
 
@@ -207,25 +177,17 @@ def cli(bench: Bench) -> Any:
         ran = LightningCLI(Loads, args=args)
     finally:
         sys.argv = before
-
     config = (bench.root / "config.yaml").read_text().replace(bench.row, "ROW").replace(str(bench.root), "ROOT")
     return Ran(ran.trainer, ran.model).seen, config
 
 
 @feature("the strategy by its name")
 def by_name(bench: Bench) -> Any:
-    """Losses, metrics, weights with Trainer(strategy="zero3")"""
-
-    settings: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "max_epochs": 2, "logger": False}
     _quiet()
+    silent = ("logger", "enable_progress_bar", "enable_checkpointing", "use_distributed_sampler")
+    settings: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "max_epochs": 2} | dict.fromkeys(silent, False)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        of = pl.Trainer(
-            strategy=bench.row,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
-            **settings,
-        )
+        of = pl.Trainer(strategy=bench.row, **settings)
         module = seeded(Lit)
         of.fit(module, bench.loader(), bench.loader())
     return Ran(of, module).seen
