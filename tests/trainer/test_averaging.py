@@ -12,27 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import (
-    Late,
-    Lit,
-    WithBatchNorm,
-    assert_same,
-    assert_weights,
-    fit,
-    loader,
-    record,
-    seeded,
-)
+from tests.trainer.toys import Late, Lit, WithBatchNorm, assert_same, assert_weights, fit, loader, record, seeded
 
 pytestmark = pytest.mark.full
 

@@ -35,10 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "MistralForCausalLM": ("MistralConfig", {**COMMON, "num_key_value_heads": 2, "sliding_window": 3}),
     "Qwen3ForCausalLM": ("Qwen3Config", {**COMMON, "num_key_value_heads": 2, "head_dim": 8}),
-    "Gemma3ForCausalLM": (
-        "Gemma3TextConfig",
-        {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4},
-    ),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4}),
     "OPTForCausalLM": (
         "OPTConfig",
         {

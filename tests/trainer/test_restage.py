@@ -133,10 +133,7 @@ def test_restage_between_two_fits_and_before_the_first_keeps_the_engine(tmp_path
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("zero2", "zero3"), ("zero3", "zero0"), ("zero1", "zero0")],
-)
+@pytest.mark.parametrize(("before", "after"), [("zero2", "zero3"), ("zero3", "zero0"), ("zero1", "zero0")])
 def test_gradients_of_an_accumulation_window_are_kept(before: str, after: str, tmp_path: Path) -> None:
     """Gradients of the window are kept: those that are reduced, and those that wait for it."""
     ways: dict[str, Any] = {}

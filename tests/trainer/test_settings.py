@@ -30,13 +30,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "offload.host": {"offload": "cpu"},
     "offload.files": {"offload": {"name": "nvme", "nvme_path": ""}},
     "offload.auto": {
-        "offload": {
-            "name": "auto",
-            "device_budget": 4096,
-            "host_budget": 9000,
-            "nvme_budget": 1 << 20,
-            "nvme_path": "",
-        }
+        "offload": {"name": "auto", "device_budget": 4096, "host_budget": 9000, "nvme_budget": 1 << 20, "nvme_path": ""}
     },
     "unit.classes": {"unit": {"classes": ["Linear"]}},
     "unit.sizes": {"unit": {"max_bytes": 1 << 20}},

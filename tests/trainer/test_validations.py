@@ -20,16 +20,7 @@ from torch.utils._pytree import tree_flatten
 from tests.harness import on_ranks
 from tests.trainer.test_interruptions import Terminated
 from tests.trainer.test_processes import requeued, slurm
-from tests.trainer.toys import (
-    SAMPLES,
-    Lit,
-    assert_weights,
-    loader,
-    optimizer_states,
-    seeded,
-    trainer,
-    weights,
-)
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, loader, optimizer_states, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
