@@ -44,7 +44,7 @@ def test_accumulation_and_clipping_are_those_of_ddp(preset: str, clip: dict[str,
 def test_no_backward_sync_sends_nothing() -> None:
     """Where gradients rest replicated; and all is sent by the last backward."""
     run = train("zero1")
-    comm = engine_of(run.model.module).comm  # type: ignore[union-attr]
+    comm = engine_of(run.model.module).comm
     x, y = next(iter(loader()))
 
     def messages(synchronize: bool) -> int:

@@ -34,8 +34,7 @@ class Net(nn.Module):
         x = self.norm(self.first(x))
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(self(x), y)

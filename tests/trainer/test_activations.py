@@ -114,7 +114,7 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
     if isinstance(module, LitGPT):
         step = lambda: module._losses(batch).mean()  # noqa: E731
     else:
-        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        module.log = lambda *_, **__: None
         step = lambda: module.training_step(batch, 0)  # noqa: E731
     live = LiveBytes()
     live.ignore([list(module.parameters()), list(module.buffers()), batch])
@@ -270,7 +270,7 @@ class Manual(UNet):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()

@@ -135,7 +135,7 @@ def test_average_model_in_setup_is_refused_with_the_hook_to_use(tmp_path: Path) 
     class Early(WeightAveraging):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             super().setup(trainer, pl_module, stage)
-            self._average_model.module.requires_grad_(False)  # type: ignore[union-attr]
+            self._average_model.module.requires_grad_(False)
 
     with pytest.raises(AttributeError) as error:
         fit("zero3", tmp_path, callbacks=[Early()])

@@ -116,13 +116,12 @@ class Opens(Callback):
 def writes(kind: type[Lit]) -> Lit:
     """Give a module that changes its parameters by itself before the next step, where they are whole."""
 
-    class Writes(kind):  # type: ignore[misc, valid-type]
+    class Writes(kind):
         def on_train_batch_start(self, *_: Any) -> None:
             if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name is Stage.zero0:
                 self.first.weight.data.add_(1.0)
 
-    module: Lit = seeded(Writes)
-    return module
+    return seeded(Writes)
 
 
 @pytest.mark.sample

@@ -421,7 +421,7 @@ def test_flipped_bit_of_a_file_is_refused_before_anything_is_loaded(tmp_path: Pa
         module = seeded(lambda: Lit(width=40), seed=9)
         before = {name: value.clone() for name, value in module.state_dict().items()}
         with pytest.raises(ConfigError, match=r"expected .*a\.ckpt as it was written, got other values in bytes \d+"):
-            resume(module, **how)  # type: ignore[arg-type]
+            resume(module, **how)
         assert_weights(module.state_dict(), before, tolerance=0)
     resume(seeded(lambda: Lit(width=40)))
     resume(seeded(lambda: Lit(width=40)), asked=False, in_job=True)

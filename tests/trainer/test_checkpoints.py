@@ -124,8 +124,7 @@ class Kind:
     again: Callable[[], Lit] | None = None  # what is loaded into: with other weights, if nothing is said
 
     def resumed(self) -> Lit:
-        module: Lit = seeded(self.make, seed=11) if self.again is None else self.again()
-        return module
+        return seeded(self.make, seed=11) if self.again is None else self.again()
 
 
 KINDS: dict[str, Kind] = {

@@ -61,7 +61,7 @@ class Lit(pl.LightningModule):
 
 def batches() -> DataLoader[Any]:
     data = torch.randint(3, 64, (16, 8), generator=torch.Generator().manual_seed(1))
-    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
 
 
 def fit(module: Lit, root: Path, epochs: int = 1, ckpt_path: Path | None = None, **settings: Any) -> pl.Trainer:

@@ -135,7 +135,7 @@ def test_other_handler_of_the_signal_is_set_aside_for_the_run(tmp_path: Path) ->
     before = signal.signal(signal.SIGCONT, lambda *_: called.append(1))
     try:
         module = seeded(lambda: Signalled(1, 0))
-        module._signal = lambda batch_idx, where: (  # type: ignore[method-assign]
+        module._signal = lambda batch_idx, where: (
             os.kill(os.getpid(), signal.SIGCONT) if (batch_idx, dist.get_rank()) == (1, 0) else None
         )
         with pytest.raises(SystemExit):
@@ -158,7 +158,7 @@ def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Pat
             side._on_term(signal.SIGTERM, None)
             return asked
 
-    side._comm = Agreeing()  # type: ignore[assignment]
+    side._comm = Agreeing()
     side.at_boundary()
     with pytest.raises(SystemExit):
         side.at_boundary()
@@ -268,7 +268,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
     """Which may be written in two ways; what was saved is not removed as an older one."""
     os.chdir(tmp_path)
-    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
+    of = trainer("zero3", Path(), max_epochs=1)
     of.strategy.save_every_s = 1e-9
     of.fit(seeded(Lit), loader())
     dist.barrier()

@@ -280,7 +280,6 @@ def test_killed_job_loses_nothing_and_leaves_nothing(job: Job, count: int, seed:
 
 def loaded(path: Path) -> dict[str, Tensor]:
     if not path.is_dir():
-        state: dict[str, Tensor] = torch.load(path)["state_dict"]
-        return state
+        return torch.load(path)["state_dict"]
     folder = ShardedFolder(path)
     return {key: folder.tensor(key).whole() for key in folder.keys if key.startswith("state_dict.")}

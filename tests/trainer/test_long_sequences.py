@@ -124,8 +124,7 @@ class Llama(pl.LightningModule):
         self.model = transformers.LlamaForCausalLM(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
+        return self.model(**batch).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=LR)
@@ -134,7 +133,7 @@ class Llama(pl.LightningModule):
 def gpt(**settings: Any) -> LitGPT:
     sizes = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "d_model": 16, "block_size": LENGTH}
     module = LitGPT(**{**sizes, **settings})
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LR)  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LR)
     return module
 
 
@@ -157,7 +156,7 @@ class Record(pl.Callback):
 
 
 def loader(data: Dataset[Any], of: pl.Trainer) -> DataLoader[Any]:
-    sampler = DistributedSampler(data, shuffle=False, **of.distributed_sampler_kwargs)  # type: ignore[arg-type]
+    sampler = DistributedSampler(data, shuffle=False, **of.distributed_sampler_kwargs)
     return DataLoader(data, batch_size=2, sampler=sampler)
 
 
@@ -228,8 +227,7 @@ def loss_of_next(module: Any, batch: Any) -> Tensor:
 
 
 def loss_of_llama(module: Any, batch: Any) -> Tensor:
-    loss: Tensor = module.model(**batch).loss
-    return loss
+    return module.model(**batch).loss
 
 
 @pytest.mark.sample
@@ -285,8 +283,7 @@ class Masks(Llama):
         tokens = batch["input_ids"]
         positions = lightning_zero.sequence_positions(tokens.shape[1])[None]
         labels = torch.where(tokens > 3, tokens, -100)
-        loss: Tensor = self.model(tokens, attention_mask=tokens > 3, position_ids=positions, labels=labels).loss
-        return loss
+        return self.model(tokens, attention_mask=tokens > 3, position_ids=positions, labels=labels).loss
 
 
 class Encoder(Own):
@@ -382,7 +379,7 @@ class Most(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.live = LiveBytes()
-        self.live.__enter__()  # type: ignore[no-untyped-call]
+        self.live.__enter__()
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.live is not None:
@@ -400,7 +397,7 @@ def test_activations_are_divided_as_planned(tmp_path: Path) -> None:
         make = lambda: gpt(block_size=256, n_layer=3, position="rotary")  # noqa: E731
         callback = Most()
         of = trainer(ZeroStrategy(0, sequence_parallel=size), tmp_path, max_epochs=1, callbacks=[callback])
-        of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))  # type: ignore[arg-type]
+        of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))
         most[size] = callback.most
         found = measure(make(), tokens, make_config(sequence_parallel=size), Precision.fp32)
         planned[size] = found.peak(backward=False)

@@ -29,8 +29,7 @@ IGNORED = 4  # a token
 
 
 def loss_of_step(module: Any, batch: Any) -> Tensor:
-    loss: Tensor = module.training_step(batch, 0)
-    return loss
+    return module.training_step(batch, 0)
 
 
 class Loss(Own):

@@ -50,8 +50,7 @@ class Changed(Own):
         x = x + self.change(x, self, tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -65,8 +64,7 @@ def by_hand(x: Tensor, *_: Any) -> Tensor:
 
 
 def weighs(x: Tensor, module: Any, _: Tensor) -> Tensor:
-    found: Tensor = module.weighing(x, x, x)[0]
-    return found
+    return module.weighing(x, x, x)[0]
 
 
 def per_part(x: Tensor, module: Any, tokens: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_
     with pytest.raises(RuntimeError, match="sharded"):
         fit("ddp", tmp_path, module)
     of.strategy.connect(module)
-    of.strategy.engine.release()  # type: ignore[attr-defined]
+    of.strategy.engine.release()
     fit("ddp", tmp_path, module)
 
 
@@ -193,8 +193,7 @@ def test_init_module_builds_on_meta(tmp_path: Path) -> None:
 def test_module_goes_to_torchscript_and_into_a_pickle_after_fit(stage: str, tmp_path: Path) -> None:
     class Small(Lit):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(self.first(x))
-            return out
+            return self.head(self.first(x))
 
     module = fit(stage, tmp_path, seeded(Small), max_steps=2).module
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))

@@ -25,7 +25,7 @@ from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.memory.held_bytes import held_bytes
 from tests.harness import on_ranks
-from tests.trainer.toys import FEATURES, STAGES, Fails, Lit, Run, fit, loader, seeded, strategy_of
+from tests.trainer.toys import ALL_STAGES, FEATURES, Fails, Lit, Run, fit, loader, seeded, strategy_of
 
 pytestmark = pytest.mark.full
 
@@ -99,7 +99,7 @@ def test_rows_of_a_logger_hold_bytes_speeds_and_waits(tmp_path: Path) -> None:
     rows = [row for row in rows if row["zero/steps_per_s"]]
     assert len(rows) == 3  # of six steps
     assert [row["step"] for row in rows] == losses
-    held = held_bytes(run.trainer.strategy.engine)  # type: ignore[attr-defined]
+    held = held_bytes(run.trainer.strategy.engine)
     for (role, tier), nbytes in held.items():
         assert float(rows[-1][f"zero/bytes/{role.value}/{tier.value}"]) == nbytes
     for row in rows:
@@ -128,12 +128,12 @@ def test_monitor_changes_no_number_and_sends_nothing(row: str, settings: dict[st
         return strategy_of(row, tmp_path)
 
     def sent(run: Run) -> Any:
-        comm = run.trainer.strategy.engine.comm  # type: ignore[attr-defined]
+        comm = run.trainer.strategy.engine.comm
         return comm.counts, comm.waits.issued
 
     plain = fit(strategy(), tmp_path, logger=Kept(), **settings)
     expected = sent(plain)
-    found, rows = monitored(strategy(), tmp_path, max_epochs=2, **settings)  # type: ignore[arg-type]
+    found, rows = monitored(strategy(), tmp_path, max_epochs=2, **settings)
     assert sent(found) == expected
     assert found.losses == plain.losses
     for name, value in plain.weights.items():
@@ -153,7 +153,7 @@ def test_monitor_changes_no_number_and_sends_nothing(row: str, settings: dict[st
 def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
     for stage, gathers in (("zero1", 1), ("zero3", 2)):
         run, rows = monitored(stage, tmp_path, limit_val_batches=0)
-        engine = run.trainer.strategy.engine  # type: ignore[attr-defined]
+        engine = run.trainer.strategy.engine
         # Of the other rank; what stays replicated is summed by two such messages.
         half = {u: sum(b.full.nbytes for b in u.buckets if b.plan.shards_master) / 2 for u in engine.units}
         whole = sum(half.values())
@@ -168,7 +168,7 @@ def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
 def test_prefetch_hits_are_all_with_room_and_none_without(tmp_path: Path) -> None:
     for nbytes, hits in ((0, 0.0), (1 << 20, 1.0)):
         strategy = ZeroStrategy("zero3", prefetch_bytes=nbytes)
-        _, rows = monitored(strategy, tmp_path, seeded(lambda: Lit(depth=4)))  # type: ignore[arg-type]
+        _, rows = monitored(strategy, tmp_path, seeded(lambda: Lit(depth=4)))
         # The first unit of a pass is demanded as it begins: nothing is there that could have come ahead of it.
         assert rows[-1]["zero/prefetch_hits"] == pytest.approx(hits, abs=0.2), rows[-1]
     assert "zero/prefetch_hits" not in monitored("zero1", tmp_path)[1][-1]
@@ -242,7 +242,7 @@ def test_flops_are_those_of_the_plain_model(checkpointing: str, parts: int, tmp_
             clock.now += 0.5
 
     with mock.patch("lightning_zero.trainer.callbacks.monitor.time", clock):
-        for stage in STAGES if parts == 1 else [3]:
+        for stage in ALL_STAGES if parts == 1 else [3]:
             monitor = ZeroMonitor(1, peak_flops=1e6)
             strategy: Any = ZeroStrategy(stage, **settings)
             _, rows = monitored(strategy, tmp_path, callbacks=[Passes()], monitor=monitor, limit_val_batches=0)
@@ -349,7 +349,7 @@ def test_wait_is_counted_on_the_rank_that_waits(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     run, rows = monitored("zero3", tmp_path, seeded(Late), limit_val_batches=0)
-    waited = run.trainer.strategy.engine.comm.waits.waited_s  # type: ignore[attr-defined]
+    waited = run.trainer.strategy.engine.comm.waits.waited_s
     assert (waited > 0.4) == (dist.get_rank() == 0)
     stood = [sum(value for name, value in row.items() if name.startswith("zero/wait_s/")) for row in rows]
     assert stood == pytest.approx([row["zero/wait_s_per_step"] for row in rows])

@@ -62,7 +62,7 @@ def test_other_ways_to_start_are_refused() -> None:
 
 
 def launch(strategy: str = "zero3_notebook") -> None:
-    trainer(strategy, 2).strategy.launcher.launch(lambda: None)  # type: ignore[union-attr]
+    trainer(strategy, 2).strategy.launcher.launch(lambda: None)
 
 
 def test_fork_with_cuda_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,7 @@ class Block(nn.Module):
         self.adapter = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, 2 * WIDTH, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x) + self.adapter(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x) + self.adapter(x)))
 
 
 def model(storage: str, seed: int = 0) -> nn.Sequential:
@@ -117,7 +116,7 @@ def test_training_is_that_of_one_process(stage: int, offload: str, precision: st
         for step in range(3):
             parts = batch(step).chunk(2)
             expected = [mean_square(twin, part, precision) for part in parts]
-            (sum(expected) / 2).backward()  # type: ignore[union-attr]
+            (sum(expected) / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
             loss = mean_square(module, own(batch(step)), precision)

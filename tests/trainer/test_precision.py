@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.trainer.toys import STAGES, Lit, assert_same, assert_weights, fit, loader, seeded, trainer, weights
+from tests.trainer.toys import ALL_STAGES, Lit, assert_same, assert_weights, fit, loader, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -109,7 +109,7 @@ class StepsInside(Lit):
 
 @on_ranks(2)
 def test_step_inside_autocast_leaves_no_stale_weights(tmp_path: Path) -> None:
-    runs = [fit(s, tmp_path, seeded(StepsInside), precision="bf16-mixed", max_steps=4) for s in STAGES]
+    runs = [fit(s, tmp_path, seeded(StepsInside), precision="bf16-mixed", max_steps=4) for s in ALL_STAGES]
     losses = runs[0].losses
     assert losses[0] != losses[1] and losses[2] != losses[3]
     for run in runs[1:]:
@@ -144,7 +144,7 @@ def test_flags_that_are_refused(flag: Any) -> None:
 
 def test_plugins_that_are_refused() -> None:
     class OwnPrecision(LightningPrecision):
-        precision = "8-mine"  # type: ignore[assignment]
+        precision = "8-mine"
 
     with pytest.raises(ConfigError, match="OwnPrecision"):
         trainer_here(plugins=[OwnPrecision()])
@@ -161,7 +161,7 @@ def test_other_refused_plugins_by_name() -> None:
 
     for plugin in (BitsandbytesPrecision(), TransformerEnginePrecision()):
         with pytest.raises(ConfigError, match=rf"{type(plugin).__name__}.*Trainer\(precision=\)"):
-            ZeroPrecision.from_plugin(plugin)  # type: ignore[arg-type]
+            ZeroPrecision.from_plugin(plugin)
 
 
 def test_precision_that_contradicts_the_strategys_is_refused() -> None:

@@ -92,7 +92,7 @@ def train(
     terminates = settings.pop("terminates", False)
     module = seeded(Noisy) if module is None else module
     of = trainer(stage, root, **{"max_epochs": 3, "enable_checkpointing": True, **settings})
-    of.strategy.saves_on_sigterm = terminates  # type: ignore[attr-defined]
+    of.strategy.saves_on_sigterm = terminates
     data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
     if resumable:
         loader: Any = ResumableLoader(data, 2, trainer=of, num_workers=workers)
@@ -227,7 +227,7 @@ def _one_epoch(root: Path) -> None:
 def _go_on(root: Path) -> tuple[list[float], list[str]]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logger = rank_zero.log  # of the package which was imported last
     logger.addHandler(handler)
     try:

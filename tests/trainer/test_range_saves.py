@@ -104,7 +104,7 @@ def test_hooks_read_and_replace_values_of_the_file(who: str, tmp_path: Path) -> 
         settings["callbacks"] = [] if dist.get_rank() else [ByCallback()]
     elif who == "callback's own":
         settings["callbacks"] = [callback := Callback()]
-        callback.on_save_checkpoint = lambda trainer, module, c: Edits.on_save_checkpoint(module, c)  # type: ignore
+        callback.on_save_checkpoint = lambda trainer, module, c: Edits.on_save_checkpoint(module, c)
     of = fit("zero3", tmp_path, seeded(Edits if who == "module" else Odd), **settings).trainer
     before = weights(of)
     with nobody_holds_the_whole():
@@ -157,7 +157,7 @@ def test_fake_tensors_of_a_save_raise_after_it(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(DataDependentOutputException):
             asked[0]["first.weight"].sum().item()
-    assert of.strategy._checkpoints.range_save is None  # type: ignore[attr-defined]
+    assert of.strategy._checkpoints.range_save is None
     assert weights(of)["first.weight"].sum().item() != 0
 
 
@@ -202,7 +202,7 @@ def test_save_functions_of_the_user_are_called(tmp_path: Path) -> None:
         called.append(path)
         plain(path, *rest)
 
-    of.save_checkpoint = theirs  # type: ignore[method-assign]
+    of.save_checkpoint = theirs
     of.fit(odd(), loader())
     of.save_checkpoint(tmp_path / "a.ckpt")
     of.fit(odd(), loader())

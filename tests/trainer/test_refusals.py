@@ -37,8 +37,7 @@ def with_optimizer(make: Any) -> Lit:
         def configure_optimizers(self) -> Any:
             return make(self)
 
-    module: Lit = seeded(Other)
-    return module
+    return seeded(Other)
 
 
 @on_ranks(2)
@@ -117,7 +116,7 @@ def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path:
     with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
         of.fit(module, loader())
     assert isinstance(module.norm, nn.SyncBatchNorm)
-    assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
+    assert of.strategy.engine.units.owns(module.norm.weight)
 
 
 @pytest.mark.full

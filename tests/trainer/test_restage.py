@@ -56,7 +56,7 @@ class At(Callback):
 
 
 def restage(stage: int | str | None = None, offload: Any = None) -> Callable[[pl.Trainer], None]:
-    return lambda of: of.strategy.restage(stage, offload)  # type: ignore[attr-defined]
+    return lambda of: of.strategy.restage(stage, offload)
 
 
 def assert_runs_equal(found: Run, expected: Run) -> None:

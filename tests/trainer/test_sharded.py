@@ -226,13 +226,11 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
 
 
 def adamw() -> Lit:
-    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"))
-    return module
+    return seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"))
 
 
 def adamw_of_other_weights() -> Lit:
-    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"), seed=11)
-    return module
+    return seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"), seed=11)
 
 
 class Fsdp2(Lit):

@@ -148,7 +148,7 @@ class Misused(ByHand):
         loss.backward()
         if self.divides:
             lightning_zero.divide_by_tokens(self)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().step()
 
 
 def twin(module: Reader) -> tuple[dict[str, Tensor], float]:

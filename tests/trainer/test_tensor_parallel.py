@@ -39,7 +39,7 @@ class Lit(pl.LightningModule):
         if self.net is None:
             self.net = net(seed=self.seed)
             if self.by_hand:
-                parallelized(self.net, self.device_mesh["tensor_parallel"])  # type: ignore[index]
+                parallelized(self.net, self.device_mesh["tensor_parallel"])
 
     def training_step(self, tokens: Tensor, number: int) -> Tensor:
         loss = loss_of(self.net, tokens)
@@ -58,7 +58,7 @@ class Lit(pl.LightningModule):
         if self.shuffled:
             return DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(dist.get_rank()))
         kwargs = self.trainer.distributed_sampler_kwargs or {}
-        sampler: Any = DistributedSampler(rows, shuffle=False, **kwargs)  # type: ignore[arg-type, var-annotated]
+        sampler: Any = DistributedSampler(rows, shuffle=False, **kwargs)
         return DataLoader(rows, 4 // kwargs["num_replicas"], sampler=sampler)
 
     val_dataloader = train_dataloader
@@ -166,7 +166,7 @@ def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> N
             self.net = Scaled()
 
         def training_step(self, tokens: Tensor, number: int) -> Tensor:
-            return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()  # type: ignore[no-any-return]
+            return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()
 
         configure_optimizers, train_dataloader = Lit.configure_optimizers, Lit.train_dataloader
         shuffled = False
@@ -182,7 +182,7 @@ def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> N
 def test_auto_measures_the_parts(tmp_path: Path) -> None:
     found = run(strategy_of(2, "auto"), tmp_path, max_steps=2)
     expected = run(strategy_of(2, 1), tmp_path, max_steps=2)
-    assert found.trainer.strategy.config.stage.name.name == "zero1"  # type: ignore[attr-defined]
+    assert found.trainer.strategy.config.stage.name.name == "zero1"
     torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)
 
 
@@ -204,7 +204,7 @@ def test_ranks_of_one_batch_on_several_nodes_are_warned_of(devices: int, warns: 
 @on_ranks(2)
 def test_export_and_stream_give_whole_tensors(tmp_path: Path) -> None:
     found = run(strategy_of(2, 3), tmp_path, max_steps=1)
-    found.trainer.strategy.export(tmp_path / "model")  # type: ignore[attr-defined]
+    found.trainer.strategy.export(tmp_path / "model")
     streamed = {name: value.cpu().clone() for name, value in lightning_zero.stream(found.module)}
     with on_rank_0(pytest.MonkeyPatch().context()):
         from safetensors.torch import load_file

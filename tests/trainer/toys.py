@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -26,7 +27,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.engine.whole import state_dicts
 
 ALL_STAGES = ("zero0", "zero1", "zero2", "zero3")
-STAGES = ALL_STAGES
+
 SAMPLES, FEATURES = 24, 4
 
 
@@ -38,8 +39,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Lit(pl.LightningModule):
@@ -61,8 +61,7 @@ class Lit(pl.LightningModule):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -89,8 +88,7 @@ class Lit(pl.LightningModule):
         self._evaluate(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out: Tensor = self(batch[0])
-        return out
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = OPTIMIZERS[self.hparams["optimizer"]](self.parameters(), self.hparams["lr"])
@@ -125,14 +123,12 @@ class Odd(Lit):
 
 
 def odd() -> Odd:
-    module: Odd = seeded(Odd)
-    return module
+    return seeded(Odd)
 
 
 def other_weights() -> Odd:
     """Give what is loaded into: equal to nothing that was saved."""
-    module: Odd = seeded(Odd, seed=11)
-    return module
+    return seeded(Odd, seed=11)
 
 
 class Frozen(Odd):
@@ -213,6 +209,17 @@ class Fails(Lit):
         if batch_idx == self.at and dist.get_rank() in self.ranks:
             raise KeyError("planned")
         return loss
+
+
+class SavesAt(Callback):
+    """Saves after the step ``step``."""
+
+    def __init__(self, path: Path, step: int = 2) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, of: Any, *_: Any) -> None:
+        if of.global_step == self.step:
+            of.save_checkpoint(self.path)
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
@@ -328,18 +335,14 @@ def _quiet() -> None:
 def weights(of: pl.Trainer) -> dict[str, Tensor]:
     """On all ranks: the module's full state dict, on all ranks."""
     engine = engine_of(of.lightning_module)
-    state = of.strategy.lightning_module_state_dict() if engine is None else engine.state_dict()
-    result: dict[str, Tensor] = of.strategy.broadcast(state)
-    return result
+    return of.strategy.broadcast(of.strategy.lightning_module_state_dict() if engine is None else engine.state_dict())
 
 
 def optimizer_states(of: pl.Trainer) -> list[dict[str, Any]]:
     """On all ranks: every optimizer's state dict, on all ranks."""
     engine = engine_of(of.lightning_module)
     state_of = of.strategy.optimizer_state if engine is None else partial(state_dicts.optimizer_state, engine)
-    states = [state_of(optimizer) for optimizer in of.optimizers]
-    result: list[dict[str, Any]] = of.strategy.broadcast(states)
-    return result
+    return of.strategy.broadcast([state_of(optimizer) for optimizer in of.optimizers])
 
 
 @dataclass
@@ -374,15 +377,11 @@ def assert_same(found: Run, expected: Run, *, tolerance: float = 1e-5, what: str
     __tracebackhide__ = True
     close = {"rtol": tolerance, "atol": tolerance}
 
-    def says(part: str) -> Callable[[str], str]:
-        return lambda text: f"{what} {part}: {text}"
-
     assert len(found.losses) == len(expected.losses), what
-    torch.testing.assert_close(found.losses, expected.losses, msg=says("losses"), **close)
+    torch.testing.assert_close(found.losses, expected.losses, msg=lambda text: f"{what} losses: {text}", **close)
     assert_weights(found.weights, expected.weights, tolerance=tolerance, what=what)
-    shared = found.metrics.keys() & expected.metrics.keys()
-    assert shared == found.metrics.keys() == expected.metrics.keys(), what
-    torch.testing.assert_close(found.metrics, expected.metrics, msg=says("metrics"), **close)
+    assert found.metrics.keys() == expected.metrics.keys(), what
+    torch.testing.assert_close(found.metrics, expected.metrics, msg=lambda text: f"{what} metrics: {text}", **close)
 
 
 def assert_weights(
@@ -391,13 +390,8 @@ def assert_weights(
     assert list(found) == list(expected), what
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, f"{what} {name}"
-        torch.testing.assert_close(
-            found[name].double(),
-            value.double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda t, n=name: f"{what} {n}: {t}",
-        )
+        says = lambda text, name=name: f"{what} {name}: {text}"  # noqa: E731
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=tolerance, atol=tolerance, msg=says)
 
 
 def assert_goes_on(found: Run, whole: Run, what: str = "") -> None:
