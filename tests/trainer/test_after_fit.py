@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
