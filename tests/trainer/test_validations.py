@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoin
 from torch.utils._pytree import tree_flatten
 
 from tests.harness import on_ranks
-from tests.trainer.test_interruptions import Terminated
-from tests.trainer.test_processes import requeued, slurm
+from tests.trainer.test_processes import Signalled, requeued, slurm
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, loader, optimizer_states, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
@@ -141,19 +140,19 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
     torch.testing.assert_close(optimizer_states(again), optimizer_states(whole.trainer), rtol=0, atol=0)
 
 
-class Validated(Terminated):
-    def __init__(self, at: int, rank: int) -> None:
-        super().__init__(at, rank)
-        self.validated_at: list[int] = []
-
-    def on_validation_start(self) -> None:
-        self.validated_at.append(self.trainer.global_step)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
+
+    class Validated(Signalled):
+        def __init__(self, at: int, rank: int) -> None:
+            super().__init__(at, rank, signum=int(signal.SIGTERM))
+            self.validated_at: list[int] = []
+
+        def on_validation_start(self) -> None:
+            self.validated_at.append(self.trainer.global_step)
+
     settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
     (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1
@@ -163,32 +162,26 @@ def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_
 
 
 @on_ranks(2)
-def test_slurm_requeues_after_the_validation(tmp_path: Path) -> None:
-    module = seeded(lambda: InValidation(1, 1, int(signal.SIGUSR1)))
-    of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[slurm(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        of.fit(module, Told(), loader())
-    assert module.validated == [(3, batch) for batch in range(EPOCH)]
-    assert requeued(tmp_path) == ["requeue 77"] and (tmp_path / "hpc_ckpt_1.ckpt").exists()
-    again = seeded(InValidation)
-    trainer("zero3", tmp_path, val_check_interval=3, plugins=[slurm(tmp_path)]).fit(again, Told(), loader())
-    assert again.validated[0] == (6, 0) and len(again.losses) == 2 * EPOCH - 3
-
-
-@on_ranks(2)
-def test_validation_goes_on_where_slurm_refuses(tmp_path: Path) -> None:
-    environment = slurm(tmp_path)
-    if dist.get_rank() == 0:
-        (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    dist.barrier()
-    runs = []
-    for at in (-1, 1):
-        runs.append(seeded(lambda at=at: InValidation(at, 1, int(signal.SIGUSR1), optimizer="adamw")))
+@pytest.mark.parametrize("refuses", [False, True])
+def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, tmp_path: Path) -> None:
+    def run(at: int = -1) -> Any:
+        module = seeded(lambda: InValidation(at, 1, int(signal.SIGUSR1), optimizer="adamw"))
         callbacks = [EMAWeightAveraging(decay=0.8)]
         of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[environment], callbacks=callbacks)
-        of.fit(runs[-1], Told(), loader())
-    assert runs[1].losses == runs[0].losses and runs[1].evaluated == runs[0].evaluated
+        with pytest.raises(SystemExit, match="0") if at >= 0 and not refuses else contextlib.nullcontext():
+            of.fit(module, Told(), loader())
+        return module
+
+    environment = slurm(tmp_path, refuses)
+    whole, cut = run(), run(1)
     assert len(list(tmp_path.glob("hpc_ckpt_*"))) == 1
+    if refuses:
+        assert cut.losses == whole.losses and cut.evaluated == whole.evaluated
+    else:
+        assert cut.validated == [(3, batch) for batch in range(EPOCH)]
+        assert requeued(tmp_path) == ["requeue 77"]
+        again = run()
+        assert again.validated[0] == (6, 0) and cut.losses + again.losses == whole.losses
 
 
 @on_ranks(2)
@@ -218,29 +211,22 @@ def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None
 @pytest.mark.parametrize("saves", [True, False])
 def test_on_exception_checkpoint_saves_the_same_in_a_validation(saves: bool, tmp_path: Path) -> None:
     """Its file is the newer one, which a run of a job goes on from."""
-    callbacks = [EMAWeightAveraging(decay=0.8), OnExceptionCheckpoint(tmp_path)]
-    of = trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
-    of.strategy.saves_on_sigterm = saves
-    with pytest.raises(SystemExit):
-        of.fit(seeded(lambda: InValidation(1, 1, optimizer="adamw")), Told(), loader())
+
+    def run(at: int = -1, path: Path | None = None, *callbacks: Any) -> Any:
+        settings = {"val_check_interval": 2, "callbacks": [EMAWeightAveraging(decay=0.8), *callbacks]}
+        of = trainer("zero3", tmp_path, enable_checkpointing=bool(callbacks), **settings)
+        of.strategy.saves_on_sigterm = saves
+        module = seeded(lambda: InValidation(at, 1, optimizer="adamw"))
+        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+            of.fit(module, Told(), loader(), ckpt_path=path)
+        return module
+
+    run(1, None, OnExceptionCheckpoint(tmp_path))
     if saves:
         assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
-    again = seeded(lambda: InValidation(optimizer="adamw"))
-    callbacks = [EMAWeightAveraging(decay=0.8)]
-    path = tmp_path / "on_exception.ckpt"
-    trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks).fit(again, Told(), loader(), ckpt_path=path)
-    whole = seeded(lambda: InValidation(optimizer="adamw"))
-    callbacks = [EMAWeightAveraging(decay=0.8)]
-    trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks).fit(whole, Told(), loader())
+    again, whole = run(path=tmp_path / "on_exception.ckpt"), run()
     assert again.validated == whole.validated[EPOCH:] and again.evaluated == whole.evaluated[EPOCH:]
     assert again.losses == whole.losses[2:]
-
-
-@on_ranks(2)
-def test_on_exception_checkpoint_saves_the_same_between_two_steps(tmp_path: Path) -> None:
-    callbacks = [OnExceptionCheckpoint(tmp_path)]
-    body(tmp_path, 1, make=Terminated, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
-    assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
 
 
 def assert_same_content(one: Path, other: Path) -> None:
