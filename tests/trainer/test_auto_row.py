@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, Precision, Stage, candidate_rows, make_config
+from lightning_zero.config import ConfigError, Precision, candidate_rows, make_config
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory import auto_row
@@ -53,13 +54,13 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_resumed_run_decides_its_row_anew(form: str, tmp_path: Path) -> None:
-    with memory(10**9):
-        first, run = fit(tmp_path, max_epochs=1, offload="none", zero={"checkpoint": form})
-    path = tmp_path / "saved.ckpt"
-    run.trainer.save_checkpoint(path)
-    with memory(10**9):
-        second, _ = fit(tmp_path, max_epochs=2, ckpt_path=path, offload="optimizer_cpu", zero={"checkpoint": form})
-    assert first._auto.decision.offload == "none" and second._auto.decision.offload == "optimizer_cpu"
+    path, decided, zero = tmp_path / "saved.ckpt", [], {"checkpoint": form}
+    for offload, settings in (("none", {"max_epochs": 1}), ("optimizer_cpu", {"ckpt_path": path})):
+        with memory(10**9):
+            strategy, run = fit(tmp_path, offload=offload, zero=dict(zero), **settings)
+        decided.append(strategy._auto.decision.offload)
+        run.trainer.save_checkpoint(path)
+    assert decided == ["none", "optimizer_cpu"]
 
 
 @pytest.mark.sample
@@ -77,10 +78,9 @@ def test_step_that_reads_values_is_planned_without_activations(tmp_path: Path) -
             assert not loss > 1e30
             return loss
 
-    strategy, _ = fit(tmp_path, module=toys.seeded(Reads), count=8)
-    assert "activations are not in the plan" in strategy._auto.decision.reason
-    assert "training_step of" in strategy._auto.decision.reason
-    assert strategy._auto.decision.samples is None
+    decision = fit(tmp_path, module=toys.seeded(Reads), count=8)[0]._auto.decision
+    assert "activations are not in the plan" in decision.reason and "training_step of" in decision.reason
+    assert decision.samples is None
 
 
 @on_ranks(2)
@@ -163,30 +163,24 @@ def test_batch_taken_for_the_plan_changes_no_order(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) > 2
 
 
+def rows(**settings: Any) -> list[str]:
+    return [offload.name.name for _, offload in candidate_rows(make_config(**{"stage": "auto", **settings}))]
+
+
 def test_rows_in_files_are_candidates_if_there_is_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And settings take rows out, or say so."""
     monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
-    without = candidate_rows(make_config(stage="auto", offload="auto"))
-    assert {offload.name.name for _, offload in without} == {"none", "optimizer_cpu", "cpu", "auto"}
+    assert set(rows(offload="auto")) == {"none", "optimizer_cpu", "cpu", "auto"}
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
-    assert len(candidate_rows(make_config(stage="auto", offload="auto"))) == 16
-    assert candidate_rows(make_config(stage="auto"))[0][0] is Stage.zero0
-    assert [offload.name.name for _, offload in candidate_rows(make_config(stage="auto", offload="none"))] == [
-        "none"
-    ] * 4
-
-
-def test_setting_that_takes_rows_out_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
-    assert len(candidate_rows(make_config(stage="auto", offload="auto", prefetch_bytes=1))) == 16
-    in_node = make_config(stage="zero3", offload="auto", comm={"hybrid_shard": "node_backward"})
-    assert {row.name.name for _, row in candidate_rows(in_node)} == {"none", "optimizer_cpu", "optimizer_nvme", "auto"}
+    assert len(rows(offload="auto")) == len(rows(offload="auto", prefetch_bytes=1)) == 16
+    assert rows(offload="none") == ["none"] * 4
+    in_node = rows(stage="zero3", offload="auto", comm={"hybrid_shard": "node_backward"})
+    assert set(in_node) == {"none", "optimizer_cpu", "optimizer_nvme", "auto"}
     with pytest.raises(ConfigError, match=r"zero\.compile\.arguments.*at stage 3"):
-        candidate_rows(make_config(stage="auto", compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}}))
+        rows(compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}})
 
 
 def test_stage_auto_is_refused_outside_of_the_strategy() -> None:
-    import lightning_zero
-
     with pytest.raises(ConfigError, match="got auto, which ZeroStrategy decides"):
         lightning_zero.shard(torch.nn.Linear(2, 2), stage="auto")
     with pytest.raises(ConfigError, match="restage: expected zero0"):

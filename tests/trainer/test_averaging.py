@@ -5,19 +5,17 @@ That is resuming from DDP's file and from one without averages, low precision, s
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from torch import Tensor
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import Late, Lit, WithBatchNorm, assert_same, assert_weights, fit, loader, record, seeded
+from tests.trainer.toys import Lit, WithBatchNorm, assert_same, assert_weights, fit, loader, record, seeded
 
 pytestmark = pytest.mark.full
 
@@ -26,16 +24,12 @@ pytestmark = pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
 def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
-    def run(strategy: str, epochs: int, **settings: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")]
-        module = seeded(WithBatchNorm, seed=settings.pop("seed", 3))
-        return fit(
-            strategy, tmp_path, module, max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, **settings
-        )
+    def run(strategy: str, epochs: int, seed: int = 3, **settings: Any) -> Any:
+        callbacks = [EMAWeightAveraging(decay=0.8)]
+        return fit(strategy, tmp_path, seeded(WithBatchNorm, seed), max_epochs=epochs, callbacks=callbacks, **settings)
 
-    whole = run("ddp", 3)
-    saved = run(saved_by, 2)
-    path = tmp_path / f"{saved_by}2" / "end.ckpt"
+    whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / "end.ckpt"
+    saved.trainer.save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=False)
     assert {"current_model_state", "averaging_state"} <= checkpoint.keys()
     assert_weights(checkpoint["state_dict"], saved.weights)
@@ -65,18 +59,15 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     assert not torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, last)
 
 
-@on_ranks(2)
-def test_module_configured_on_meta_is_averaged(tmp_path: Path) -> None:
-    """Lightning's callback would copy a module on meta; shards are averaged after they have values."""
-    runs = [fit(s, tmp_path, seeded(Late), callbacks=[EMAWeightAveraging(decay=0.8)]) for s in ("zero1", "zero3")]
-    assert_same(runs[1], runs[0])
-    assert all(torch.isfinite(value).all() for value in runs[0].weights.values())
-
-
 class Swaps(EMAWeightAveraging):
-    """A subclass that follows what Lightning's own methods do."""
+    """A subclass that follows what Lightning's own methods do, and prepares itself, and changes the module, in setup."""
 
     swaps = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            pl_module.first.bias.data.fill_(0.25)
+        super().setup(trainer, pl_module, stage)
 
     def _swap_models(self, pl_module: Any) -> None:
         self.swaps += 1
@@ -102,51 +93,7 @@ def test_subclass_and_mock_of_the_user_are_called(tmp_path: Path) -> None:
     assert_same(body("zero3"), body("ddp"))
 
 
-class WithSetup(EMAWeightAveraging):
-    """A subclass that prepares itself, and changes the module, in setup."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            pl_module.first.bias.data.fill_(0.25)
-        super().setup(trainer, pl_module, stage)
-        self.called = [*getattr(self, "called", []), stage]
-        self.last = trainer.max_epochs - 1
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx == self.last
-
-
-@on_ranks(2)
-def test_setup_of_a_subclass_is_called(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        callback = WithSetup(decay=0.8)
-        run = fit(strategy, tmp_path, seeded(WithBatchNorm), callbacks=[callback])
-        run.trainer.validate(run.module, loader(), verbose=False)
-        assert callback.called == ["fit", "validate"]
-        return run
-
-    expected = body("ddp")
-    for stage in ("zero1", "zero3"):
-        assert_same(body(stage), expected, what=stage)
-
-
-@on_ranks(2)
-def test_average_model_in_setup_is_refused_with_the_hook_to_use(tmp_path: Path) -> None:
-    class Early(WeightAveraging):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            super().setup(trainer, pl_module, stage)
-            self._average_model.module.requires_grad_(False)
-
-    with pytest.raises(AttributeError) as error:
-        fit("zero3", tmp_path, callbacks=[Early()])
-    assert "on_fit_start" in str(error.value)
-
-
 # -- StochasticWeightAveraging ----------------------------------------------------------------------------------------
-
-
-def ema(average: Tensor, now: Tensor, count: Tensor) -> Tensor:
-    return 0.9 * average + 0.1 * now
 
 
 @on_ranks(2)
@@ -161,6 +108,7 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
                 trainer.save_checkpoint(saved)
 
     def body(strategy: Any, ckpt_path: Path | None = None) -> Any:
+        ema = lambda average, now, count: 0.9 * average + 0.1 * now  # noqa: E731
         callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
         module = seeded(WithBatchNorm)
         return fit(strategy, tmp_path, module, callbacks=[callback], max_epochs=5, ckpt_path=ckpt_path)
@@ -172,14 +120,3 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
     whole = body(ZeroStrategy(stage, checkpoint=checkpoint))
     assert_same(body(ZeroStrategy(stage, checkpoint=checkpoint), saved), expected, tolerance=0)
     assert_same(whole, body("ddp"), tolerance=0)
-
-
-@on_ranks(2)
-def test_stochastic_averaging_keeps_its_class_name_and_copies(tmp_path: Path) -> None:
-    callback = StochasticWeightAveraging(0.02, swa_epoch_start=1)
-    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
-    assert isinstance(callback, StochasticWeightAveraging)
-    assert callback.state_key == StochasticWeightAveraging(0.02).state_key
-    assert "update_parameters" in vars(StochasticWeightAveraging)
-    assert type(copy.copy(callback)) is StochasticWeightAveraging
-    run.trainer.test(run.module, loader(), verbose=False)
