@@ -60,7 +60,7 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
 
 
 class Swaps(EMAWeightAveraging):
-    """A subclass that follows what Lightning's own methods do, and prepares itself, and changes the module, in setup."""
+    """A subclass that follows what Lightning's own methods do, and changes the module in setup."""
 
     swaps = 0
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from rich.filesize import decimal
 
 from lightning_zero import ZeroStrategy
@@ -18,7 +18,7 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.ranks import progress as long_work
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, loader, seeded, trainer
+from tests.trainer.toys import Lit, SavesAt, loader, seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -48,30 +48,15 @@ def lines(work: long_work.LongWork, what: str, total: int | None, text: Any) -> 
     seen.over = True
 
 
-class Silent(TQDMProgressBar):
-    """Lightning's own bar, which draws nothing."""
-
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
-
-    on_sanity_check_start = on_train_start = on_train_epoch_start = on_train_batch_end = on_train_epoch_end = _nothing
-    on_train_end = on_validation_start = on_validation_batch_start = on_validation_batch_end = _nothing
-    on_validation_end = _nothing
-
-
-class SavesOnce(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, of: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            of.save_checkpoint(self.path)
+class Silent(ProgressBar):
+    """Draws nothing."""
 
 
 def run(root: Path, checkpoint: dict[str, Any], *, bar: bool = True, **fit: Any) -> list[Seen]:
     """What has been shown on this rank in a fit that saves."""
     SEEN.clear()
     strategy = ZeroStrategy("zero3", checkpoint=checkpoint, gather_after_fit=False)
-    callbacks: list[Callback] = [SavesOnce(root / "a.ckpt"), *([Silent()] if bar else [])]
+    callbacks: list[Callback] = [SavesAt(root / "a.ckpt", 3), *([Silent()] if bar else [])]
     of = trainer(strategy, root, max_epochs=1, callbacks=callbacks, enable_progress_bar=bar)
     with mock.patch.object(long_work.LongWork, "_lines", lines):
         of.fit(seeded(lambda: Lit(optimizer="adamw")), loader(), **fit)
@@ -127,19 +112,13 @@ def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path
 @on_ranks(2)
 def test_wait_for_a_write_behind_training_shows_its_bytes(tmp_path: Path) -> None:
     """The count is the writer's, whoever waits and when."""
-    counts: list[long_work.Count] = []
-    before = long_work.LongWork.wait
-
-    def noted(self: Any, future: Any, what: str, count: Any = None) -> None:
-        before(self, future, what, count)
-        counts.append(count)
-
-    with mock.patch.object(long_work.LongWork, "wait", noted):
+    with mock.patch.object(long_work.LongWork, "wait", autospec=True, side_effect=long_work.LongWork.wait) as waits:
         run(tmp_path, {"name": "sharded", "background": True})
+    counts = [call.args[3] for call in waits.call_args_list if len(call.args) > 3]
     assert [count.done == count.total > 0 for count in counts if count is not None] == [True]
 
 
 @on_ranks(1)
 def test_saves_and_loads_show_nothing_without_a_progress_bar(tmp_path: Path) -> None:
-    assert not run(tmp_path, {"name": "full", "verify": True}, bar=False)
-    assert not run(tmp_path, {"name": "full", "verify": True}, bar=False, ckpt_path=tmp_path / "a.ckpt")
+    for settings in ({}, {"ckpt_path": tmp_path / "a.ckpt"}):
+        assert not run(tmp_path, {"name": "full", "verify": True}, bar=False, **settings)
