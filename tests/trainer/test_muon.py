@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 from examples.muon import Lit, MuonAdamW, groups_of
 from lightning_zero import ZeroStrategy
@@ -41,10 +41,6 @@ def test_matrices_of_blocks_alone_go_to_muon() -> None:
     assert sum(len(g["params"]) for g in (muon, matrices, vectors)) == trained
 
 
-def test_without_blocks_there_is_no_group_for_muon() -> None:
-    assert [g["rule"] for g in groups_of(nn.Linear(3, 2))] == ["adamw", "adamw"]
-
-
 @pytest.mark.sample
 def test_example_steps_as_muon_and_adamw_of_torch_do() -> None:
     one, two = (copy.deepcopy(model) for model in [GPT(**SIZES)] * 2)
@@ -64,23 +60,14 @@ def test_example_steps_as_muon_and_adamw_of_torch_do() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (torch.arange(9) * (index + 1)) % 32
-
-
 @on_ranks(2)
 def test_example_gives_the_weights_of_ddp_in_every_row(tmp_path: Path) -> None:
     runs = []
+    tokens = [torch.arange(9) * (index + 1) % 32 for index in range(16)]
     for strategy in ("ddp", "zero1", "zero3", ZeroStrategy("zero3", offload="cpu")):
         torch.manual_seed(0)
-        module = Lit(**SIZES)
-        data = DataLoader(Tokens(), batch_size=2)
         of = trainer(strategy, tmp_path, max_epochs=1, limit_val_batches=0)
-        of.fit(module, data)
+        of.fit(Lit(**SIZES), DataLoader(tokens, batch_size=2))
         runs.append(weights(of))
     for found in runs[1:]:
         assert_weights(found, runs[0], tolerance=1e-5)

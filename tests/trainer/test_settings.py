@@ -6,6 +6,7 @@ What they do is shown on the engine (``tests/engine``).
 from __future__ import annotations
 
 import functools
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.console import Console
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.trainer import summary
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks
 from tests.trainer.toys import Lit, Run, TwoNodes, assert_same, assert_weights, fit, odd, seeded, strategy_of
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -76,26 +77,18 @@ def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("row", "where"),
-    [
-        ("zero3", "device"),
-        ("zero3_offload", "host"),
-        ("zero1_offload", "parameters device, gradients host, optimizer host"),
-        ("zero3_nvme", "parameters nvme, gradients host, optimizer nvme"),
-    ],
-)
+@pytest.mark.parametrize(("row", "where"), [
+    ("zero3", "device"),
+    ("zero1_offload", "parameters device, gradients host, optimizer host"),
+    ("zero3_nvme", "parameters nvme, gradients host, optimizer nvme"),
+])  # fmt: skip
 def test_table_of_units_says_where_things_rest(row: str, where: str, tmp_path: Path) -> None:
-    strategy = strategy_of(row, tmp_path)
-    fit(strategy, tmp_path, max_epochs=1)
-    engine = strategy.engine
-    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    engine = fit(strategy_of(row, tmp_path), tmp_path, max_epochs=1).trainer.strategy.engine
+    console = Console(width=200, record=True, file=io.StringIO())
     with mock.patch.object(summary, "Console", return_value=console):
         summary.print_units(engine)
     rows = [line for line in console.export_text().splitlines() if "blocks" in line or "(root)" in line]
-    assert len(rows) == 2
-    assert all(line.rstrip(" │").endswith(where) for line in rows), rows
-    engine.release()
+    assert [line.rstrip(" │").endswith(where) for line in rows] == [True, True], rows
 
 
 def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:
@@ -105,30 +98,22 @@ def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: P
             ZeroStrategy("zero3", offload={"name": "nvme", "nvme_path": str(path)})
 
 
-def _on_two_nodes(stage: int, hybrid_shard: str, folder: Path) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("stage", "hybrid_shard"), [(1, "node"), (3, "node"), (3, "node_backward")])
+def test_two_nodes_of_two_ranks_equal_flat_sharding(stage: int, hybrid_shard: str, tmp_path: Path) -> None:
     """Nodes are told apart by their rank of node."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
+    settings |= {"max_epochs": 1, "devices": 2, "num_nodes": 2, "count": 32}
     found = []
     for way in (hybrid_shard, "flat"):
         strategy = ZeroStrategy(stage, comm={"hybrid_shard": way}, cluster_environment=TwoNodes())
-        settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
-        module = seeded(lambda: Lit(optimizer="adamw"))
-        result = fit(strategy, folder, module, max_epochs=1, devices=2, num_nodes=2, count=32, **settings)
-        assert result.trainer.world_size == 4
+        found.append(fit(strategy, tmp_path, seeded(lambda: Lit(optimizer="adamw")), **settings))
         assert len(strategy.engine.comm.topology.shard_groups) == (2 if way == "node" else 1)
         assert strategy.engine.comm.node_size == (2 if way == "node_backward" else 0)
-        result.trainer.save_checkpoint(folder / f"{way}.ckpt")
-        found.append(result)
+        found[-1].trainer.save_checkpoint(tmp_path / f"{way}.ckpt")
         strategy.engine.release()
     near = 0.0 if hybrid_shard == "node_backward" else 1e-5
-    torch.testing.assert_close(found[0].losses, found[1].losses, rtol=near, atol=near)
-    assert_weights(found[0].weights, found[1].weights, tolerance=near)
-    files = [torch.load(folder / f"{name}.ckpt", weights_only=False) for name in (hybrid_shard, "flat")]
+    assert_same(*found, tolerance=near)
+    files = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in (hybrid_shard, "flat")]
     assert_weights(files[0]["state_dict"], files[1]["state_dict"], tolerance=near)
-    # Once: every node has all shards, but rank 0 alone writes.
-    assert sorted(p.name for p in folder.glob("*.ckpt")) == ["flat.ckpt", f"{hybrid_shard}.ckpt"]
-
-
-@pytest.mark.parametrize(("stage", "hybrid_shard"), [(1, "node"), (3, "node"), (3, "node_backward")])
-def test_two_nodes_of_two_ranks_equal_flat_sharding(stage: int, hybrid_shard: str, tmp_path: Path) -> None:
-    run(4, _on_two_nodes, stage, hybrid_shard, tmp_path)
