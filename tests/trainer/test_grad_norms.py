@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,29 +35,18 @@ class Watches(Lit):
         self.blocks[0].up.weight.requires_grad_(False)
         self.blocks[1].norm.weight = self.blocks[0].norm.weight
         self.unused = nn.Linear(3, 5)
+        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+            setattr(self, hook, partial(self._note, hook))
 
-    def _note(self, hook: str) -> None:
+    def _note(self, hook: str, *_: Any) -> None:
         norms = {}
         for norm_type in self.types:
             norms |= {name: value.item() for name, value in grad_norm(self, norm_type).items()}
-        own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        norms |= {f"own {name}": grad.norm().item() for name, grad in own.items()}
-        norms |= {
-            f"values {name}": (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
-            for name, grad in own.items()
-        }
-        norms |= {f"vector {name}": torch.linalg.vector_norm(grad.detach(), 1).item() for name, grad in own.items()}
-        loop = self.trainer.fit_loop.epoch_loop
-        self.seen.append(Seen(hook, not loop._should_accumulate(), norms))
-
-    def on_after_backward(self) -> None:
-        self._note("on_after_backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._note("on_before_optimizer_step")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self._note("on_before_zero_grad")
+        for name, grad in ((name, p.grad) for name, p in self.named_parameters() if p.grad is not None):
+            norms[f"own {name}"] = grad.norm().item()
+            norms[f"values {name}"] = (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
+            norms[f"vector {name}"] = torch.linalg.vector_norm(grad.detach(), 1).item()
+        self.seen.append(Seen(hook, not self.trainer.fit_loop.epoch_loop._should_accumulate(), norms))
 
 
 def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = True, what: str = "") -> None:

@@ -19,8 +19,6 @@ from tests.trainer.toys import Lit, fit, loader, strategy_of
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
-ROWS = pytest.mark.parametrize("row", ["zero0", "zero3", "zero1 optimizer_nvme", "zero3_nvme"])
-
 
 def train_and_test(row: str, averages: bool, folder: Path) -> list[weakref.ref[Any]]:
     """References to what a run was made of. A function of its own: ``save_hyperparameters`` has the frames that it
@@ -35,7 +33,7 @@ def train_and_test(row: str, averages: bool, folder: Path) -> list[weakref.ref[A
 
 @pytest.mark.sample
 @on_ranks(2, full=(1,))
-@ROWS
+@pytest.mark.parametrize("row", ["zero0", "zero3", "zero1 optimizer_nvme", "zero3_nvme"])
 @pytest.mark.parametrize("averages", [False, True])
 def test_engine_module_and_threads_go_with_their_trainer(row: str, averages: bool, tmp_path: Path) -> None:
     before, threads = len(engines()), []

@@ -24,61 +24,49 @@ class SyncGrad(ByHand):
         optimizer: Any = self.optimizers()
         loss = self.loss(batch)
         self.losses.append(loss.item())
-        if batch_idx % 3 != 1:
-            last = batch_idx % 3 == 2
-            with optimizer.toggle_model(sync_grad=last):
-                self.manual_backward(loss)
-            if last:
-                self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-                optimizer.step()
-                optimizer.zero_grad()
+        if batch_idx % 3 == 1:
+            return
+        last = batch_idx % 3 == 2
+        with optimizer.toggle_model(sync_grad=last):
+            self.manual_backward(loss)
+        if last:
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class SeveralBackwards(ByHand):
     """Two losses of one forward and one of another, one step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
         out = self(batch[0])
-        loss: Tensor = (out - batch[1]).pow(2).mean()
-        self.losses.append(loss.item())
-        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward((out - batch[1]).pow(2).mean(), retain_graph=True)
         self.manual_backward(out.abs().mean() * 0.1)
-        self.manual_backward(self.loss(batch) * 0.5)
-        optimizer.step()
+        super().training_step(batch, batch_idx)
 
 
 class TorchClips(ByHand):
     """As torch's documentation has it, and by value every other step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        if batch_idx % 2:
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        if len(self.losses) % 2:
             self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.1, error_if_nonfinite=True))
         else:
             nn.utils.clip_grad_value_(self.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class NormsOfParts(ByHand):
     """Norms of some parameters, of one parameter and of the whole."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
         for params in (list(self.parameters()), list(self.blocks[0].parameters()), [self.head.weight]):
             if isinstance(self.trainer.strategy, ZeroStrategy):
                 norm = lightning_zero.grad_norm(params)
             else:
-                norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+                norm = nn.utils.get_total_norm([p.grad for p in params])
             self.losses.append(float(norm))
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class ParameterInTwoOptimizers(ByHand):
