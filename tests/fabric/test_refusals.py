@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -18,15 +22,18 @@ from tests.trainer.toys import loader
 
 
 def test_settings_that_only_the_trainer_follows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="zero/stage: expected zero0, zero1, zero2 or zero3 with .* Fabric"):
-        Fabric(strategy="zero_auto", accelerator="cpu", devices=2)
-    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
-        ZeroFabricStrategy("zero3", checkpoint={"name": "sharded", "background": True})
-    with pytest.raises(ConfigError, match=r"zero\.gather_after_fit: expected null or false with Fabric"):
-        ZeroFabricStrategy("zero3", gather_after_fit=True)
-    with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
-        config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
-        Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2, precision="bf16-true")
+    here = partial(Fabric, accelerator="cpu", devices=2)
+    bf16 = ZeroFabricStrategy(config=ZeroConfig(precision=PrecisionConfig(name=Precision.bf16)))
+    behind = {"name": "sharded", "background": True}
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: here(strategy="zero_auto"), "zero/stage: expected zero0, zero1, zero2 or zero3 with .* Fabric"),
+        (lambda: ZeroFabricStrategy(checkpoint=behind), r"zero\.checkpoint\.background: expected false with Fabric"),
+        (lambda: ZeroFabricStrategy(gather_after_fit=True), r"gather_after_fit: expected null or false with Fabric"),
+        (lambda: here(strategy=bf16, precision="bf16-true"), "fabric.precision: expected 'bf16-mixed'"),
+    ]
+    for act, says in cases:
+        with pytest.raises(ConfigError, match=says):
+            act()
 
 
 @on_ranks(2)

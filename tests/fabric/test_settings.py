@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy
-from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.config import ZeroConfig
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, train
 from tests.harness import on_ranks
 from tests.trainer.test_settings import EQUAL, in_folder
@@ -48,27 +48,22 @@ def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path
 
 @pytest.mark.full
 @on_ranks(2)
+@pytest.mark.parametrize(("precision", "setting"), [
+    ("bf16-mixed", {"reduce_dtype": "bf16"}),
+    ("bf16-mixed", {"grad_dtype": "bf16"}),
+    ("bf16-mixed", {"fp32_modules": ["Linear"]}),
+    ("bf16-true", {"stochastic_rounding": True}),
+])  # fmt: skip
+def test_settings_of_precision_change_losses(precision: str, setting: dict[str, Any], tmp_path: Path) -> None:
+    run = train(strategy(tmp_path, precision=setting), precision=precision)
+    assert run.losses != train("zero3", precision=precision).losses
+
+
+@pytest.mark.full
+@on_ranks(2)
 def test_vertical_chunks_give_the_losses_of_whole_batches(tmp_path: Path) -> None:
     found = train(strategy(tmp_path, vertical_chunks=2, activation_checkpointing="blocks"))
     assert found.losses == pytest.approx(train("zero3").losses, rel=1e-4)
-
-
-@pytest.mark.full
-@on_ranks(2)
-@pytest.mark.parametrize("dtypes", [{"reduce_dtype": "bf16"}, {"grad_dtype": "bf16"}, {"fp32_modules": ["Linear"]}])
-def test_dtypes_of_precision_change_losses(dtypes: dict[str, Any], tmp_path: Path) -> None:
-    run = train(strategy(tmp_path, precision=dtypes), precision="bf16-mixed")
-    assert run.losses != train("zero3", precision="bf16-mixed").losses
-
-
-@pytest.mark.full
-@on_ranks(2)
-def test_stochastic_rounding_changes_losses_and_needs_bf16_true(tmp_path: Path) -> None:
-    rounded = {"precision": {"stochastic_rounding": True}}
-    run = train(strategy(tmp_path, **rounded), precision="bf16-true")
-    assert run.losses != train("zero3", precision="bf16-true").losses
-    with pytest.raises(ConfigError, match=r"zero\.precision\.stochastic_rounding"):
-        train(strategy(tmp_path, **rounded))
 
 
 @pytest.mark.full
