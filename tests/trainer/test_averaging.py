@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
 def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
     def run(strategy: str, epochs: int, seed: int = 3, **settings: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8)]
-        return fit(strategy, tmp_path, seeded(WithBatchNorm, seed), max_epochs=epochs, callbacks=callbacks, **settings)
+        save = ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")
+        settings |= {"callbacks": [EMAWeightAveraging(decay=0.8), save], "enable_checkpointing": True}
+        return fit(strategy, tmp_path, seeded(WithBatchNorm, seed), max_epochs=epochs, **settings)
 
-    whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / "end.ckpt"
-    saved.trainer.save_checkpoint(path)
+    whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / f"{saved_by}2" / "end.ckpt"
     checkpoint = torch.load(path, weights_only=False)
     assert {"current_model_state", "averaging_state"} <= checkpoint.keys()
     assert_weights(checkpoint["state_dict"], saved.weights)

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from lightning_zero.trainer.memory.activations import measure
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from tests.harness import on_ranks
 from tests.trainer.step_peak import StepPeak
+from tests.trainer.toys import trainer
 
 pytestmark = pytest.mark.full
 
@@ -31,14 +31,6 @@ LENGTH = 96
 # unit, more or less), nor the scratch memory of oneDNN's products in bf16: 0.2 to 0.9 MB, which hardly grows with the
 # product. Beside the activations of more samples that is small.
 SAMPLES = {"32-true": 8, "bf16-true": 8, "bf16-mixed": 32}
-
-
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 128
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randint(0, 64, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
 
 
 def gpt() -> LitGPT:
@@ -75,21 +67,10 @@ def test_planned_peak_and_bytes_are_those_of_a_run(
     config = make_config(stage=stage, offload=settings, activation_checkpointing=how, **in_parts)
     found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
     strategy, peak = ZeroStrategy(config=config), StepPeak()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        precision=precision,
-        max_steps=5,
-        accumulate_grad_batches=micro_batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[peak] if dist.get_rank() == 0 else [],
-    )
-    trainer.fit(gpt(), torch.utils.data.DataLoader(Tokens(), SAMPLES[precision]))
+    run: dict[str, Any] = {"precision": precision, "max_steps": 5, "accumulate_grad_batches": micro_batches}
+    run |= {"callbacks": [peak] if dist.get_rank() == 0 else [], "max_epochs": None}
+    tokens = torch.randint(0, 64, (512, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    trainer(strategy, tmp_path, **run).fit(gpt(), torch.utils.data.DataLoader(tokens, SAMPLES[precision]))
     engine = strategy.engine
     states = state_tensors(engine)
     assert states == 2
