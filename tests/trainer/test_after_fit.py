@@ -102,23 +102,6 @@ def test_next_fit_starts_from_what_was_written(row: str, tmp_path: Path) -> None
     assert_weights(own, whole, tolerance=0)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_module_may_become_another_and_gradients_of_ones_own_are_gone(stage: str, tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        module = fit(strategy, tmp_path, seeded(Lit), max_epochs=1).module
-        torch.manual_seed(1)
-        module.head = nn.Linear(8, 1)
-        state = {name: value + 0.125 for name, value in module.state_dict().items()}
-        module.load_state_dict(state, assign=True)
-        module.first.requires_grad_(False)
-        module(Samples()[0][0][None]).sum().backward()
-        assert module.head.weight.grad is not None
-        return fit(strategy, tmp_path, module, max_epochs=1)
-
-    assert_same(body(stage), body("ddp"), tolerance=0)
-
-
 @pytest.mark.sample
 @on_ranks(2)
 def test_values_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
@@ -162,21 +145,6 @@ def test_copy_is_made_once_for_the_same_values(stage: str, tmp_path: Path) -> No
         of.fit(module, loader())
         assert fills.call_count == 3
         assert_weights(values(module), weights(of), tolerance=0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_ddp_and_one_process_take_the_module(stage: str, tmp_path: Path) -> None:
-    module = fit(stage, tmp_path, seeded(Lit), max_epochs=1).module
-    expected = values(module)
-    trainer("auto", tmp_path).test(module, loader(), verbose=False)
-    assert_weights(values(module), expected, tolerance=0)
-    of = trainer("ddp", tmp_path, max_epochs=1)
-    of.fit(module, loader())
-    found = fit("zero2", tmp_path, module, max_epochs=1)
-    twin = fit("ddp", tmp_path, seeded(Lit), max_epochs=1).module
-    trainer("ddp", tmp_path, max_epochs=1).fit(twin, loader())
-    assert_same(found, fit("ddp", tmp_path, twin, max_epochs=1), tolerance=0)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

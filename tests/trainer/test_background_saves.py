@@ -22,10 +22,9 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError, Stage
+from lightning_zero.config import Stage
 from lightning_zero.engine.whole import snapshot as snapshots
 from lightning_zero.engine.whole.snapshot import Snapshot
-from lightning_zero.ranks.progress import Count
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
@@ -323,24 +322,6 @@ def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
     whole = [names for names in seen if names]
     assert whole and all("last.ckpt" in names for names in whole[2:])
-
-
-def test_one_file_is_not_written_behind_training() -> None:
-    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with zero/checkpoint=full"):
-        ZeroStrategy("zero3", checkpoint={"background": True})
-
-
-@on_ranks(2)
-def test_ended_rank_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    """As its process would be: nothing comes from it, and it answers no call."""
-    waits = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1).trainer.strategy.engine.comm.waits
-    saves = BackgroundSaves()
-    if dist.get_rank() == 0:
-        with mock.patch.object(type(waits), "silent", lambda _: [1]):
-            acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None]
-            saves.begin(waits, tmp_path / "a.ckpt", "key", *acts, Count(1), may_fail=False)
-            with warns(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
-                saves.wait_alone()
 
 
 @on_ranks(2)

@@ -6,10 +6,8 @@ wrong is in ``test_bad_checkpoints`` and ``test_failing_saves``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +39,7 @@ from tests.trainer.toys import (
     odd,
     optimizer_states,
     other_weights,
-    record,
     seeded,
-    sharded,
     strategy_of,
     trainer,
     weights,
@@ -278,15 +274,6 @@ def test_training_goes_on_under_another_row_on_other_ranks(way: Way, tmp_path: P
     run(loads, _resume, way, tmp_path, expected)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("saved", "loaded"), [("32-true", "bf16-mixed"), ("bf16-mixed", "32-true")])
-def test_training_goes_on_in_another_precision(saved: str, loaded: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_epochs": 3, "callbacks": [SavesAtEpoch(tmp_path / "a.ckpt")]}
-    first = fit(sharded(), tmp_path, odd(), precision=saved, **settings)
-    rest = fit("zero1", tmp_path, other_weights(), precision=loaded, max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
-    torch.testing.assert_close(rest.losses, first.losses[-len(rest.losses) :], rtol=0.05, atol=0.02)
-
-
 # -- what a file holds ------------------------------------------------------------------------------------------------
 
 
@@ -353,19 +340,6 @@ def test_saves_before_a_run_after_an_evaluation_and_after_a_fit_hold_the_weights
     of.test(module, loader(), verbose=False)
     assert_saved(expected)
     assert_optimizers(optimizer_states(of), states)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("by", ["copy", "pickle"])
-def test_copy_of_a_trainer_trains_by_itself(by: str, tmp_path: Path) -> None:
-    precision: Any = {"copy": "32-true", "pickle": "bf16-mixed"}[by]
-    expected = fit("zero3", tmp_path, precision=precision)
-    of = trainer("zero3", tmp_path, precision=precision)
-    again = copy.deepcopy(of) if by == "copy" else pickle.loads(pickle.dumps(of))
-    assert again.precision_plugin.strategy is again.strategy is not of.strategy
-    for one in (again, of):
-        one.fit(module := seeded(Lit), loader(), loader())
-        assert_same(record(one, module), expected, tolerance=0)
 
 
 # -- other optimizers than those that were saved ----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import io
 import os
 import signal
@@ -22,7 +21,6 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.app.jobs import decided
-from lightning_zero.checkpoint.archive import Skeleton
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
@@ -245,34 +243,6 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, hooks: bool, tmp_path:
     assert module.losses == whole.losses
     dist.barrier()
     assert [p.name for p in tmp_path.iterdir()] == ["hpc_ckpt_2.ckpt"]
-
-
-@on_ranks(2)
-def test_failed_save_takes_no_room(tmp_path: Path) -> None:
-    """Hooks are given values of a file that has no name any more: the next save may need its room."""
-    finish, count, held = Skeleton.finish, [0], list[bool]()
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        if count[0] > 1:  # the file of the weights is there
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return finish(*args, **kwargs)
-
-    class Looks(Signalled):  # it has a hook
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            maps = Path("/proc/self/maps")
-            held.append(maps.exists() and str(tmp_path) in maps.read_text())
-            return super().training_step(batch, batch_idx)
-
-    of = trainer("zero3", tmp_path, max_steps=2, limit_val_batches=0)
-    of.strategy.save_every_s = 1e-9
-    gc.disable()
-    try:
-        with mock.patch.object(Skeleton, "finish", fails):
-            of.fit(seeded(lambda: Looks(-1, 0)), loader())
-    finally:
-        gc.enable()
-    assert held == [False, False] and (count[0] > 1 or dist.get_rank())
 
 
 @on_ranks(1)

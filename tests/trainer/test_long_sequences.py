@@ -119,16 +119,9 @@ class Llama(pl.LightningModule):
         super().__init__()
         import transformers
 
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=keys,
-            max_position_embeddings=LENGTH,
-            attn_implementation=attention,
-        )
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": keys, "max_position_embeddings": LENGTH}
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=attention)
         self.model = transformers.LlamaForCausalLM(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -18,10 +18,7 @@ from torchmetrics import MeanMetric
 
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
-from lightning_zero.app.parts import check_data
-from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError
-from lightning_zero.data.synthetic import SyntheticData
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
@@ -97,7 +94,6 @@ HONEST: dict[str, Change] = {
     "dropout": lambda x, module, _: F.dropout(x, 0.2, module.training),
     "noise": lambda x, *_: torch.randn_like(x) + torch.rand(x.shape) + torch.bernoulli(torch.full_like(x, 0.3)),
     "drawn": lambda x, *_: x * torch.empty(len(x), 1, 1).bernoulli_(0.9) + torch.empty_like(x).uniform_(0, 1),
-    "kernel": lambda x, *_: torch.native_dropout(x, 0.2, True)[0],
 }
 
 
@@ -376,19 +372,6 @@ def test_ranks_that_do_not_divide_are_refused_before_the_run(tmp_path: Path) -> 
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.make_config(**settings)
-
-
-def test_main_job_refuses_lengths_and_ranks_that_do_not_divide() -> None:
-    def check(block_size: int, world_size: int) -> None:
-        synthetic = {"_target_": "lightning_zero.data.synthetic.SyntheticData", "block_size": block_size}
-        job = TrainConfig(zero=config.make_config(sequence_parallel=2), data=synthetic)
-        check_data(job, SyntheticData(block_size=block_size), world_size)
-
-    check(64, 4)
-    with pytest.raises(ConfigError, match=r"data.block_size: expected a multiple of .* \(2\)"):
-        check(63, 4)
-    with pytest.raises(ConfigError, match="zero.sequence_parallel"):
-        check(64, 3)
 
 
 def test_shard_and_fabric_refuse_it() -> None:

@@ -51,6 +51,10 @@ def lines(work: long_work.LongWork, what: str, total: int | None, text: Any) -> 
 class Silent(ProgressBar):
     """Draws nothing."""
 
+    def disable(self) -> None: ...
+
+    enable = disable
+
 
 def run(root: Path, checkpoint: dict[str, Any], *, bar: bool = True, **fit: Any) -> list[Seen]:
     """What has been shown on this rank in a fit that saves."""

@@ -18,10 +18,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero import ZeroMonitor, ZeroStrategy, device
+from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
-from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.memory.held_bytes import held_bytes
 from tests.harness import on_ranks
@@ -48,32 +47,6 @@ def monitored(stage: Any, root: Path, module: Any = None, **settings: Any) -> tu
     callbacks = [monitor, *settings.pop("callbacks", ())]
     run = fit(stage, root, module, logger=kept, callbacks=callbacks, **{"max_epochs": 1, **settings})
     return run, kept.rows
-
-
-class Device(Accelerator):
-    """One that counts its peak, as torch does for GPUs: since the process began, unless it is told otherwise."""
-
-    has_streams = True
-    peak = 1000
-
-    def new_stream(self) -> Any:
-        return "stream"
-
-    def record(self) -> Any:
-        return "event"
-
-    def peak_nbytes(self) -> int:
-        return Device.peak
-
-    def reset_peak(self) -> None:
-        Device.peak = 7
-
-
-@on_ranks(1)
-def test_peak_of_a_device_is_of_training_and_not_of_the_build(tmp_path: Path) -> None:
-    with mock.patch.dict(device._KINDS, {"cpu": Device}), mock.patch.object(Device, "peak", 1000):
-        _, rows = monitored("zero1", tmp_path)
-    assert [row["zero/peak_bytes/device"] for row in rows] == [7.0] * len(rows) != []
 
 
 @pytest.mark.sample
@@ -146,16 +119,6 @@ def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
         # At stage 3 the root is gathered once a pass, and so is the last unit.
         kept = half[engine.units[0]] + half[engine.units[-1]] if stage == "zero3" else 0
         assert rows[-1]["zero/moved_bytes/gather"] == gathers * whole - kept
-
-
-@on_ranks(2)
-def test_prefetch_hits_are_all_with_room_and_none_without(tmp_path: Path) -> None:
-    for nbytes, hits in ((0, 0.0), (1 << 20, 1.0)):
-        strategy = ZeroStrategy("zero3", prefetch_bytes=nbytes)
-        _, rows = monitored(strategy, tmp_path, seeded(lambda: Lit(depth=4)))
-        # The first unit of a pass is demanded as it begins: nothing is there that could have come ahead of it.
-        assert rows[-1]["zero/prefetch_hits"] == pytest.approx(hits, abs=0.2), rows[-1]
-    assert "zero/prefetch_hits" not in monitored("zero1", tmp_path)[1][-1]
 
 
 class Tokens(Lit):

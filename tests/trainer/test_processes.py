@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.ranks import rendezvous
-from lightning_zero.trainer import processes
 from tests.harness import on_ranks, run_command
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
@@ -205,14 +204,3 @@ def test_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s: 
         strategy._join()
     assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
     assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s
-
-
-@on_ranks(2)
-def test_more_processes_than_cores_are_said(tmp_path: Path) -> None:
-    strategy = fit("zero3", tmp_path).trainer.strategy
-    named = dict.fromkeys(("available_cpus", "rank_zero_info"), mock.DEFAULT)
-    for cores, said in ((1, "2 processes (2 here, on 1 cores), which"), (2, "2 processes, which")):
-        with mock.patch.object(rendezvous, "join"), mock.patch.multiple(processes, **named) as of:
-            of["available_cpus"].return_value = cores
-            strategy._join()
-        assert said in of["rank_zero_info"].call_args.args[0]

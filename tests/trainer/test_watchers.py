@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
@@ -17,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.ranks import waits
-from tests.engine.support import places_posted_often
-from tests.harness import Pool, on_ranks
+from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_same, fit, seeded
 
 pytestmark = pytest.mark.full
@@ -79,39 +73,6 @@ def test_watcher_on_rank_0_alone_reads_and_changes_nothing(dynamic_graph: bool, 
     if dist.get_rank() == 0:
         values = [value for name, value in module.watch.seen if name.startswith("parameters")]
         assert len(values) >= 32 and all(map(math.isfinite, values))
-
-
-class ReadsBehindTheCall(Lit):
-    """Rank 0 alone reads a parameter when the forward is over, and all ranks log then."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        if self.global_rank == 0 and self.trainer.training:
-            for param in self.parameters():
-                float(param.detach().sum())
-        super().log(*args, **kwargs)
-
-
-def read_on_rank_0(folder: str) -> None:
-    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
-        strategy = ZeroStrategy("zero3", stall_timeout_s=3600.0, dynamic_graph=True)
-        try:
-            fit(strategy, folder, seeded(ReadsBehindTheCall))
-        except Exception as error:
-            if dist.get_rank() == 0:
-                (Path(folder) / "said").write_text(str(error))
-                os._exit(1)  # as the process would: only then rank 1 hears of it, inside of Lightning's call
-
-
-def test_read_on_rank_0_while_others_log_is_refused(tmp_path: Path) -> None:
-    """Rank 1 is in a reduction of Lightning's, which does not know of gathers."""
-    pool = Pool(2)  # of its own: messages are left over
-    try:
-        with contextlib.suppress(Exception):  # a rank has ended
-            pool.run(pickle.dumps((read_on_rank_0, (str(tmp_path),), {})), timeout=60.0)
-    finally:
-        pool.kill()
-    said = (tmp_path / "said").read_text()
-    assert "All ranks must call this, or none" in said and "self.log(sync_dist=True)" in said
 
 
 LOOKS = {
