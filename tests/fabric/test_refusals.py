@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_zero import ZeroFabricStrategy
 from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig
-from lightning_zero.engine import engine_of
 from lightning_zero.fabric.precision import FabricPrecision
 from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.fabric.toys import adamw, fabric, make, sgd, train
@@ -62,18 +61,6 @@ def test_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
         run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
     norm = run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False)
     assert norm is not None and not norm.isfinite()
-
-
-@on_ranks(2)
-def test_saves_wait_as_steps_do() -> None:
-    """So that waits of a rank that saves alone, and of those in a step, are compared: all hear of it in seconds."""
-    of = fabric("zero3")
-    start, plain = of.strategy._waits, make()
-    of.setup_module(plain)
-    engine = engine_of(plain)
-    assert engine is not None and start is not None and of.strategy._waits is engine.comm.waits
-    engine.release()
-    assert of.strategy._waits is start
 
 
 @on_ranks(2)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -68,15 +66,6 @@ def test_vertical_chunks_give_the_losses_of_whole_batches(tmp_path: Path) -> Non
 
 @pytest.mark.full
 @on_ranks(2)
-def test_timeline_is_written_below_its_folder(tmp_path: Path) -> None:
-    with mock.patch.multiple("lightning_zero.timeline.record", AFTER=1, STEPS=1):
-        train(strategy(tmp_path, timeline=str(tmp_path)))
-    dist.barrier()
-    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} >= {".html", ".json"}
-
-
-@pytest.mark.full
-@on_ranks(2)
 def test_init_from_gives_first_values(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -91,11 +80,3 @@ def test_init_from_gives_first_values(tmp_path: Path) -> None:
     with lightning_zero.gather(run.model):
         for own, other in zip(run.model.parameters(), source.parameters(), strict=True):
             assert torch.equal(own, other + 1)
-
-
-@on_ranks(1)
-def test_variable_has_one_rank_gather_too(tmp_path: Path) -> None:
-    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
-    run = train(strategy(tmp_path))
-    counts = run.model._forward_module.engine.comm.counts
-    assert any(kind == "all_gather" for kind, _ in counts)

@@ -22,7 +22,7 @@ from lightning_zero.trainer.saves import range_saves
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from tests.harness import on_ranks
 from tests.trainer.test_checkpoints import StateInLists
-from tests.trainer.toys import Odd, fit, loader, odd, same, seeded, strategy_of, trainer, weights
+from tests.trainer.toys import Odd, fit, odd, same, seeded, strategy_of, weights
 
 pytestmark = pytest.mark.full
 
@@ -149,21 +149,3 @@ def test_large_weights_are_mapped_and_what_callers_keep_is_copied(tmp_path: Path
     assert mapped(found["state_dict"]["w"])
     assert not any(map(mapped, [found["state_dict"]["b"], *here.values()]))
     assert here["w2"].data_ptr() == here["w"].data_ptr() + 20
-
-
-@on_ranks(2)
-def test_save_functions_of_the_user_are_called(tmp_path: Path) -> None:
-    """For as long as it is there, in this run and the next, and in the place of ``torch.save`` too."""
-    of = trainer("zero3", tmp_path, max_epochs=1)
-    with mock.patch.object(of, "save_checkpoint", wraps=of.save_checkpoint) as theirs:
-        for name in ("a", "b"):
-            of.fit(odd(), loader())
-            of.save_checkpoint(tmp_path / f"{name}.ckpt")
-            assert verify.check(tmp_path / f"{name}.ckpt").damage == []
-    assert theirs.call_count == 2
-    with mock.patch.object(torch, "save") as mocked:
-        of.save_checkpoint(tmp_path / "d.ckpt")
-    assert mocked.called == (dist.get_rank() == 0)
-    if mocked.called:
-        state = mocked.call_args.args[0]["state_dict"]
-        assert state["first.weight"].sum() == torch.load(tmp_path / "b.ckpt")["state_dict"]["first.weight"].sum()

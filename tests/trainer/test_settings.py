@@ -6,23 +6,19 @@ What they do is shown on the engine (``tests/engine``).
 from __future__ import annotations
 
 import functools
-import io
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, ZeroConfig
-from lightning_zero.trainer import summary
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, Run, TwoNodes, assert_same, assert_weights, fit, odd, seeded, strategy_of
+from tests.trainer.toys import Lit, Run, TwoNodes, assert_same, assert_weights, fit, odd, seeded
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -74,21 +70,6 @@ def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path
     found.weights = {key.replace("_orig_mod.", ""): value for key, value in found.weights.items()}
     assert_same(found, plain(), tolerance=0)
     strategy.engine.release()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("row", "where"), [
-    ("zero3", "device"),
-    ("zero1_offload", "parameters device, gradients host, optimizer host"),
-    ("zero3_nvme", "parameters nvme, gradients host, optimizer nvme"),
-])  # fmt: skip
-def test_table_of_units_says_where_things_rest(row: str, where: str, tmp_path: Path) -> None:
-    engine = fit(strategy_of(row, tmp_path), tmp_path, max_epochs=1).trainer.strategy.engine
-    console = Console(width=200, record=True, file=io.StringIO())
-    with mock.patch.object(summary, "Console", return_value=console):
-        summary.print_units(engine)
-    rows = [line for line in console.export_text().splitlines() if "blocks" in line or "(root)" in line]
-    assert [line.rstrip(" │").endswith(where) for line in rows] == [True, True], rows
 
 
 def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:

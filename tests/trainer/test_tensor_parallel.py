@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
 from tests.engine.test_tensor_parallel import PLAN, STEPS, WIDTH, Scaled, batch, loss_of, net, parallelized
 from tests.harness import on_ranks
-from tests.trainer.toys import Run, TwoNodes, on_rank_0, record, trainer
+from tests.trainer.toys import Run, on_rank_0, record, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not resumable")
 
@@ -144,21 +143,6 @@ def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> N
         run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)
     plan["net.norm"] = "replicated_with_grad_allreduce"
     run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("devices", "warns"), [(3, True), (4, False)])
-def test_ranks_of_one_batch_on_several_nodes_are_warned_of(devices: int, warns: bool, tmp_path: Path) -> None:
-    if dist.get_rank():
-        return
-    strategy = strategy_of(2)
-    strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * devices
-    strategy.cluster_environment = TwoNodes()
-    with pytest.MonkeyPatch().context() as patch:
-        patch.setenv("NODE_RANK", "0")
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        with pytest.warns(UserWarning, match="on several nodes") if warns else contextlib.nullcontext():
-            strategy._configure_launcher()
 
 
 @on_ranks(2)

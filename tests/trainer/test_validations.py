@@ -185,21 +185,6 @@ def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, 
 
 
 @on_ranks(2)
-def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
-    """Averages are in the model's place for that time."""
-
-    def averaged(at: int = -1, **more: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8)]
-        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
-
-    (of, whole), (_, cut) = averaged(), averaged(2)
-    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.losses + resumed.losses == whole.losses
-    assert cut.evaluated + resumed.evaluated == whole.evaluated
-    assert_weights(weights(again), weights(of), tolerance=0)
-
-
-@on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
     _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
     _, cut = body(tmp_path, 1, val_check_interval=2)

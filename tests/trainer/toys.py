@@ -227,25 +227,22 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr / 5),
 }
 
+
+def _plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "none": lambda _: None,
     "epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
     "step": lambda o: {"scheduler": torch.optim.lr_scheduler.StepLR(o, 2, 0.5), "interval": "step"},
-    "every second step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
-        "interval": "step",
-        "frequency": 2,
-    },
     "onecycle": lambda o: {
         "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
         "interval": "step",
     },
-    "plateau": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
-        "monitor": "val",
-    },
+    "plateau": lambda o: {"scheduler": _plateau(o), "monitor": "val"},
     "plateau by step": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+        "scheduler": _plateau(o),
         "monitor": "loss_step",
         "interval": "step",
         "strict": False,
