@@ -116,8 +116,11 @@ def test_host_with_the_least_memory_decides(tmp_path: Path) -> None:
     (lambda p: torch.optim.LBFGS(p), 2, "LBFGS cannot be tried"),
 ])  # fmt: skip
 def test_state_of_optimizers_is_known_before_they_step(make: Any, states: int, why: str) -> None:
-    module, config = toys.Lit(), make_config()
-    module.configure_optimizers = lambda: make(list(module.parameters()))
+    class Own(toys.Lit):
+        def configure_optimizers(self) -> Any:
+            return make(list(self.parameters()))
+
+    module, config = Own(), make_config()
     before = {name: (id(p), p.clone()) for name, p in module.named_parameters()}
     found, said = states_of(module, None, describe_units(module, config, Precision.fp32), config)
     assert found == states and said.startswith(why) and bool(said) == bool(why)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_same, fit, seeded
+from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -106,3 +108,89 @@ def test_look_outside_of_a_step_is_given_or_refused_with_the_way(stage: str, tmp
     fit(stage, tmp_path, module, max_epochs=1)
     for look in LOOKS.values():
         look(module.blocks[0].up.weight.detach())
+
+
+# -- norms of gradients in hooks --------------------------------------------------------------------------------------
+
+
+DDP = "ddp_find_unused_parameters_true"
+
+
+class Seen(NamedTuple):
+    hook: str
+    synced: bool  # the backward was one that reduces
+    norms: dict[str, float]
+
+
+class Watches(Lit):
+    """Has frozen, unused and tied parameters, and one of one element; notes all norms in every hook."""
+
+    def __init__(self, types: tuple[float | str, ...] = (2,)) -> None:
+        super().__init__()
+        self.types, self.seen = types, list[Seen]()
+        self.blocks.append(Block(8))
+        self.blocks[0].up.weight.requires_grad_(False)
+        self.blocks[1].norm.weight = self.blocks[0].norm.weight
+        self.unused = nn.Linear(3, 5)
+        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+            setattr(self, hook, partial(self._note, hook))
+
+    def _note(self, hook: str, *_: Any) -> None:
+        norms = {}
+        for norm_type in self.types:
+            norms |= {name: value.item() for name, value in grad_norm(self, norm_type).items()}
+        for name, grad in ((name, p.grad) for name, p in self.named_parameters() if p.grad is not None):
+            norms[f"own {name}"] = grad.norm().item()
+            norms[f"values {name}"] = (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
+            norms[f"vector {name}"] = torch.linalg.vector_norm(grad.detach(), 1).item()
+        self.seen.append(Seen(hook, not self.trainer.fit_loop.epoch_loop._should_accumulate(), norms))
+
+
+def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = True, what: str = "") -> None:
+    """
+    Args:
+        all_of_them: also those in the middle of an accumulation, where DDP shows this rank's own gradients.
+    """
+    assert [s[:2] for s in found] == [s[:2] for s in expected]
+    assert any(s.norms for s in expected if s.hook == "on_before_zero_grad") and len(expected) > 6
+    for own, other in zip(found, expected, strict=True):
+        if own.synced or all_of_them:
+            assert own.norms.keys() == other.norms.keys(), (what, own.hook)
+            torch.testing.assert_close(own.norms, other.norms, rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> None:
+    """Of all types, before and after clipping, at every stage."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05, "max_epochs": 1}
+
+    def body(strategy: str) -> Any:
+        return fit(strategy, tmp_path, seeded(lambda: Watches((1, 2, 3.5, "inf"))), **settings)
+
+    expected = body(DDP)
+    assert not any("unused" in name or "blocks.0.up.weight" in name for name in expected.module.seen[1].norms)
+    for stage in ALL_STAGES:
+        run = body(stage)
+        assert_same(run, expected, what=stage)
+        # From stage 2 on no rank has its own gradient any more: the average's of what has come so far is shown.
+        own = stage in ("zero0", "zero1")
+        assert_seen(run.module.seen, expected.module.seen, all_of_them=own, what=stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_next_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_path: Path) -> None:
+    """They are there as long as nobody clears them, when the module is moved to its device again. (While the module is
+    whole, between the runs, gradients are the user's.)"""
+    seen = []
+    for strategy in (DDP, stage):
+        module, of = seeded(Watches), trainer(strategy, tmp_path, max_epochs=1)
+        of.fit(module, loader())  # no validation, which would clear them
+        assert strategy == stage or all(p.grad is not None for p in module.head.parameters())
+        of.test(module, loader(), verbose=False)
+        of.fit_loop.max_epochs = 2
+        of.fit(module, loader())
+        seen.append(module.seen)
+    assert_seen(seen[1], seen[0])
