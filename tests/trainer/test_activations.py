@@ -25,7 +25,6 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from tests.harness import on_ranks
-from tests.models import WIDTH, Chain, Does, linear
 from tests.trainer.step_peak import StepPeak
 from tests.trainer.toys import trainer
 
@@ -156,36 +155,6 @@ def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
     assert again.saved < plain.saved / 2 and again.saved > inputs
     assert again.peak(backward=True) < plain.peak(backward=True)
     assert again.flops > plain.flops
-
-
-class Balanced(pl.LightningModule):
-    """Its blocks return a loss of their own too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        make = lambda: Does(lambda m, x: (m.inner(x), x.square().mean()), inner=linear())  # noqa: E731
-        self.chain = Chain(make, call=lambda block, x: sum(block(x)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.chain(batch).mean()
-
-
-def test_chunks_of_blocks_that_return_numbers_too_need_less() -> None:
-    configs = (make_config(activation_checkpointing="blocks", vertical_chunks=count) for count in (1, 4))
-    whole, parts = (measure(Balanced(), torch.zeros(256, WIDTH), config, Precision.fp32) for config in configs)
-    assert parts.peak(backward=True) < whole.peak(backward=True)
-
-
-def test_units_are_told_apart_in_both_directions() -> None:
-    module, batch = case("gpt")
-    stretches = measure(module, batch, make_config(), Precision.fp32).stretches
-    forward = [s.unit for s in stretches if not s.backward and s.unit]
-    backward = [s.unit for s in stretches if s.backward and s.unit]
-    assert forward == [1, 2, 3] and backward == [3, 2, 1]
-    begun = [n for s in stretches for n in s.begun]
-    done = [n for s in stretches for n in s.done]
-    assert sorted(begun) == sorted(done) and len(set(done)) == len(done) >= 4
-    assert all(s.backward for s in stretches if s.done)
 
 
 class Reads(UNet):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, WithBatchNorm, assert_same, assert_weights, fit, loader, record, seeded
+from tests.trainer.toys import Lit, WithBatchNorm, assert_same, assert_weights, fit, seeded
 
 pytestmark = pytest.mark.full
 
@@ -59,40 +58,6 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     last = fit("zero3", tmp_path, **settings).weights["head.weight"]
     rounded = runs[0].weights["head.weight"]
     assert not torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, last)
-
-
-class Swaps(EMAWeightAveraging):
-    """A subclass that follows what Lightning's own methods do, and changes the module in setup."""
-
-    swaps = 0
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            pl_module.first.bias.data.fill_(0.25)
-        super().setup(trainer, pl_module, stage)
-
-    def _swap_models(self, pl_module: Any) -> None:
-        self.swaps += 1
-        super()._swap_models(pl_module)
-
-
-@on_ranks(2)
-def test_subclass_and_mock_of_the_user_are_called(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        callback = Swaps(decay=0.8)
-
-        def load(*args: Any) -> None:
-            type(callback).on_load_checkpoint(callback, *args)
-
-        with mock.patch.object(callback, "on_load_checkpoint", side_effect=load) as loads:
-            run = fit(strategy, tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
-            run.trainer.save_checkpoint(tmp_path / f"{strategy}.ckpt")
-            run.trainer.fit_loop.max_epochs = 3
-            run.trainer.fit(run.module, loader(), loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
-        assert callback.swaps == 2 * 3 and loads.called
-        return record(run.trainer, run.module)
-
-    assert_same(body("zero3"), body("ddp"))
 
 
 # -- StochasticWeightAveraging ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
-from tests.trainer.toys import ByHand, Lit, assert_same, fit, loader, record, seeded, strategy_of, trainer
+from tests.trainer.toys import Lit, assert_same, fit, loader, record, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -54,27 +54,20 @@ class Quiet(Lit):
         self.loss(batch)
 
 
-def assert_as_plain(row: str, root: Path, compiled: Callable[[], Any], plain: type[Lit], **settings: Any) -> pl.Trainer:
-    """In graphs of blocks, of which there are two: for training and for validation."""
-    torch._dynamo.reset()
-    COUNT.graphs.clear()
-    settings |= {"max_epochs": 1, "limit_val_batches": 1}
-    expected = fit(strategy_of(row), root / "plain", seeded(plain), **settings)
-    of = trainer(strategy_of(row), root, **settings)
-    of.fit(compiled(), loader(), loader())
-    found = record(of, of.lightning_module)
-    found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
-    assert_same(found, expected, tolerance=0.0)
-    assert COUNT.blocks() == 2
-    return of
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload_optimizer"])
 def test_compiled_module_trains_as_the_plain_one(tmp_path: Path, row: str, form: str) -> None:
-    plain = Lit if "block" in form else Quiet
-    of = assert_as_plain(row, tmp_path, FORMS[form], plain, accumulate_grad_batches=2)
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
+    plain = fit(strategy_of(row), tmp_path / "plain", seeded(Lit if "block" in form else Quiet), **settings)
+    of = trainer(strategy_of(row), tmp_path, **settings)
+    of.fit(FORMS[form](), loader(), loader())
+    found = record(of, of.lightning_module)
+    found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
+    assert_same(found, plain, tolerance=0.0)
+    assert COUNT.blocks() == 2  # in training and in validation
     of.test(of.lightning_module, loader(), verbose=False)
     assert COUNT.blocks() == 2
 
@@ -97,19 +90,3 @@ def test_without_a_compiler_it_is_refused_before_a_process_starts() -> None:
         with pytest.raises(ConfigError, match=r"torch\.compile: expected a C\+\+ compiler"):
             of.fit(torch.compile(Lit()), [])
         ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
-
-
-class Manual(ByHand, Quiet):
-    """Backward and optimizer are called inside of the compiled step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_manual_optimization_in_a_compiled_step(tmp_path: Path, row: str) -> None:
-    assert_as_plain(row, tmp_path, lambda: torch.compile(seeded(Manual), backend="counting"), Manual)

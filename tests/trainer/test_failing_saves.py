@@ -7,8 +7,6 @@ import errno
 import os
 import pickle
 import resource
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +16,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import durable
@@ -126,28 +123,6 @@ def test_value_that_no_rank_wrote_ends_the_save(tmp_path: Path) -> None:
         of.save_checkpoint(tmp_path / "a.ckpt")
     dist.barrier()
     assert not list(tmp_path.iterdir())
-
-
-@on_ranks(2)
-def test_failed_write_behind_training_is_said_once_and_the_next_is_tried(tmp_path: Path) -> None:
-    plugin, has_returned = AsyncCheckpointIO(), threading.Event()
-    of = fit("zero3", tmp_path, plugins=[plugin], max_epochs=1).trainer
-
-    def full(*_: Any) -> int:
-        has_returned.wait(60)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch.object(os, "pwrite", full):
-        of.save_checkpoint(tmp_path / "a.ckpt")
-        has_returned.set()
-        while dist.get_rank() == 0 and plugin._error is None:
-            time.sleep(0.01)
-        with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: the file could not be written: .*No space left"):
-            of.save_checkpoint(tmp_path / "b.ckpt")
-    of.save_checkpoint(tmp_path / "c.ckpt")
-    of.strategy.finish_writes()
-    dist.barrier()
-    assert [p.name for p in tmp_path.iterdir()] == ["c.ckpt"]
 
 
 @on_ranks(2)

@@ -208,19 +208,16 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     class Watching(Signalled):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             dist.barrier()
-            kept.append(sorted(p.name for p in tmp_path.glob("hpc_ckpt_*")))
+            kept.append([p.name for p in tmp_path.glob("hpc_ckpt_*")])
             return super().training_step(batch, batch_idx)
 
-    of = trainer("zero3", tmp_path, **settings)
+    of, module, out = trainer("zero3", tmp_path, **settings), seeded(lambda: Watching(-1, 0)), io.StringIO()
     of.strategy.save_every_s = 1e-9
-    module = seeded(lambda: Watching(-1, 0))
-    out = io.StringIO()
     with contextlib.redirect_stdout(out):
         of.fit(module, loader())
     assert module.losses == whole.losses
-    steps = list(range(2 * EPOCH))  # before the first step too: what was loaded; not after the last
-    assert module.saved_at == steps
-    assert kept == [[f"hpc_ckpt_{step + 1}.ckpt"] for step in steps]
+    assert module.saved_at == list(range(2 * EPOCH))  # also what was loaded; not after the last step
+    assert kept == [[f"hpc_ckpt_{step}.ckpt"] for step in range(1, 2 * EPOCH + 1)]
     assert (out.getvalue().count("saved step 3 in ") == 1) == (dist.get_rank() == 0)
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
     until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
@@ -228,29 +225,21 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rank", "hooks"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, partial(Signalled, -1, 0))])  # one has a hook on saves
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_failed_save_by_the_clock_is_a_warning(rank: int, hooks: bool, tmp_path: Path) -> None:
+def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
-    pwrite, fails = os.pwrite, [True]
+    whole, module = fit("zero3", tmp_path, **settings), seeded(make)
+    pwrite = os.pwrite
 
     def full(*args: Any) -> int:
-        if fails and dist.get_rank() == rank:
+        if len(module.losses) < 4 and dist.get_rank() == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(*args)
 
-    class Frees(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            fails[:] = [True] * (batch_idx < 3)
-            return super().training_step(batch, batch_idx)
-
     of = trainer("zero3", tmp_path, **settings)
     of.strategy.save_every_s = 1e-9
-    module = seeded(Frees)
-    if hooks:  # which are given values of a file
-        module.on_save_checkpoint = lambda checkpoint: None
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())

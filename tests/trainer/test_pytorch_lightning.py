@@ -94,31 +94,6 @@ def test_pytorch_lightning_trains_as_under_ddp_and_resumes(before: str, tmp_path
     assert python(before + FIT, tmp_path)[-1] == "as under DDP"
 
 
-FABRIC = """
-import torch
-from lightning_fabric import Fabric
-import lightning_zero
-
-if __name__ == "__main__":
-    of = Fabric(strategy="zero3", accelerator="cpu", devices=2)
-    of.launch()
-    net = torch.nn.Linear(4, 1)
-    model, optimizer = of.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    losses = []
-    for _ in range(3):
-        losses.append(model(torch.ones(2, 4)).square().mean())
-        of.backward(losses[-1])
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    of.print(type(of.strategy).__name__)
-"""
-
-
-def test_fabric_of_lightning_fabric_trains(tmp_path: Path) -> None:
-    assert python(FABRIC, tmp_path)[-1] == "ZeroFabricStrategy"
-
-
 OTHER = """
 import lightning.pytorch, pytorch_lightning
 import lightning_zero

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,39 +74,6 @@ def test_watcher_on_rank_0_alone_reads_and_changes_nothing(dynamic_graph: bool, 
     if dist.get_rank() == 0:
         values = [value for name, value in module.watch.seen if name.startswith("parameters")]
         assert len(values) >= 32 and all(map(math.isfinite, values))
-
-
-LOOKS = {
-    "a histogram": lambda p: numpy.histogram(p.detach().cpu().numpy()),
-    "an array": lambda p: numpy.asarray(p.detach()),
-    "data": lambda p: p.data.cpu(),
-    "a list": lambda p: p.tolist(),
-    "a copy": lambda p: p.clone(),
-}
-
-
-class Looks(Lit):
-    """Looks at a parameter and at its gradient outside of steps."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        param = self.blocks[0].up.weight
-        for look in LOOKS.values():
-            look(param.grad)
-            if self.trainer.strategy.config.stage.name.name == "zero1":
-                look(param)
-            else:
-                with pytest.raises(RuntimeError, match="lightning_zero.gather"):
-                    look(param)
-        assert "nan" not in f"{param} {param.grad}"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_look_outside_of_a_step_is_given_or_refused_with_the_way(stage: str, tmp_path: Path) -> None:
-    module = seeded(Looks)
-    fit(stage, tmp_path, module, max_epochs=1)
-    for look in LOOKS.values():
-        look(module.blocks[0].up.weight.detach())
 
 
 # -- norms of gradients in hooks --------------------------------------------------------------------------------------
