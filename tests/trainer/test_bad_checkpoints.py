@@ -68,18 +68,6 @@ class Renamed(Adam):
         self.tail = self._modules.pop("head")
 
 
-class Knows(Renamed):
-    """Takes weights by their older names, as modules do when something is renamed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(
-            lambda _, state, *__: state.update(
-                {f"tail.{name}": state.pop(f"head.{name}") for name in ("weight", "bias")}
-            )
-        )
-
-
 class TwoGroups(Lit):
     def configure_optimizers(self) -> Any:
         rest = [*self.first.parameters(), *self.head.parameters()]
@@ -161,16 +149,6 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_and_nothing_is_loaded(case
     assert_weights(weights(of) if engine_of(module) else module.state_dict(), before, tolerance=0)
     saved.save_checkpoint(tmp_path / "b.ckpt")
     assert fit("zero3", tmp_path, seeded(Adam), max_epochs=2, ckpt_path=tmp_path / "b.ckpt").losses
-
-
-@on_ranks(2)
-def test_hooks_of_the_model_that_rename_count(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    saved = fit("zero3", tmp_path, seeded(Adam), max_epochs=1)
-    saved.trainer.save_checkpoint(path, weights_only=True)
-    of = trainer("zero3", tmp_path)
-    of.test(seeded(Knows, seed=9), loader(), ckpt_path=path, verbose=False)
-    assert torch.equal(weights(of)["tail.weight"], saved.weights["head.weight"])
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,25 +87,26 @@ def other() -> Noisy:
 
 
 def train(
-    root: Path, *, resumable: bool, stage: str = "zero3", module: Any = None, workers: int = 0, **settings: Any
+    root: Path,
+    *,
+    resumable: bool = True,
+    stage: str = "zero3",
+    module: Any = None,
+    workers: int = 0,
+    ckpt_path: Path | None = None,
+    **settings: Any,
 ) -> tuple[Noisy, pl.Trainer]:
-    ckpt_path = settings.pop("ckpt_path", None)
-    terminates = settings.pop("terminates", False)
     module = seeded(Noisy) if module is None else module
     of = trainer(stage, root, **{"max_epochs": 3, "enable_checkpointing": True, **settings})
-    of.strategy.saves_on_sigterm = terminates
+    of.strategy.saves_on_sigterm = module.at >= 0
     data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
     if resumable:
         loader: Any = ResumableLoader(data, 2, trainer=of, num_workers=workers)
     else:
         loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
         of.limit_train_batches = STEPS
-    validation = DataLoader(Samples(8), 2)
-    if terminates:
-        with pytest.raises(SystemExit):
-            of.fit(module, loader, validation)
-    else:
-        of.fit(module, loader, validation, ckpt_path=ckpt_path)
+    with pytest.raises(SystemExit) if module.at >= 0 else nullcontext():
+        of.fit(module, loader, DataLoader(Samples(8), 2), ckpt_path=ckpt_path)
     of.strategy.barrier()
     return module, of
 
@@ -129,9 +131,11 @@ class Saves(Callback):
         trainer.save_checkpoint(self.root / f"epoch-{trainer.global_step}.ckpt")
 
 
-def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
-    assert module.losses == whole.losses[step:]
-    assert module.drawn == whole.drawn[step:]
+def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None:
+    """A run that is resumed from ``path`` goes on like the whole one from ``step``."""
+    again, _ = train(path.parent, module=other(), ckpt_path=path, **settings)
+    assert again.losses == whole.losses[step:]
+    assert again.drawn == whole.drawn[step:]
     assert len(set(whole.losses)) == 3 * STEPS
 
 
@@ -141,9 +145,7 @@ def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, t
     """With any loader that shuffles by torch's generator, here another order on each rank."""
     whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[Saves(tmp_path)])
     for name, step in itertools.product(("epoch", "validation"), (STEPS, 2 * STEPS)):
-        path = tmp_path / f"{name}-{step}.ckpt"
-        again, _ = train(tmp_path, resumable=False, stage=stage, module=other(), ckpt_path=path)
-        assert_goes_on(again, whole, step)
+        assert_goes_on(tmp_path / f"{name}-{step}.ckpt", whole, step, resumable=False, stage=stage)
 
 
 class Fails(Noisy):
@@ -160,17 +162,12 @@ class Fails(Noisy):
 @on_ranks(2, full=[1, 3])
 def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
     """Also from a step that has failed, and is done again."""
-    whole, _ = train(tmp_path, resumable=True, callbacks=[Saves(tmp_path)])
+    whole, _ = train(tmp_path, callbacks=[Saves(tmp_path)])
     with pytest.raises(KeyError, match="planned"):
-        train(tmp_path, resumable=True, module=seeded(Fails), callbacks=[Saves(tmp_path)])
-    for name, step in (
-        ("batch-2", 2),
-        (f"batch-{STEPS + 1}", STEPS + 1),
-        (f"validation-{STEPS}", STEPS),
-        ("failed", 2),
-    ):
-        again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=tmp_path / f"{name}.ckpt")
-        assert_goes_on(again, whole, step)
+        train(tmp_path, module=seeded(Fails), callbacks=[Saves(tmp_path)])
+    later = STEPS + 1
+    for name, step in ((f"batch-{later}", later), ("batch-2", 2), (f"validation-{STEPS}", STEPS), ("failed", 2)):
+        assert_goes_on(tmp_path / f"{name}.ckpt", whole, step)
 
 
 @on_ranks(2)
@@ -178,37 +175,31 @@ def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
 def test_run_resumed_after_a_signal_draws_the_same_numbers(at: int, resumable: bool, tmp_path: Path) -> None:
     """The next batch is fetched already, and will be once more. At the end of an epoch any loader will do."""
     whole, _ = train(tmp_path, resumable=resumable)
-    train(tmp_path, resumable=resumable, module=seeded(lambda: Noisy(at)), terminates=True)
-    path = tmp_path / "hpc_ckpt_1.ckpt"
-    again, _ = train(tmp_path, resumable=resumable, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, at + 1)
+    train(tmp_path, resumable=resumable, module=seeded(lambda: Noisy(at)))
+    assert_goes_on(tmp_path / "hpc_ckpt_1.ckpt", whole, at + 1, resumable=resumable)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("resumable", [False, True])
 def test_run_resumed_from_a_save_after_it_draws_the_same_numbers_in_workers(resumable: bool, tmp_path: Path) -> None:
-    whole, _ = train(tmp_path, resumable=resumable, workers=1)
-    first, of = train(tmp_path, resumable=resumable, workers=1, max_epochs=None, max_steps=STEPS)
+    settings: dict[str, Any] = {"resumable": resumable, "workers": 1}
+    whole, _ = train(tmp_path, **settings)
+    first, of = train(tmp_path, max_epochs=None, max_steps=STEPS, **settings)
     assert first.losses == whole.losses[:STEPS]
     of.save_checkpoint(tmp_path / "after.ckpt")
-    path = tmp_path / "after.ckpt"
-    again, _ = train(tmp_path, resumable=resumable, workers=1, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, STEPS)
+    assert_goes_on(tmp_path / "after.ckpt", whole, STEPS, **settings)
 
 
 # -- other checkpoints ------------------------------------------------------------------------------------------------
 
 
 def _one_epoch(root: Path) -> None:
-    _, of = train(root, resumable=True, max_epochs=None, max_steps=STEPS)
-    of.save_checkpoint(root / "one.ckpt")
+    train(root, max_epochs=None, max_steps=STEPS)[1].save_checkpoint(root / "one.ckpt")
 
 
 def _go_on(root: Path) -> tuple[list[float], list[str]]:
-    of, module = trainer("zero3", root, max_epochs=2), other()
-    data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
     with mock.patch("lightning_zero.trainer.saves.checkpointing.rank_zero_info") as info:
-        of.fit(module, ResumableLoader(data, 2, trainer=of), ckpt_path=root / "one.ckpt")
+        module, _ = train(root, module=other(), max_epochs=2, ckpt_path=root / "one.ckpt")
     return module.drawn, [call.args[0] for call in info.call_args_list]
 
 
@@ -224,16 +215,11 @@ def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) ->
 @on_ranks(2)
 def test_checkpoints_without_random_numbers_load(tmp_path: Path) -> None:
     """DDP's; and ours under DDP, and for an evaluation."""
-    _, of = train(tmp_path, resumable=True, stage="ddp", max_epochs=None, max_steps=STEPS)
-    of.save_checkpoint(tmp_path / "ddp.ckpt")
-    module, of = train(tmp_path, resumable=True, ckpt_path=tmp_path / "ddp.ckpt")
+    train(tmp_path, stage="ddp", max_epochs=None, max_steps=STEPS)[1].save_checkpoint(tmp_path / "ddp.ckpt")
+    module, of = train(tmp_path, ckpt_path=tmp_path / "ddp.ckpt")
     assert len(module.losses) == 2 * STEPS
     of.save_checkpoint(tmp_path / "ours.ckpt")
-    of.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    of.strategy.barrier()
-    found = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-    assert found[KEY]["now"]["torch"].shape[0] == 2
-    assert KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    module, _ = train(tmp_path, resumable=True, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
+    assert torch.load(tmp_path / "ours.ckpt", weights_only=True)[KEY]["now"]["torch"].shape[0] == 2
+    module, _ = train(tmp_path, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses == []
     trainer("zero3", tmp_path).test(module, DataLoader(Samples(8)), ckpt_path=tmp_path / "ours.ckpt", verbose=False)
