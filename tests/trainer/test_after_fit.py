@@ -44,7 +44,6 @@ from tests.trainer.toys import (
     seeded,
     strategy_of,
     trainer,
-    weights,
 )
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -120,35 +119,6 @@ def test_values_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="between runs: the module is whole"):
         run.trainer.optimizers[0].step()
     run.trainer.test(run.module, loader(), verbose=False)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
-def test_copy_is_made_once_for_the_same_values(stage: str, tmp_path: Path) -> None:
-    x = Samples()[0][0][None]
-    with mock.patch.object(whole_params, "_fill", wraps=whole_params._fill) as fills:
-        run = fit(stage, tmp_path, seeded(Lit), max_epochs=1)
-        module, of = run.module, run.trainer
-        of.test(module, loader(), verbose=False)
-        of.predict(module, loader())
-        with lightning_zero.gather(module):
-            expected = values(module)
-        with of.strategy.step_scope():
-            out = module(x)
-        assert torch.equal(module(x), out)
-        module.head.bias.data.fill_(0.25)
-        of.validate(module, loader(), verbose=False)
-        assert fills.call_count == 1
-        with lightning_zero.gather(module, from_rank=0), torch.no_grad():
-            module.first.bias.fill_(0.5 + dist.get_rank())
-        assert fills.call_count == 2
-        expected["first.bias"].fill_(0.5)
-        expected["head.bias"].fill_(0.25)
-        assert_weights(values(module), expected, tolerance=0)
-        of.fit_loop.max_epochs = 2
-        of.fit(module, loader())
-        assert fills.call_count == 3
-        assert_weights(values(module), weights(of), tolerance=0)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

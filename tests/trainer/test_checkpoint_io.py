@@ -108,26 +108,6 @@ def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_link_last_leads_to_a_file_at_every_moment(tmp_path: Path) -> None:
-    """Lightning removes the link before it makes the new one."""
-    there: list[bool] = []
-
-    def noted(act: Any) -> Any:
-        def acts(*args: Any) -> None:
-            act(*args)
-            there.append((tmp_path / "last.ckpt").exists())
-
-        return acts
-
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}", save_last="link")
-    with mock.patch.multiple(os, remove=noted(os.remove), replace=noted(os.replace)):
-        fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save])
-    assert there == sorted(there)  # once it is there, it stays
-    dist.barrier()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
-
-
-@on_ranks(2)
 def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     """And all ranks end with what has failed, here at the end of the run."""
     io = Gated(MemoryError)

@@ -72,13 +72,6 @@ def test_compiled_module_trains_as_the_plain_one(tmp_path: Path, row: str, form:
     assert COUNT.blocks() == 2
 
 
-@on_ranks(1)
-def test_one_graph_around_units_is_refused(tmp_path: Path) -> None:
-    module: Any = torch.compile(seeded(Quiet), backend="counting", fullgraph=True)
-    with pytest.raises(ConfigError, match=r"compiled with fullgraph=True, and holds units"):
-        trainer(ZeroStrategy(3), tmp_path).fit(module, loader())
-
-
 @pytest.mark.sample
 def test_without_a_compiler_it_is_refused_before_a_process_starts() -> None:
     missing = mock.patch("torch._inductor.cpp_builder.get_cpp_compiler", side_effect=InvalidCxxCompiler)

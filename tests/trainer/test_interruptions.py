@@ -17,11 +17,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils._pytree import tree_flatten
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
@@ -164,21 +163,6 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
     said = f"interrupted at step {step}: SIGTERM" in out.getvalue()
     assert said == (dist.get_rank() == 0)
     assert fit("zero3", tmp_path, **settings).losses == whole.losses  # these processes can train again
-
-
-@on_ranks(2)
-def test_run_saves_before_it_leaves_if_told(tmp_path: Path) -> None:
-    """At the end of an epoch, where resuming needs no data loader that can tell its place."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
-    of = trainer("zero3", tmp_path, **settings)
-    of.strategy.saves_on_sigterm = True
-    with pytest.raises(SystemExit) as stop:
-        of.fit(seeded(lambda: Terminated(EPOCH - 1, 1)), loader())
-    assert stop.value.code == 143
-    again = fit("zero3", tmp_path, seeded(Lit, seed=9), ckpt_path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
-    assert again.trainer.global_step == 2 * EPOCH
-    assert_weights(again.weights, whole.weights, tolerance=0)
 
 
 @on_ranks(2)
@@ -433,33 +417,3 @@ def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None
     _, cut = body(tmp_path, 1, val_check_interval=2)
     _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
     torch.testing.assert_close(cut.losses + rest.losses, whole.losses)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("saves", [True, False])
-def test_on_exception_checkpoint_saves_the_same_in_a_validation(saves: bool, tmp_path: Path) -> None:
-    """Its file is the newer one, which a run of a job goes on from."""
-
-    def run(at: int = -1, path: Path | None = None, *callbacks: Any) -> Any:
-        settings = {"val_check_interval": 2, "callbacks": [EMAWeightAveraging(decay=0.8), *callbacks]}
-        of = trainer("zero3", tmp_path, enable_checkpointing=bool(callbacks), **settings)
-        of.strategy.saves_on_sigterm = saves
-        module = seeded(lambda: InValidation(at, 1, optimizer="adamw"))
-        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
-            of.fit(module, Told(), loader(), ckpt_path=path)
-        return module
-
-    run(1, None, OnExceptionCheckpoint(tmp_path))
-    if saves:
-        assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
-    again, whole = run(path=tmp_path / "on_exception.ckpt"), run()
-    assert again.validated == whole.validated[EPOCH:] and again.evaluated == whole.evaluated[EPOCH:]
-    assert again.losses == whole.losses[2:]
-
-
-def assert_same_content(one: Path, other: Path) -> None:
-    dist.barrier()
-    (found, shape), (expected, expected_shape) = (tree_flatten(torch.load(path)) for path in (one, other))
-    assert shape == expected_shape
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b

@@ -156,14 +156,6 @@ def test_bytes_are_in_shards_and_planned(storage: str) -> None:
 
 
 @on_ranks(2)
-def test_all_ranks_have_the_weights_of_rank_0() -> None:
-    module, first = model("uint8", seed=dist.get_rank()), model("uint8", seed=0)
-    with Sharded(module, stage=3), lightning_zero.gather(module):
-        assert_bytes(bytes_of(module), bytes_of(first))
-        assert torch.equal(module(batch(0)), first(batch(0)))
-
-
-@on_ranks(2)
 def test_bytes_of_another_dtype_or_without_what_decodes_them_are_not_loaded() -> None:
     state = model("float16").state_dict()
     with Sharded(model("bfloat16"), stage=3) as side, pytest.raises(RuntimeError, match="bytes in torch.bfloat16 and"):
@@ -171,16 +163,6 @@ def test_bytes_of_another_dtype_or_without_what_decodes_them_are_not_loaded() ->
     lacking = {name: value for name, value in state.items() if not name.startswith("1.up.weight.")}
     with Sharded(model("float16"), stage=3) as side, pytest.raises(RuntimeError, match="got torch.float16 and none"):
         side.engine.load_state_dict(lacking)
-
-
-@on_ranks(2)
-def test_reads_between_steps_are_refused() -> None:
-    module, says = model("uint8"), r"0\.up\.weight is sharded, and between steps its values are on no rank"
-    with Sharded(module, stage=3):
-        with pytest.raises(RuntimeError, match=says):
-            module[0].up.weight.sum()
-        with pytest.raises(RuntimeError, match="lightning_zero.gather"):
-            module.state_dict()
 
 
 @on_ranks(1)

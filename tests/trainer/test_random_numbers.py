@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -127,9 +127,6 @@ class Saves(Callback):
     def on_exception(self, trainer: Any, *_: Any) -> None:
         trainer.save_checkpoint(self.root / "failed.ckpt")
 
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.root / f"epoch-{trainer.global_step}.ckpt")
-
 
 def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None:
     """A run that is resumed from ``path`` goes on like the whole one from ``step``."""
@@ -143,9 +140,10 @@ def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, tmp_path: Path) -> None:
     """With any loader that shuffles by torch's generator, here another order on each rank."""
-    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[Saves(tmp_path)])
-    for name, step in itertools.product(("epoch", "validation"), (STEPS, 2 * STEPS)):
-        assert_goes_on(tmp_path / f"{name}-{step}.ckpt", whole, step, resumable=False, stage=stage)
+    at_end = ModelCheckpoint(tmp_path, save_top_k=-1, filename="epoch-{step}", save_on_train_epoch_end=True)
+    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[at_end, Saves(tmp_path)])
+    for name, step in itertools.product(("epoch-step=", "validation-"), (STEPS, 2 * STEPS)):
+        assert_goes_on(tmp_path / f"{name}{step}.ckpt", whole, step, resumable=False, stage=stage)
 
 
 class Fails(Noisy):
