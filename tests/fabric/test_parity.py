@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
@@ -68,19 +67,6 @@ def test_precisions_are_those_of_ddp(preset: str, precision: str) -> None:
     x = torch.ones(2, FEATURES)
     outputs = [run.model(x) for run in (found, expected)]
     assert outputs[0].dtype == outputs[1].dtype == torch.float32  # what fabric.setup returned converts outputs
-
-
-@on_ranks(2)
-def test_batch_norm_computes_with_the_buffers_of_rank_0() -> None:
-    runs = [train(strategy, model=make(batch_norm=True)) for strategy in ("zero3", "ddp")]
-    assert_equal(*runs)
-    x = torch.full((2, FEATURES), float(dist.get_rank()))
-    for run in runs:
-        run.model.eval()
-    with torch.no_grad():
-        found, expected = (run.model(x) for run in runs)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert_weights(weights(runs[0]), weights(runs[1]), tolerance=0)
 
 
 @pytest.mark.sample

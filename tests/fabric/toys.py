@@ -19,17 +19,16 @@ from tests.trainer.toys import FEATURES, Block, assert_weights, loader
 
 
 class Net(nn.Module):
-    """A regression of blocks; with batch norm it has buffers too."""
+    """A regression of blocks."""
 
-    def __init__(self, width: int = 8, *, batch_norm: bool = False) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, width)
-        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)

@@ -30,7 +30,7 @@ from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.selection import pairwise_places
 from tests.trainer.test_checkpoints import StateInLists
-from tests.trainer.toys import Fails, Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
+from tests.trainer.toys import Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -291,16 +291,6 @@ def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["behind.ckpt", "now.ckpt"]
     saves.assert_same()
-
-
-@on_ranks(2)
-def test_exception_of_training_leaves_the_save_to_its_end(tmp_path: Path) -> None:
-    saves = SavesAt(tmp_path / "a.ckpt", 3)
-    with pytest.raises(KeyError, match="planned"):
-        fit(behind(tmp_path), tmp_path, seeded(lambda: Fails(3)), max_epochs=1, callbacks=[saves])
-    dist.barrier()
-    assert verify.check(tmp_path / "a.ckpt").damage == []
-    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @on_ranks(2)

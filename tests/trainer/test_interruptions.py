@@ -58,14 +58,6 @@ def test_script_of_the_job_is_told_by_a_file_to_requeue(tmp_path: Path) -> None:
     assert (tmp_path / "outcome").read_text() == "requeue\n" and requeued(tmp_path) == []
 
 
-@on_ranks(2)
-def test_training_goes_on_where_slurm_refuses_to_requeue(tmp_path: Path) -> None:
-    whole, module = fit("zero3", tmp_path / "whole", limit_val_batches=0), seeded(lambda: Signalled(1, 1))
-    run = fit("zero3", tmp_path, module, limit_val_batches=0, plugins=[slurm(tmp_path, refuses=True)])
-    assert run.losses == whole.losses
-    assert module.saved_at == [2]
-
-
 @pytest.mark.sample
 @on_ranks(2)
 def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:

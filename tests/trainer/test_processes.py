@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.ranks import rendezvous
 from tests.harness import on_ranks, run_command
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer
 
@@ -176,15 +172,3 @@ def test_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -
     of.save_checkpoint(tmp_path / "later.ckpt")
     dist.barrier()
     assert (tmp_path / "later.ckpt").exists()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("given", "stall_timeout_s"), [(None, 7.0), (timedelta(minutes=30), None)])
-def test_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s: float | None, tmp_path: Path) -> None:
-    """Also one of thirty minutes, which is torch's own."""
-    strategy = ZeroStrategy("zero3", stall_timeout_s=7.0, timeout=given)
-    fit(strategy, tmp_path)
-    with mock.patch.object(rendezvous, "join") as join:
-        strategy._join()
-    assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
-    assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s

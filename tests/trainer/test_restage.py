@@ -216,26 +216,6 @@ def test_ranks_of_a_node_share_shards_before_and_after(stage: str) -> None:
     assert same(train({2: (stage, "none"), 4: ("zero3", "optimizer_cpu")}), train({}))
 
 
-# -- what it says -----------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_folder_of_a_row_comes_back_with_it(tmp_path: Path) -> None:
-    offload = {"name": "nvme", "nvme_path": str(tmp_path)}
-    of = trainer(ZeroStrategy("zero3", offload=offload), tmp_path)
-    strategy: Any = of.strategy
-    of.fit(seeded(Lit), loader())
-    assert list(tmp_path.rglob("rank*.bin"))
-    strategy.restage(offload="cpu")
-    assert strategy.config.offload.nvme_path is None
-    strategy.barrier()
-    assert not list(tmp_path.rglob("rank*.bin"))
-    strategy.barrier()
-    strategy.restage(offload="nvme")
-    assert strategy.config.offload.nvme_path == str(tmp_path)
-    assert list(tmp_path.rglob("rank*.bin"))
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

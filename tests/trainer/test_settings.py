@@ -18,7 +18,19 @@ import torch.distributed as dist
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, ZeroConfig
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, Run, TwoNodes, assert_same, assert_weights, fit, odd, seeded
+from tests.trainer.toys import (
+    Lit,
+    Run,
+    TwoNodes,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    odd,
+    record,
+    seeded,
+    trainer,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -98,3 +110,39 @@ def test_two_nodes_of_two_ranks_equal_flat_sharding(stage: int, hybrid_shard: st
     assert_same(*found, tolerance=near)
     files = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in (hybrid_shard, "flat")]
     assert_weights(files[0]["state_dict"], files[1]["state_dict"], tolerance=near)
+
+
+# -- zero.vertical_chunks: the run of accumulate_grad_batches, with the whole batch in one step -----------------------
+
+
+def in_parts(parts: int, stage: int = 3) -> ZeroStrategy:
+    return ZeroStrategy(stage, vertical_chunks=parts, activation_checkpointing="blocks")
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])
+def test_run_in_chunks_is_that_of_accumulation(stage: int, accumulate: int, tmp_path: Path) -> None:
+    """With validations of batches of three, which do not divide."""
+    runs = []
+    for strategy, times in ((ZeroStrategy(stage), 2), (in_parts(2, stage), 1)):
+        settings = {"accumulate_grad_batches": times * accumulate, "gradient_clip_val": 0.5}
+        of, module = trainer(strategy, tmp_path, **settings), seeded(Lit)
+        of.fit(module, loader(4 // times // accumulate), loader(3))
+        runs.append(record(of, module))
+    plain, found = runs
+    assert_weights(found.weights, plain.weights, tolerance=1e-5)
+    assert plain.module.evaluated == pytest.approx(found.module.evaluated, rel=1e-4)
+    assert len(found.losses) == len(plain.losses) // 2
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("size", "got"), [(3, "3 samples"), (20, "4 samples")])
+def test_batches_that_will_not_divide_are_refused_before_the_first(size: int, got: str, tmp_path: Path) -> None:
+    module = seeded(Lit)
+    with pytest.raises(ConfigError, match=f"got a batch of {got}"):
+        trainer(in_parts(5), tmp_path).fit(module, loader(size))
+    assert not module.losses and dist.is_initialized()
+    if size == 20:  # a first batch that divides, and no other
+        trainer(in_parts(5), tmp_path, limit_train_batches=1, max_epochs=1).fit(module, loader(size))
+        assert len(module.losses) == 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
+from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, seeded
 
 pytestmark = pytest.mark.full
 
@@ -143,20 +143,3 @@ def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> Non
         # From stage 2 on no rank has its own gradient any more: the average's of what has come so far is shown.
         own = stage in ("zero0", "zero1")
         assert_seen(run.module.seen, expected.module.seen, all_of_them=own, what=stage)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_next_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_path: Path) -> None:
-    """They are there as long as nobody clears them, when the module is moved to its device again. (While the module is
-    whole, between the runs, gradients are the user's.)"""
-    seen = []
-    for strategy in (DDP, stage):
-        module, of = seeded(Watches), trainer(strategy, tmp_path, max_epochs=1)
-        of.fit(module, loader())  # no validation, which would clear them
-        assert strategy == stage or all(p.grad is not None for p in module.head.parameters())
-        of.test(module, loader(), verbose=False)
-        of.fit_loop.max_epochs = 2
-        of.fit(module, loader())
-        seen.append(module.seen)
-    assert_seen(seen[1], seen[0])
