@@ -53,11 +53,10 @@ def values(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-ROWS = [("zero0", "bf16-true"), ("zero3", "32-true"), ("zero3_nvme", "bf16-mixed")]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(("row", "precision"), ROWS)
+@pytest.mark.parametrize(
+    ("row", "precision"), [("zero0", "bf16-true"), ("zero3", "32-true"), ("zero3_nvme", "bf16-mixed")]
+)
 def test_one_rank_alone_saves_copies_and_differentiates_the_module(row: str, precision: Any, tmp_path: Path) -> None:
     run = fit(strategy_of(row, tmp_path), tmp_path, seeded(Lit), precision=precision)
     module = run.module
@@ -269,17 +268,12 @@ def test_engine_module_and_threads_go_with_their_trainer(row: str, averages: boo
     for _ in range(4):
         assert_gone(train_and_test(row, averages, tmp_path))
         assert len(engines()) == before and not list(tmp_path.rglob(f"*{dist.get_rank()}.bin"))
-        threads.append(_threads())
+        threads.append(len(os.listdir("/proc/self/task")))  # those of C++ among them
     # Process groups are used again. Threads that have done their work (a backward's, say) may take a while to end.
     deadline = time.monotonic() + 30
-    while (left := _threads()) > threads[1] and time.monotonic() < deadline:
+    while (left := len(os.listdir("/proc/self/task"))) > threads[1] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left <= threads[1], (threads, left)
-
-
-def _threads() -> int:
-    """How many threads this process has, those of C++ among them."""
-    return len(os.listdir("/proc/self/task"))
 
 
 @on_ranks(1, 2)

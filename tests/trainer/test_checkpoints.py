@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping,
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from tests.engine.optimizers import MuonAndAdam, Shampoo, matrices_and_rest
+from tests.engine.optimizers import Shampoo
 from tests.harness import on_ranks, run
 from tests.selection import pairwise_places
 from tests.trainer.toys import (
@@ -55,15 +55,6 @@ class TwoOptimizers(ByHand, Odd):
         parts = list(self.blocks[0].parameters())
         groups = [{"params": parts[:2]}, {"params": parts[2:], "momentum": 0.5}]
         return [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(groups, lr=0.01)]
-
-
-class MuonAndAdamOfOneClass(Odd):
-    """Matrices in one param group of an optimizer that steps whole tensors, the rest in another."""
-
-    def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        optimizer = MuonAndAdam(matrices_and_rest(trained), own_count=False)  # which no state_dict has
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
 class StateInLists(Lit):
@@ -123,7 +114,6 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "odd": Kind(Odd),
     "two optimizers": Kind(TwoOptimizers),
-    "Muon and Adam of one class": Kind(MuonAndAdamOfOneClass, WIDE),
     "state in lists": Kind(StateInLists, WIDE),
     "Muon of torch": Kind(MuonOfTorch, WIDE),
     "int8 state": Kind(Odd, {"optimizer": {"state_dtype": "int8"}}),

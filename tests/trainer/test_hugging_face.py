@@ -31,10 +31,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::UserWarning"
 
 
 class Lit(pl.LightningModule):
-    """
-    Args:
-        folder: from_pretrained in configure_model; None: built on meta, for ``zero.init_from`` or a checkpoint.
-    """
+    """Made in configure_model from ``folder``, or on meta, for ``zero.init_from`` or a checkpoint."""
 
     def __init__(self, kind: str, folder: Path | None = None) -> None:
         super().__init__()
@@ -43,19 +40,17 @@ class Lit(pl.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if self.model is None:
-            if self.folder is None:
-                self.model = make(self.kind, "meta")
-            else:
-                self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+        if self.model is None and self.folder is None:
+            self.model = make(self.kind, "meta")
+        elif self.model is None:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(batch, labels=batch).loss
+        loss = self.model(batch, labels=batch).loss
         self.losses.append(loss.item())
         return loss
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.losses.append(self.model(batch, labels=batch).loss.item())
+    test_step = training_step
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)

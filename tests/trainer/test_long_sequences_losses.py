@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,28 +165,27 @@ def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> N
 
 
 class Logs(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[float, ...]] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("alone", loss)
         self.log("together", loss, sync_dist=True)
         return loss
 
-
-class Logged(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[tuple[float, ...]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.found.append(tuple(trainer.callback_metrics[name].item() for name in ("alone", "together")))
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(tuple(self.trainer.callback_metrics[name].item() for name in ("alone", "together")))
 
 
 @on_ranks(2)
 def test_logged_loss_is_that_of_whole_texts(tmp_path: Path) -> None:
     """Also on a rank whose part has no labels, where a mean of its own would be NaN."""
-    data, logged = Texts("pair", 1, ignored=True), Logged()
+    data, module = Texts("pair", 1, ignored=True), seeded(Logs)
     expected, _ = one_process(seeded(Own), data, 1, loss_of_pair)
-    fit(seeded(Logs), data, tmp_path, 2, 1, callbacks=[logged])
-    assert logged.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
+    fit(module, data, tmp_path, 2, 1)
+    assert module.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
 
 
 def test_losses_in_half_precision_keep_what_torch_computes() -> None:

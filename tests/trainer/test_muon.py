@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from examples.muon import MuonAdamW, groups_of
 from lightning_zero.models.gpt import GPT
@@ -15,25 +13,6 @@ from lightning_zero.models.gpt import GPT
 pytestmark = pytest.mark.full
 
 SIZES = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "d_model": 16, "block_size": 8}
-
-
-def _names(model: nn.Module, group: dict[str, Any]) -> set[str]:
-    listed = {id(p) for p in group["params"]}
-    return {name for name, p in model.named_parameters() if id(p) in listed}
-
-
-@pytest.mark.sample
-def test_matrices_of_blocks_alone_go_to_muon() -> None:
-    model = GPT(**SIZES)
-    model.blocks[0].down.requires_grad_(False)
-    muon, matrices, vectors = MuonAdamW(groups_of(model), weight_decay=0.3).param_groups
-    inner = {f"blocks.{n}.{name}.weight" for n in range(2) for name in ("qkv", "proj", "up", "down")}
-    assert _names(model, muon) == inner - {"blocks.0.down.weight"}
-    assert _names(model, matrices) == {"embed.weight", "position.weight", "head.weight"}
-    assert [g["rule"] for g in (muon, matrices, vectors)] == ["muon", "adamw", "adamw"]
-    assert [g["weight_decay"] for g in (muon, matrices, vectors)] == [0.3, 0.3, 0.0]
-    trained = sum(p.requires_grad for p in model.parameters())
-    assert sum(len(g["params"]) for g in (muon, matrices, vectors)) == trained
 
 
 @pytest.mark.sample

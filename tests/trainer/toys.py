@@ -169,16 +169,15 @@ class WithBatchNorm(Lit):
 
 
 class Late(Lit):
-    """Builds its layers in configure_model, on the device ``on``."""
+    """Builds its layers in configure_model, on meta."""
 
-    def __init__(self, on: str = "meta") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.on = on
         del self.first, self.blocks, self.head
 
     def configure_model(self) -> None:
         if not hasattr(self, "first"):
-            with torch.device(self.on):
+            with torch.device("meta"):
                 built = Lit()
             self.first, self.blocks, self.head = built.first, built.blocks, built.head
 
