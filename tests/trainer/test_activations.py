@@ -55,12 +55,12 @@ class UNet(pl.LightningModule):
 
 
 class Llama(pl.LightningModule):
-    def __init__(self, attention: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
         heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=attention)
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
         self.model = transformers.LlamaForCausalLM(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -78,7 +78,7 @@ def case(name: str, rows: int = 4) -> tuple[pl.LightningModule, Any]:
     if name == "unet":
         return UNet(), (torch.randn(rows, 3, 16, 16), torch.randn(rows, 3, 16, 16))
     ids = tokens(rows, 32)
-    return Llama("sdpa" if name == "llama_sdpa" else "eager"), {"input_ids": ids, "labels": ids}
+    return Llama(), {"input_ids": ids, "labels": ids}
 
 
 def really(module: pl.LightningModule, batch: Any) -> Activations:
@@ -106,7 +106,7 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
 def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
-    """(transformers' fused attention is not among them: see below.)"""
+    """(transformers' fused attention is not among them: without values it cannot leave a mask out.)"""
     module, batch = case(name)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -137,13 +137,6 @@ def test_other_batch_sizes_follow_from_two(name: str) -> None:
         assert found.peak(backward=True) == pytest.approx(exact.peak(backward=True), rel=0.05)
         assert found.saved == pytest.approx(exact.saved, rel=0.01)
         assert (found.batch, found.flops) == (exact.batch, exact.flops)
-
-
-def test_mask_that_depends_on_values_is_counted() -> None:
-    """transformers leaves a mask out where it sees that all tokens count. Without values it cannot see."""
-    module, batch = case("llama_sdpa")
-    found, expected = measure(module, batch, make_config(), Precision.fp32), really(module, batch)
-    assert expected.saved <= found.saved <= 1.25 * expected.saved
 
 
 class Reads(UNet):

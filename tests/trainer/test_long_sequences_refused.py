@@ -270,7 +270,6 @@ def test_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_masks_and_heads_that_attention_cannot_divide_are_refused(tmp_path: Path) -> None:
-
     def cross(x: Tensor, *_: Any) -> Tensor:
         image = torch.zeros(len(x), 1, 1, 16)
         return F.scaled_dot_product_attention(x[:, None], image, image)[:, 0]

@@ -122,14 +122,10 @@ def test_plugins_that_are_refused() -> None:
             trainer_here(plugins=[plugin])
 
 
-def test_precision_that_contradicts_the_strategys_is_refused() -> None:
+def test_precision_may_be_the_strategys_or_a_plugin_and_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected 'bf16-mixed', which the strategy's .* 'bf16' .*'bf16-true'"):
         trainer_here(ZeroStrategy("zero3", precision="bf16"), precision="bf16-true")
     for agreed in ("bf16-mixed", None):
         assert trainer_here(ZeroStrategy("zero3", precision="bf16"), precision=agreed).precision == "bf16-mixed"
-
-
-def test_plugin_of_ours_can_be_given() -> None:
     assert trainer_here(plugins=[ZeroPrecision("bf16-mixed")]).precision == "bf16-mixed"
-    strategy = ZeroStrategy("zero3", precision_plugin=ZeroPrecision("bf16-true"))
-    assert trainer_here(strategy).precision == "bf16-true"
+    assert trainer_here(ZeroStrategy("zero3", precision_plugin=ZeroPrecision("bf16-true"))).precision == "bf16-true"

@@ -146,12 +146,7 @@ def step(
     clips: bool = False,
     clears: bool = True,
 ) -> None:
-    """
-    Args:
-        divided: the optimizers whose gradients are divided.
-        plain: whether ``loss.backward()`` is called.
-        clears: whether gradients are cleared after the step.
-    """
+    """``divided``: the optimizers whose gradients are divided; ``plain``: ``loss.backward()`` is called."""
     loss.backward() if plain else module.manual_backward(loss)
     if divided is not None:
         lightning_zero.divide_by_tokens(module, *optimizers[divided])
