@@ -60,9 +60,6 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     assert not torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, last)
 
 
-# -- StochasticWeightAveraging ----------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
 def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(

@@ -304,9 +304,6 @@ def test_saves_before_a_run_after_an_evaluation_and_after_a_fit_hold_the_weights
     torch.testing.assert_close(optimizer_states(of), states, rtol=1e-4, atol=1e-6)
 
 
-# -- other optimizers than those that were saved ----------------------------------------------------------------------
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("scheduler", ["none", "step", "onecycle", "plateau"])
 def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, tmp_path: Path) -> None:

@@ -50,9 +50,6 @@ def test_fit_on_one_and_on_three_ranks_equals_ddp(tmp_path: Path) -> None:
     assert_as_ddp(tmp_path)
 
 
-# -- other entry points -----------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_path: Path) -> None:
     module = seeded(Lit)
@@ -97,9 +94,6 @@ def test_fit_after_an_exception_of_all_ranks_goes_on_from_its_weights(stage: str
     assert_same(found, expected, tolerance=0)
 
 
-# -- configure_model --------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_module_configured_on_meta_is_the_same_at_all_stages_and_learns(tmp_path: Path) -> None:
     """Other initial values than on the host, but the same at all stages, finite, and they learn."""
@@ -110,9 +104,6 @@ def test_module_configured_on_meta_is_the_same_at_all_stages_and_learns(tmp_path
         epoch = len(losses) // 3
         assert sum(losses[-epoch:]) < sum(losses[:epoch])
         assert_same(runs[-1], runs[0])
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------
 
 
 # -- manual optimization ----------------------------------------------------------------------------------------------

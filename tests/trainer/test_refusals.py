@@ -19,15 +19,10 @@ from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer.toys import Lit, fit, loader, seeded, trainer
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
 
 def test_unknown_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"zero/stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"):
         ZeroStrategy("zero4")
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
 
 
 OPTIMIZERS: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
@@ -44,9 +39,6 @@ def test_optimizers_that_cannot_step_slices_of_the_module_are_refused(tmp_path: 
         module.configure_optimizers = lambda make=make, m=module: make(m.parameters())
         with pytest.raises(ConfigError, match=says):
             fit(ZeroStrategy("zero3", optimizer={"sharding": "slices"}), tmp_path, module)
-
-
-# -- the module -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

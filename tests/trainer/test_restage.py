@@ -311,9 +311,6 @@ def test_restage_in_a_step_or_a_backward_is_refused(tmp_path: Path) -> None:
     assert fit(ZeroStrategy("zero3"), tmp_path, seeded(Inside)).losses == expected_of("plain").losses
 
 
-# -- a failure in the middle ------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_failure_in_the_middle_of_a_restage_ends_all_use(tmp_path: Path) -> None:
     """One rank has no memory for the third bucket: all ranks raise, and so does all that follows."""

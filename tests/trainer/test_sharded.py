@@ -40,9 +40,6 @@ from tests.trainer.toys import (
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
-# -- resume -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_one_of_two_replicas_is_written_and_the_other_layout_loads_it(tmp_path: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
@@ -64,9 +61,6 @@ def test_one_of_two_replicas_is_written_and_the_other_layout_loads_it(tmp_path: 
         then.engine.release()
 
 
-# -- what is in the folder --------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero0", "zero3"])
 def test_folder_holds_every_element_once_and_a_tied_weight_too(name: str, tmp_path: Path) -> None:
@@ -81,9 +75,6 @@ def test_folder_holds_every_element_once_and_a_tied_weight_too(name: str, tmp_pa
         assert torch.equal(folder.tensor(f"state_dict.{key}").whole(), value)
     sizes = [(tmp_path / "a.ckpt" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert min(sizes) > 0.5 * max(sizes)  # also where nothing is sharded
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------
 
 
 class EditsCheckpoint(Lit):
@@ -155,12 +146,6 @@ def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
     fit(sharded(), tmp_path, seeded(Removes), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
     rest = fit(sharded(), tmp_path, seeded(Removes, seed=4), max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
     assert_goes_on(rest, whole)
-
-
-# -- when it is saved and removed -------------------------------------------------------------------------------------
-
-
-# -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @on_ranks(1)
