@@ -129,6 +129,22 @@ def test_ranks_that_share_a_batch_must_have_one(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Path) -> None:
+    class Drops(Lit):
+        def on_fit_start(self) -> None:
+            torch.manual_seed(dist.get_rank())
+
+        def training_step(self, tokens: Tensor, number: int) -> Tensor:
+            self.drawn = torch.rand(())
+            return super().training_step(tokens, number)
+
+    module, drawn = Drops(), [torch.zeros(()) for _ in range(2)]
+    run(strategy_of(2), tmp_path, module)
+    dist.all_gather(drawn, module.drawn)
+    assert torch.equal(*drawn)
+
+
+@on_ranks(2)
 def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> None:
     class Heads(Lit):
         def configure_model(self) -> None:
