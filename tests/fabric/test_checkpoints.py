@@ -149,6 +149,16 @@ def test_filters_see_names_and_leave_tensors_out(form: str, tmp_path: Path) -> N
 
 
 @on_ranks(2)
+def test_failing_save_fails_on_all_ranks(tmp_path: Path) -> None:
+    run = train("zero3")
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(Exception, match="file"):
+        run.fabric.save(blocked / "state", state_of(run))
+    run.fabric.barrier("still together")
+
+
+@on_ranks(2)
 def test_two_models_and_states_of_other_objects_are_saved_in_one_file(tmp_path: Path) -> None:
     def state_of_two(strategy: str, make: Callable[[], nn.Module]) -> tuple[Fabric, dict[str, Any]]:
         of, state = fabric(strategy), {}

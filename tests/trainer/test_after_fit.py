@@ -29,6 +29,7 @@ from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes
+from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import assert_gone, on_ranks
 from tests.trainer.toys import (
     Fails,
@@ -114,6 +115,15 @@ def test_values_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="head.weight: written to between runs"):
         run.trainer.test(run.module, loader(), verbose=False)
     run.module.head.weight.data.copy_(before)
+    run.module(Samples()[0][0][None]).sum().backward()
+    with pytest.raises(RuntimeError, match="between runs: the module is whole"):
+        run.trainer.optimizers[0].step()
+    run.trainer.test(run.module, loader(), verbose=False)
+
+
+@on_ranks(2)
+def test_step_of_the_runs_optimizer_after_it_is_refused(tmp_path: Path) -> None:
+    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=1)
     run.module(Samples()[0][0][None]).sum().backward()
     with pytest.raises(RuntimeError, match="between runs: the module is whole"):
         run.trainer.optimizers[0].step()
@@ -222,6 +232,18 @@ def test_module_stays_sharded_if_memory_cannot_be_had(tmp_path: Path) -> None:
     assert engine.host_copy is None
 
 
+class Breaks(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.fails_at:
+            raise ValueError("a bad batch")
+        return super().training_step(batch, batch_idx)
+
+    fails_at = -1
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        raise ValueError("a bad batch")
+
+
 class FailsInTest(Fails):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         raise KeyError("planned")
@@ -243,6 +265,32 @@ def test_module_is_whole_after_an_exception_of_an_evaluation_and_sharded_after_o
     else:
         with pytest.raises(RuntimeError, match=r"lightning_zero\.gather\(model\)"):
             run.module.state_dict()
+
+
+@on_ranks(2)
+def test_exception_at_the_end_of_training_waits_for_nobody(tmp_path: Path) -> None:
+    """The table at the end is of rank 0 alone, which then waits for nobody."""
+    messages: list[str] = []
+
+    def save(interruptions: Interruptions, *, last: bool = False) -> None:
+        if last:
+            comm: Any = interruptions._comm
+            comm.meet = lambda value, what, **_: messages.append(what) or [value]
+            raise OSError("no space left")
+
+    strategy = ZeroStrategy("zero3")
+    with mock.patch.object(Interruptions, "at_boundary", save), pytest.raises(OSError, match="no space left"):
+        fit(strategy, tmp_path, max_steps=2, enable_model_summary=True)
+    assert not messages
+
+
+@on_ranks(1)
+def test_module_is_whole_after_an_exception_on_one_device(tmp_path: Path) -> None:
+    module = seeded(Breaks)
+    module.fails_at = 2
+    with pytest.raises(ValueError, match="a bad batch"):
+        fit("zero3", tmp_path, module)
+    assert type(module.head.weight) is nn.Parameter and module.head.weight.isfinite().all()
 
 
 # -- nothing stays behind that somebody does not hold -----------------------------------------------------------------

@@ -17,20 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import Stage
+from lightning_zero.config import ConfigError, Stage
 from lightning_zero.engine.whole import snapshot as snapshots
 from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.ranks.progress import Count
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.selection import pairwise_places
 from tests.trainer.test_checkpoints import StateInLists
-from tests.trainer.toys import Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
+from tests.trainer.toys import Fails, Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -220,6 +222,16 @@ def full_disk(rank: int) -> Iterator[None]:
         yield
 
 
+class SavesOnce(Callback):
+    def __init__(self, path: Path, step: int = 2) -> None:
+        self.path, self.step, self.steps = path, step, 0
+
+    def on_train_batch_end(self, of: Any, *_: Any) -> None:
+        self.steps = of.global_step
+        if of.global_step == self.step:
+            of.save_checkpoint(self.path)
+
+
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -294,6 +306,17 @@ def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_exception_of_training_leaves_the_save_to_its_end(tmp_path: Path) -> None:
+    gate = Gate("any")
+    with gate.watched(), pytest.raises(KeyError, match="planned"):
+        saves = SavesOnce(tmp_path / "a.ckpt", 3)
+        fit(behind(tmp_path), tmp_path, seeded(lambda: Fails(3)), max_epochs=1, callbacks=[saves])
+    dist.barrier()
+    assert verify.check(tmp_path / "a.ckpt").damage == []
+    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@on_ranks(2)
 def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     fsync = os.fsync
@@ -312,6 +335,28 @@ def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
     whole = [names for names in seen if names]
     assert whole and all("last.ckpt" in names for names in whole[2:])
+
+
+def test_settings_that_background_saves_ignore_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero/checkpoint=sharded: expected no CheckpointIO, got AsyncChe"):
+        ZeroStrategy("zero3", checkpoint={"name": "sharded", "background": True}, checkpoint_io=AsyncCheckpointIO())
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with zero/checkpoint=full"):
+        ZeroStrategy("zero3", checkpoint={"background": True})
+
+
+@on_ranks(2)
+def test_ended_rank_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    """As its process would be: nothing comes from it, and it answers no call."""
+    strategy = behind(tmp_path)
+    fit(strategy, tmp_path, seeded(Lit), max_epochs=1)
+    waits = strategy.engine.comm.waits
+    saves = BackgroundSaves()
+    if dist.get_rank() == 0:
+        with mock.patch.object(type(waits), "silent", lambda _: [1]):
+            acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None]
+            saves.begin(waits, tmp_path / "a.ckpt", "key", *acts, Count(1), may_fail=False)
+            with warns(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
+                saves.wait_alone()
 
 
 @on_ranks(2)

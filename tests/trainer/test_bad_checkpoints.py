@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
+from lightning_zero.trainer.saves.checkpoint_files import check_sums
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.trainer.toys import (
@@ -181,6 +183,36 @@ def test_trained_weights_stay_when_a_checkpoint_is_refused(form: str, tmp_path: 
         with pytest.raises((ConfigError, RuntimeError), match=says) as refused:
             of.fit(of.lightning_module, loader(), ckpt_path=path)
         same_on_all_ranks(str(refused.value))
+        assert_weights(weights(of), before, tolerance=0)
+
+
+@on_ranks(2)
+def test_folder_of_another_model_or_of_other_optimizers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "odd.ckpt"
+    fit(sharded(), tmp_path, odd(), max_epochs=1).trainer.save_checkpoint(path)
+
+    class Swapped(Odd):
+        def configure_optimizers(self) -> Any:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            first = [trained[-1], *trained[1:3]]
+            return torch.optim.AdamW([{"params": first}, {"params": [trained[0], *trained[3:-1]]}])
+
+    class One(Odd):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+    cases: list[tuple[Any, str]] = [
+        (Lit, r"got .*odd\.ckpt: the model lacks turned"),
+        (lambda: Odd(width=6), r"got .*odd\.ckpt: first\.weight has shape"),
+        (Swapped, r"odd\.ckpt: its optimizer has no"),
+        (One, r"param groups of \[3, "),
+    ]
+    for make, says in cases:
+        of = fit(sharded(), tmp_path, seeded(make), max_epochs=1, count=12).trainer
+        before = weights(of)
+        of.fit_loop.max_epochs = 2
+        with pytest.raises((ConfigError, RuntimeError), match=says):
+            of.fit(of.lightning_module, loader(), ckpt_path=path)
         assert_weights(weights(of), before, tolerance=0)
 
 
@@ -351,6 +383,26 @@ def test_code_from_an_address_runs_only_by_the_users_word() -> None:
         io = mock.Mock()
         load(io, "http://somewhere/a.ckpt", weights_only)
         assert io.load_checkpoint.call_args.kwargs["weights_only"] is (weights_only is not False)
+
+
+def test_no_flipped_bit_of_a_file_loads_other_values(tmp_path: Path) -> None:
+    """Not in the zip file's table either, which says what lies where; and each damage is said in words."""
+    path, generator = tmp_path / "a.ckpt", random.Random(4)
+    state = {"state_dict": {str(n): torch.arange(float(n * 9)) for n in range(1, 6)}, "x": {"a": 1, "b": "hello"}}
+    ZeroCheckpointIO().save_checkpoint(state, path)
+    data, refused = path.read_bytes(), 0
+    table = data.index(b"PK\x01\x02")
+    for at in [*range(table, len(data)), *generator.sample(range(table), 300)]:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1 :])
+        try:
+            check_sums(str(path))
+            found = load(ZeroCheckpointIO(), path, None)
+        except ConfigError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert repr(found) == repr(state), at
+    assert refused > 200
 
 
 def flip(path: Path, name: str = "data/", depth: int = 3) -> None:

@@ -108,6 +108,49 @@ def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) 
 
 
 @on_ranks(2)
+def test_link_last_leads_to_a_file_at_every_moment(tmp_path: Path) -> None:
+    """Lightning removes the link before it makes the new one."""
+    broken: list[str] = []
+    remove, replace = os.remove, os.replace
+
+    def checked(act: Any) -> Any:
+        def acts(*args: Any) -> None:
+            act(*args)
+            if seen and not (tmp_path / "last.ckpt").exists():
+                broken.append(str(args))
+            seen.append((tmp_path / "last.ckpt").exists())
+
+        seen: list[bool] = []
+        return acts
+
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}", save_last="link")
+    os.remove, os.replace = checked(remove), checked(replace)
+    try:
+        fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save])
+    finally:
+        os.remove, os.replace = remove, replace
+    assert not broken
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+
+
+@on_ranks(1)
+def test_removal_waits_for_the_writes_before_it(tmp_path: Path) -> None:
+    io = Gated()
+    of = trainer("zero3", tmp_path, plugins=[AsyncCheckpointIO(io)])
+    strategy = of.strategy
+    for n in (1, 2):
+        strategy.save_checkpoint({"n": n}, tmp_path / f"{n}.ckpt")
+    strategy.remove_checkpoint(tmp_path / "1.ckpt")
+    while not (tmp_path / "1.ckpt").exists():
+        pass
+    assert not (tmp_path / "2.ckpt").exists()
+    io.open.set()
+    strategy.checkpoint_io.teardown()
+    assert [p.name for p in tmp_path.iterdir()] == ["2.ckpt"]
+
+
+@on_ranks(2)
 def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     """And all ranks end with what has failed, here at the end of the run."""
     io = Gated(MemoryError)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping,
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from tests.engine.optimizers import Shampoo
 from tests.harness import on_ranks, run
 from tests.selection import pairwise_places
@@ -261,6 +262,16 @@ def test_training_goes_on_under_another_row_on_other_ranks(way: Way, tmp_path: P
     run(loads, _resume, way, tmp_path, expected)
 
 
+@on_ranks(2)
+def test_ddp_goes_on_from_state_in_few_bits(tmp_path: Path) -> None:
+    first = fit(strategy("zero3", "full", tmp_path, optimizer={"state_dtype": "int8"}), tmp_path, odd())
+    first.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    assert {entry["exp_avg"].dtype for entry in saved.values()} == {torch.bfloat16}
+    rest = fit("ddp", tmp_path, other_weights(), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+    assert rest.trainer.global_step > first.trainer.global_step
+
+
 # -- what a file holds ------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +290,24 @@ def test_files_with_callbacks_hold_nothing_that_runs(tmp_path: Path) -> None:
     module = seeded(lambda: Lit(optimizer="adamw", scheduler="onecycle"))
     fit("zero1", tmp_path, module, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
+
+
+def _keys(path: Path) -> Iterable[str]:
+    if path.is_dir():
+        return {k.removeprefix("state_dict.") for k in ShardedFolder(path).keys if k.startswith("state_dict.")}
+    return set(torch.load(path)["state_dict"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_frozen_parameters_are_left_out_and_then_needed(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "adapter.ckpt"
+    saved = fit(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path, seeded(Frozen), max_epochs=1)
+    saved.trainer.save_checkpoint(path)
+    assert _keys(path) == {"head.weight", "head.bias", "seen"}
+    of = trainer(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path)
+    with pytest.raises(RuntimeError, match=r"got .*adapter\.ckpt: it lacks turned"):
+        of.test(seeded(Odd, seed=5), loader(), ckpt_path=path, verbose=False)
 
 
 @pytest.mark.sample

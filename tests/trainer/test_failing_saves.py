@@ -7,6 +7,8 @@ import errno
 import os
 import pickle
 import resource
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +18,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import durable
@@ -126,6 +129,28 @@ def test_value_that_no_rank_wrote_ends_the_save(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_failed_write_behind_training_is_said_once_and_the_next_is_tried(tmp_path: Path) -> None:
+    plugin, has_returned = AsyncCheckpointIO(), threading.Event()
+    of = fit("zero3", tmp_path, plugins=[plugin], max_epochs=1).trainer
+
+    def full(*_: Any) -> int:
+        has_returned.wait(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "pwrite", full):
+        of.save_checkpoint(tmp_path / "a.ckpt")
+        has_returned.set()
+        while dist.get_rank() == 0 and plugin._error is None:
+            time.sleep(0.01)
+        with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: the file could not be written: .*No space left"):
+            of.save_checkpoint(tmp_path / "b.ckpt")
+    of.save_checkpoint(tmp_path / "c.ckpt")
+    of.strategy.finish_writes()
+    dist.barrier()
+    assert [p.name for p in tmp_path.iterdir()] == ["c.ckpt"]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_folder_with_other_things_in_it_is_not_replaced(checkpoint: str, tmp_path: Path) -> None:
     of = fit(ZeroStrategy("zero3", checkpoint=checkpoint), tmp_path, max_epochs=1).trainer
@@ -138,6 +163,31 @@ def test_folder_with_other_things_in_it_is_not_replaced(checkpoint: str, tmp_pat
         of.save_checkpoint(results)
     dist.barrier()
     assert sorted(p.name for p in results.iterdir()) == ["a.ckpt", "folder"] and (results / "folder/b.ckpt").exists()
+
+
+@on_ranks(2)
+def test_small_disk_keeps_the_file_before(tmp_path: Path) -> None:
+    """A real one, where this process may mount it."""
+    disk = tmp_path / "disk"
+    disk.mkdir(exist_ok=True)
+    dist.barrier()
+    mounted = dist.get_rank() == 0 and os.system(f"mount -t tmpfs -o size=70k tmpfs {disk} 2>/dev/null") == 0
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mounted)
+    if not any(found):
+        return
+    try:
+        of = fit("zero3", tmp_path, odd(), max_epochs=1).trainer
+        of.save_checkpoint(disk / "a.ckpt", weights_only=True)
+        kept = (disk / "a.ckpt").read_bytes()
+        with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: the file could not be written: .*No space left"):
+            of.save_checkpoint(disk / "a.ckpt")
+        dist.barrier()
+        assert (disk / "a.ckpt").read_bytes() == kept and [p.name for p in disk.iterdir()] == ["a.ckpt"]
+    finally:
+        dist.barrier()
+        if mounted:
+            os.system(f"umount {disk}")
 
 
 def _fail_alone(stage: str, root: Path) -> str:

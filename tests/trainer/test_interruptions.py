@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import itertools
 import os
@@ -23,6 +24,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.app.jobs import decided
+from lightning_zero.checkpoint.archive import Skeleton
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
@@ -90,6 +92,22 @@ def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -
 
 
 @on_ranks(2)
+def test_newest_checkpoint_of_a_signal_alone_is_kept(tmp_path: Path) -> None:
+    """Each holds the whole state; a long run is interrupted many times."""
+    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0, max_epochs=2)
+    for at, version in ((1, 1), (EPOCH - 1, 2)):
+        with pytest.raises(SystemExit):
+            module = seeded(lambda at=at: Signalled(at, 0))
+            fit("zero3", tmp_path, module, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
+        dist.barrier()
+        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{version}.ckpt"]
+    of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
+    of.fit(seeded(Lit, seed=9), loader())
+    assert of.global_step == 2 * EPOCH
+    assert weights(of).keys() == whole.weights.keys()
+
+
+@on_ranks(2)
 def test_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
     """And not what an earlier job has left in the folder."""
     with pytest.raises(SystemExit):
@@ -117,6 +135,23 @@ def test_other_handler_of_the_signal_is_set_aside_for_the_run(tmp_path: Path) ->
         assert called == [1]  # it is back
     finally:
         signal.signal(signal.SIGCONT, before)
+
+
+@on_ranks(1)
+def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path)
+    of.fit(seeded(Lit), loader())
+    side = Interruptions(of, of.strategy.engine, training=True)
+
+    class Agreeing:
+        def max_(self, asked: torch.Tensor) -> torch.Tensor:
+            side._on_term(signal.SIGTERM, None)
+            return asked
+
+    side._comm = Agreeing()  # type: ignore[assignment]
+    side.at_boundary()
+    with pytest.raises(SystemExit):
+        side.at_boundary()
 
 
 # -- elsewhere than on SLURM ------------------------------------------------------------------------------------------
@@ -155,6 +190,21 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
     said = f"interrupted at step {step}: SIGTERM" in out.getvalue()
     assert said == (dist.get_rank() == 0)
     assert fit("zero3", tmp_path, **settings).losses == whole.losses  # these processes can train again
+
+
+@on_ranks(2)
+def test_run_saves_before_it_leaves_if_told(tmp_path: Path) -> None:
+    """At the end of an epoch, where resuming needs no data loader that can tell its place."""
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    whole = fit("zero3", tmp_path, **settings)
+    of = trainer("zero3", tmp_path, **settings)
+    of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit) as stop:
+        of.fit(seeded(lambda: Terminated(EPOCH - 1, 1)), loader())
+    assert stop.value.code == 143
+    again = fit("zero3", tmp_path, seeded(Lit, seed=9), ckpt_path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
+    assert again.trainer.global_step == 2 * EPOCH
+    assert_weights(again.weights, whole.weights, tolerance=0)
 
 
 @on_ranks(2)
@@ -201,6 +251,18 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 
 
 @on_ranks(2)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
+    """Which may be written in two ways; what was saved is not removed as an older one."""
+    os.chdir(tmp_path)
+    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
+    of.strategy.save_every_s = 1e-9
+    of.fit(seeded(Lit), loader())
+    dist.barrier()
+    assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, partial(Signalled, -1, 0))])  # one has a hook on saves
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
 def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: Path) -> None:
@@ -222,6 +284,38 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: P
     assert module.losses == whole.losses
     dist.barrier()
     assert [p.name for p in tmp_path.iterdir()] == ["hpc_ckpt_2.ckpt"]
+
+
+@on_ranks(2)
+def test_failed_save_takes_no_room(tmp_path: Path) -> None:
+    """Hooks are given values of a file that has no name any more: the next save may need its room."""
+    finish, count = Skeleton.finish, [0]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > 1:  # the file of the weights is there
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return finish(*args, **kwargs)
+
+    class Looks(Lit):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            pass
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            maps = Path("/proc/self/maps")
+            held.append(maps.exists() and str(tmp_path) in maps.read_text())
+            return super().training_step(batch, batch_idx)
+
+    held: list[bool] = []
+    of = trainer("zero3", tmp_path, max_steps=2, limit_val_batches=0)
+    of.strategy.save_every_s = 1e-9
+    gc.disable()
+    try:
+        with mock.patch.object(Skeleton, "finish", fails):
+            of.fit(seeded(lambda: Looks(optimizer="adamw")), loader())
+    finally:
+        gc.enable()
+    assert held == [False, False] and (count[0] > 1 or dist.get_rank())
 
 
 @on_ranks(1)

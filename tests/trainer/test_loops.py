@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lightning_zero
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
 from tests.trainer.toys import (
@@ -59,6 +60,20 @@ def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_
     of.strategy.connect(module)
     of.strategy.engine.release()
     fit("ddp", tmp_path, module)
+
+
+@on_ranks(2)
+def test_ranks_with_different_seeds_start_from_rank_0s_weights(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    for stage in ("zero0", "zero3"):
+        module = seeded(Lit, seed=3 + rank)
+        run = fit(stage, tmp_path, module, limit_val_batches=0)
+        assert_same(run, fit("ddp", tmp_path, seeded(Lit, seed=3 + rank), limit_val_batches=0), what=stage)
+        with lightning_zero.gather(module):
+            mine = torch.cat([p.detach().flatten() for p in module.parameters()])
+        theirs = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(theirs, mine)
+        assert torch.equal(theirs[0], theirs[1])
 
 
 class NothingToLearn(Lit):

@@ -142,3 +142,18 @@ def test_forked_processes_compute_on_one_thread(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.splitlines()[-1] == "1 None"
     assert "compute on one thread each" in found.stderr
+
+
+@pytest.mark.full
+def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')"), *_cells(tmp_path)]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    place = {"metadata": {"path": str(Path.cwd())}}
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
+    assert "trained" in str(book.cells[-1].outputs)
+
+
+def _cells(folder: Path) -> list[str]:
+    return [f"sys.argv = ['', {str(folder / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]

@@ -155,6 +155,16 @@ def test_bytes_are_in_shards_and_planned(storage: str) -> None:
     assert held == {1: nbytes + beside + adapters, 3: nbytes / 2 + beside + adapters / 2}
 
 
+@on_ranks(2)
+def test_bytes_of_another_dtype_or_without_what_decodes_them_are_not_loaded() -> None:
+    state = model("float16").state_dict()
+    with Sharded(model("bfloat16"), stage=3) as side, pytest.raises(RuntimeError, match="bytes in torch.bfloat16 and"):
+        side.engine.load_state_dict(state)
+    lacking = {name: value for name, value in state.items() if not name.startswith("1.up.weight.")}
+    with Sharded(model("float16"), stage=3) as side, pytest.raises(RuntimeError, match="got torch.float16 and none"):
+        side.engine.load_state_dict(lacking)
+
+
 @on_ranks(1)
 def test_what_cannot_be_sharded_is_refused() -> None:
     fresh = nn.Sequential(bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False))
@@ -214,6 +224,19 @@ def test_adapters_of_peft_and_the_whole_model_are_exported(storage: str, tmp_pat
     engine.release()
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_bytes(bytes_of(found), before)
+    assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
+
+
+@on_ranks(2)
+def test_whole_model_is_exported_with_its_bytes(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "in")
+    base = base_model(tmp_path / "in", torch.float16)
+    expected = bytes_of(base)
+    engine = lightning_zero.shard(base, stage=3)
+    export(engine, tmp_path / "out", torch.bfloat16, 10**9)
+    engine.release()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_bytes(bytes_of(found), expected)
     assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
 
 

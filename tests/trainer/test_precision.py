@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.trainer.toys import ALL_STAGES, ByHand, Lit, assert_same, fit, seeded
+from tests.trainer.toys import (
+    ALL_STAGES,
+    ByHand,
+    Lit,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    seeded,
+    trainer,
+    weights,
+)
 
 pytestmark = pytest.mark.full
 
@@ -53,6 +64,15 @@ def test_forward_meets_the_dtypes_of_the_flag(flag: str, tmp_path: Path) -> None
     for stage in ("zero1", "zero3"):
         module = fit(stage, tmp_path, seeded(Looking), precision=flag, max_steps=2).module
         assert module.dtypes == set(zip(WHERE, MET[flag], strict=True)), stage
+
+
+@on_ranks(2)
+def test_masters_start_from_unrounded_weights(tmp_path: Path) -> None:
+    module = seeded(Lit)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    of = trainer("zero3", tmp_path, precision="bf16-mixed")
+    of.validate(module, loader(), verbose=False)
+    assert_weights(weights(of), before, tolerance=0)
 
 
 class ProjectionNorm(nn.Module):

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
 from tests.harness import on_ranks, run_command
-from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -161,6 +161,22 @@ def test_requeue_signal_saves_at_the_next_step_boundary(rank: int, accumulate: i
         until = fit(stage, root, **{**settings, "max_epochs": -1, "max_steps": module.saved_at[0]})
         assert_weights(found["state_dict"], until.weights, tolerance=0)
         assert not hasattr(signal.getsignal(signal.SIGUSR1), "signal_handlers")  # as before the run
+
+
+@on_ranks(2)
+def test_requeued_job_goes_on_after_a_signal_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    module = seeded(lambda: Signalled(SAMPLES // 4 - 1, 1))  # in the last step of the first epoch
+    whole = fit("zero3", tmp_path, limit_val_batches=0)
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, module, max_epochs=2, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    assert module.saved_at == [SAMPLES // 4]
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert "_sigterm_notifier_fn" not in vars(module.trainer._signal_connector)  # Lightning's own is back
+    again = seeded(Lit, seed=9)
+    of = trainer("zero3", tmp_path, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    of.fit(again, loader())
+    assert again.losses == whole.losses[-len(again.losses) :]
+    assert_weights(weights(of), whole.weights, tolerance=0)
 
 
 @on_ranks(2)

@@ -221,3 +221,11 @@ def test_checkpoints_without_random_numbers_load(tmp_path: Path) -> None:
     module, _ = train(tmp_path, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses == []
     trainer("zero3", tmp_path).test(module, DataLoader(Samples(8)), ckpt_path=tmp_path / "ours.ckpt", verbose=False)
+
+
+@on_ranks(2)
+def test_runs_that_do_not_resume_draw_as_under_ddp(tmp_path: Path) -> None:
+    for resumable in (False, True):
+        expected, _ = train(tmp_path, resumable=resumable, stage="ddp")
+        found, _ = train(tmp_path, resumable=resumable)
+        assert found.drawn == expected.drawn

@@ -17,7 +17,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
 from tests.models import Does
-from tests.trainer.toys import Lit, fit, loader, seeded, trainer
+from tests.trainer.toys import Lit, WithBatchNorm, assert_same, fit, loader, seeded, trainer
 
 
 def test_unknown_stages_are_refused() -> None:
@@ -66,6 +66,40 @@ def test_module_on_meta_without_a_way_to_initialise_is_refused(tmp_path: Path) -
         fit("zero3", tmp_path, module)
 
 
+@pytest.mark.full
+@on_ranks(2)
+def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path: Path) -> None:
+    """Torch has no SyncBatchNorm for the CPU: ours gets as far as torch's own error."""
+    module = seeded(WithBatchNorm)
+    of = trainer("zero3", tmp_path, sync_batchnorm=True)
+    of.validate(module, loader(), verbose=False)
+    assert isinstance(module.norm, nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
+        of.fit(module, loader())
+    assert isinstance(module.norm, nn.SyncBatchNorm)
+    assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
+    class Memory(Lit):
+        """A buffer that each rank's batches change, and that training reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Any) -> Any:
+            if self.training:
+                self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+            return super().forward(x - self.mean.clone())
+
+    expected = fit("ddp", tmp_path, seeded(Memory))
+    for stage in ("zero1", "zero3"):
+        assert_same(fit(stage, tmp_path, seeded(Memory)), expected, what=stage)
+
+
 # -- ranks that are apart before there is an engine -------------------------------------------------------------------
 
 
@@ -91,3 +125,12 @@ def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
 
     run = fit(ZeroStrategy("zero3", stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
     assert run.losses
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_accumulation_with_bf16_messages_is_refused_where_gradients_add_up(tmp_path: Path) -> None:
+    comm, settings = {"grad_comm_dtype": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*accumulate_grad_batches.*zero/stage=zero1"):
+        fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)
+    fit(ZeroStrategy(2, comm=comm), tmp_path, max_epochs=1, **settings)

@@ -12,15 +12,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.harness import on_ranks, run_command
 from tests.trainer.toys import (
     Lit,
@@ -148,6 +156,29 @@ def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
     assert_goes_on(rest, whole)
 
 
+@on_ranks(2)
+def test_model_checkpoint_keeps_the_newest_folder_and_replaces_files(tmp_path: Path) -> None:
+    """Keeps the newest; the best, ``last`` and weights only; the file of a run before gives way to the folder."""
+    one: dict[str, Any] = {"enable_version_counter": False}
+    for strategy in ("zero3", sharded(), sharded()):
+        saves = [
+            ModelCheckpoint(tmp_path / "top", every_n_train_steps=2, filename="{step}", save_last=True, **one),
+            ModelCheckpoint(tmp_path / "weights", save_weights_only=True, filename="only", **one),
+        ]
+        of = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=saves, limit_val_batches=0).trainer
+        dist.barrier()
+    assert sorted(p.name for p in (tmp_path / "top").iterdir()) == ["last.ckpt", "step=12.ckpt"]
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["only.ckpt"]
+    assert all(path.is_dir() for path in (tmp_path / "top").iterdir())
+    again = fit(sharded(), tmp_path, seeded(Lit, seed=4), max_epochs=3, ckpt_path=tmp_path / "top" / "last.ckpt")
+    assert again.trainer.global_step == 18
+    with pytest.raises(KeyError, match="weights_only"):
+        fit(sharded(), tmp_path, max_epochs=3, ckpt_path=tmp_path / "weights" / "only.ckpt")
+    test = trainer(sharded("zero1"), tmp_path)
+    test.test(seeded(Lit, seed=4), loader(), ckpt_path=tmp_path / "weights" / "only.ckpt", verbose=False)
+    assert_weights(weights(test), weights(of), tolerance=0)
+
+
 @on_ranks(1)
 def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     of = fit(sharded(), tmp_path).trainer
@@ -161,6 +192,16 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):
             act()
+
+
+def adamw() -> Lit:
+    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"))
+    return module
+
+
+def adamw_of_other_weights() -> Lit:
+    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"), seed=11)
+    return module
 
 
 # -- FSDP2 and tools --------------------------------------------------------------------------------------------------
@@ -208,6 +249,35 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
         rest = fit(sharded(row), tmp_path, seeded(Adamw, 11), max_epochs=3, ckpt_path=tmp_path / name)
         torch.testing.assert_close(rest.losses, whole.losses[-len(rest.losses) :], rtol=1e-5, atol=1e-6)
         assert_weights(rest.weights, whole.weights)
+
+
+@on_ranks(2)
+def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
+    """dcp.load puts our folder into DTensors; what dcp.save writes, beside Lightning's meta.pt, is loaded here."""
+    saved = fit(sharded(), tmp_path, adamw(), max_epochs=2)
+    saved.trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    module = adamw_of_other_weights()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    state = {"state_dict": get_model_state_dict(module), "optimizer_0": get_optimizer_state_dict(module, optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path / "ours.ckpt")
+    module.load_state_dict(state["state_dict"])
+    set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optimizer_0"])
+    assert_weights({k: v.full_tensor() for k, v in module.state_dict().items()}, saved.weights, tolerance=0)
+    dcp.save(state, checkpoint_id=tmp_path / "theirs.ckpt")
+    if dist.get_rank() == 0:
+        (tmp_path / "theirs.ckpt" / "meta.pt").write_bytes((tmp_path / "ours.ckpt" / "meta.pt").read_bytes())
+    dist.barrier()
+    path = tmp_path / "theirs.ckpt"
+    of = fit(sharded("zero2"), tmp_path, adamw_of_other_weights(), max_epochs=2, ckpt_path=path).trainer
+    assert_weights(weights(of), saved.weights, tolerance=0)
+    one, other = (read(tmp_path / f"{name}.ckpt", None)["optimizer_states"][0] for name in ("ours", "theirs"))
+    for key, entry in one["state"].items():
+        for entry_name, value in entry.items():
+            assert torch.equal(value.whole(), other["state"][key][entry_name].whole())
 
 
 @on_ranks(2, timeout=150)

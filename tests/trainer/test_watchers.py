@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +19,9 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
-from tests.harness import on_ranks
+from lightning_zero.ranks import waits
+from tests.engine.support import places_posted_often
+from tests.harness import Pool, on_ranks
 from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, seeded
 
 pytestmark = pytest.mark.full
@@ -74,6 +81,82 @@ def test_watcher_on_rank_0_alone_reads_and_changes_nothing(dynamic_graph: bool, 
     if dist.get_rank() == 0:
         values = [value for name, value in module.watch.seen if name.startswith("parameters")]
         assert len(values) >= 32 and all(map(math.isfinite, values))
+
+
+class ReadsBehindTheCall(Lit):
+    """Rank 0 alone reads a parameter when the forward is over, and all ranks log then."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_rank == 0 and self.trainer.training:
+            for param in self.parameters():
+                float(param.detach().sum())
+        super().log(*args, **kwargs)
+
+
+def read_on_rank_0(folder: str) -> None:
+    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
+        strategy = ZeroStrategy("zero3", stall_timeout_s=3600.0, dynamic_graph=True)
+        try:
+            fit(strategy, folder, seeded(ReadsBehindTheCall))
+        except Exception as error:
+            if dist.get_rank() == 0:
+                (Path(folder) / "said").write_text(str(error))
+                os._exit(1)  # as the process would: only then rank 1 hears of it, inside of Lightning's call
+
+
+def test_read_on_rank_0_while_others_log_is_refused(tmp_path: Path) -> None:
+    """Rank 1 is in a reduction of Lightning's, which does not know of gathers."""
+    pool = Pool(2)  # of its own: messages are left over
+    try:
+        with contextlib.suppress(Exception):  # a rank has ended
+            pool.run(pickle.dumps((read_on_rank_0, (str(tmp_path),), {})), timeout=60.0)
+    finally:
+        pool.kill()
+    said = (tmp_path / "said").read_text()
+    assert "All ranks must call this, or none" in said and "self.log(sync_dist=True)" in said
+
+
+LOOKS = {
+    "a histogram": lambda p: numpy.histogram(p.detach().cpu().numpy()),
+    "an array": lambda p: numpy.asarray(p.detach()),
+    "data": lambda p: p.data.cpu(),
+    "a list": lambda p: p.tolist(),
+    "a copy": lambda p: p.clone(),
+}
+
+
+class Histograms(Lit):
+    """Looks at a parameter and at its gradient outside of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[str, str] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        param = self.blocks[0].up.weight
+        for what, look in LOOKS.items():
+            for of, tensor in (("parameter", param), ("gradient", param.grad)):
+                try:
+                    found = torch.as_tensor(look(tensor)[0] if what == "a histogram" else look(tensor))
+                    self.said[f"{of}: {what}"] = "" if bool(found.isfinite().all()) else "NaN"
+                except RuntimeError as error:
+                    self.said[f"{of}: {what}"] = str(error)
+        self.said["printed"] = f"{param} {param.grad}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_look_outside_of_a_step_is_true_or_refused_with_the_way(stage: str, tmp_path: Path) -> None:
+    module = seeded(Histograms)
+    fit(stage, tmp_path, module, max_epochs=1)
+    assert "nan" not in module.said.pop("printed")
+    for what, said in module.said.items():
+        if "gradient" in what or stage == "zero1":
+            assert said == "", what
+        else:
+            assert "lightning_zero.gather" in said, what
+    for look in LOOKS.values():
+        look(module.blocks[0].up.weight.detach())
 
 
 # -- norms of gradients in hooks --------------------------------------------------------------------------------------
