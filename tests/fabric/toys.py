@@ -17,25 +17,21 @@ from lightning_zero import ZeroFabricStrategy
 from lightning_zero.presets import PRESETS
 from tests.trainer.toys import FEATURES, Block, assert_weights, loader
 
-__all__ = ["Net", "Run", "adamw", "assert_equal", "fabric", "make", "sgd", "train", "weights"]
-
 
 class Net(nn.Module):
-    """A regression of blocks; with batch norm it has buffers too."""
+    """A regression of blocks."""
 
-    def __init__(self, width: int = 8, *, batch_norm: bool = False) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, width)
-        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(self(x), y)
@@ -82,6 +78,20 @@ def weights(run: Run) -> dict[str, Tensor]:
     return run.fabric.strategy.get_module_state_dict(run.model._forward_module)
 
 
+def setup(strategy: Any, model: nn.Module | None = None, optimizer: Any = None, **settings: Any) -> Run:
+    """Fabric with ``model`` (default: that of ``make``) and its optimizer."""
+    found = fabric(strategy, **settings)
+    model = make() if model is None else model
+    return Run(found, *found.setup(model, (optimizer or adamw)([p for p in model.parameters() if p.requires_grad])))
+
+
+def step(run: Run, loss: Tensor) -> None:
+    run.fabric.backward(loss)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.losses.append(loss.item())
+
+
 def train(
     strategy: Any,
     *,
@@ -94,10 +104,7 @@ def train(
     **settings: Any,
 ) -> Run:
     """Train for some epochs, with a step after ``every`` backwards; ``run``: go on with one."""
-    if run is None:
-        found = fabric(strategy, **settings)
-        model = make() if model is None else model
-        run = Run(found, *found.setup(model, optimizer(model.parameters())))
+    run = run or setup(strategy, model, optimizer, **settings)
     for _ in range(epochs):
         for number, (x, y) in enumerate(run.fabric.setup_dataloaders(loader(), use_distributed_sampler=False), 1):
             with run.fabric.no_backward_sync(run.model, enabled=number % every != 0):

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import gc
-from dataclasses import replace
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_zero.config import Offload, OffloadConfig, Precision, Stage, make_config
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
-from lightning_zero.planning.activations import Activations, ByBatchSize
-from lightning_zero.planning.buckets import BucketShape, Itemsizes
-from lightning_zero.planning.choose import choose_row, with_reserve
-from lightning_zero.planning.fit import Machine, Model, plan_row
-from lightning_zero.planning.memory import Limits
-from lightning_zero.planning.speed import CPU_RATES
-from lightning_zero.trainer.callbacks.flops import FlopCount
+from lightning_zero.planning import memory
+from lightning_zero.planning.activations import Activations, peaks_with
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
+from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
-from tests.models import WIDTH, Chain, Does, linear
+from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+from tests.harness import on_ranks
+from tests.trainer.step_peak import StepPeak
+from tests.trainer.toys import trainer
 
 pytestmark = pytest.mark.full
-
-
-class Level(nn.Module):
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inside, outside, 3, padding=1)
-        self.norm = nn.BatchNorm2d(outside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.norm(self.conv(x)))
 
 
 class UNet(pl.LightningModule):
@@ -43,7 +36,10 @@ class UNet(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.down, self.up = Level(3, 8), Level(8, 16), Level(24, 8)
+        self.first, self.down, self.up = (
+            nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.SiLU())
+            for inside, outside in ((3, 8), (8, 16), (24, 8))
+        )
         self.drop = nn.Dropout(0.1)
         self.last = nn.Conv2d(8, 3, 1)
         self.losses: list[float] = []
@@ -58,28 +54,17 @@ class UNet(pl.LightningModule):
         return loss
 
 
-def llama(attention: str) -> pl.LightningModule:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        attn_implementation=attention,
-    )
+class Llama(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
+        self.model = transformers.LlamaForCausalLM(config)
 
-    class Lit(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.LlamaForCausalLM(config)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.model(**batch, use_cache=False).loss
-
-    return Lit()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch, use_cache=False).loss
 
 
 def tokens(rows: int, length: int) -> Tensor:
@@ -93,7 +78,7 @@ def case(name: str, rows: int = 4) -> tuple[pl.LightningModule, Any]:
     if name == "unet":
         return UNet(), (torch.randn(rows, 3, 16, 16), torch.randn(rows, 3, 16, 16))
     ids = tokens(rows, 32)
-    return llama("sdpa" if name == "llama_sdpa" else "eager"), {"input_ids": ids, "labels": ids}
+    return Llama(), {"input_ids": ids, "labels": ids}
 
 
 def really(module: pl.LightningModule, batch: Any) -> Activations:
@@ -106,38 +91,22 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
             saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def drop(param: Tensor) -> None:
-        param.grad = None
-
     for param in module.parameters():
-        param.register_post_accumulate_grad_hook(drop)
-    if isinstance(module, LitGPT):
-        step = lambda: module._losses(batch).mean()  # noqa: E731
-    else:
-        module.log = lambda *_, **__: None  # type: ignore[method-assign]
-        step = lambda: module.training_step(batch, 0)  # noqa: E731
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    module.log = lambda *_, **__: None
     live = LiveBytes()
     live.ignore([list(module.parameters()), list(module.buffers()), batch])
     with live, saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = step()
+        loss = module._losses(batch).mean() if isinstance(module, LitGPT) else module.training_step(batch, 0)
         forward = live.most
         live.restart()
         loss.backward()
     return Activations((), sum(saved.values()), max(forward, live.most), 0.0)
 
 
-def test_attention_of_a_cpu_counts_as_it_does_for_the_monitor() -> None:
-    q = torch.randn(1, 2, 8, 4, requires_grad=True)
-    live, monitor = LiveBytes(), FlopCount()
-    for counter in (live, monitor):
-        with counter:
-            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-    assert live.flops == monitor.forward + monitor.backward > 0
-
-
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
 def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
-    """(transformers' fused attention is not among them: see below.)"""
+    """(transformers' fused attention is not among them: without values it cannot leave a mask out.)"""
     module, batch = case(name)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -170,116 +139,10 @@ def test_other_batch_sizes_follow_from_two(name: str) -> None:
         assert (found.batch, found.flops) == (exact.batch, exact.flops)
 
 
-class Contrastive(pl.LightningModule):
-    """Compares all samples with each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.left(batch) @ self.right(batch).T, torch.arange(len(batch)))
-
-
-def test_bytes_that_grow_faster_than_the_batch_are_measured_for_the_largest_one() -> None:
-    sizes = measure_sizes(Contrastive(), torch.zeros(4, 8), make_config(), Precision.fp32)
-    assert sizes.scales and sizes.measure is not None
-    real = sizes.measure(1000)
-    assert real is not None and real.saved > 2 * sizes.of(1000).saved
-    shape = BucketShape(0, (64, 8, 64, 8), Itemsizes(4, 4, 4, 4))
-    of = Model(("",), (shape,), Limits(10**6, 0, 10**6), activations=sizes, samples=4)
-    there = Machine(1, 0, 10 * 10**6, 0, shared=True)
-    rows = [(Stage.zero1, Offload.none, OffloadConfig())]
-    choice = choose_row(of, there, rows, CPU_RATES)
-    assert choice.samples is not None and 500 < choice.samples < 1500
-    for factor, fits in ((1.0, True), (1.3, False)):
-        size = int(factor * choice.samples)
-        measured = sizes.measure(size)
-        assert measured is not None
-        at_it = replace(of, samples=size, activations=ByBatchSize((size, size), (measured, measured)))
-        assert plan_row(at_it, *rows[0][:2], with_reserve(there), rows[0][2]).fits is fits
-
-
-def test_mask_that_depends_on_values_is_counted() -> None:
-    """transformers leaves a mask out where it sees that all tokens count. Without values it cannot see."""
-    module, batch = case("llama_sdpa")
-    found, expected = measure(module, batch, make_config(), Precision.fp32), really(module, batch)
-    assert expected.saved <= found.saved <= 1.25 * expected.saved
-
-
-def test_ten_billion_parameters_are_measured_without_memory() -> None:
-    """Ten billion parameters, without memory."""
-    with torch.device("meta"):
-        module = LitGPT(vocab_size=50_000, n_layer=2, n_head=64, d_model=20_480, block_size=512)
-    assert sum(p.numel() for p in module.parameters()) > 10**10
-    found = measure(module, torch.zeros(4, 513, dtype=torch.int64), make_config(), Precision.bf16)
-    assert found.peak(backward=True) > 10**9
-
-
-def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
-    module, batch = case("gpt")
-    plain, again = (
-        measure(module, batch, make_config(activation_checkpointing=how), Precision.fp32) for how in ("none", "blocks")
-    )
-    inputs = 3 * 4 * 40 * 32 * 4  # of three blocks, [4, 40, 32] fp32
-    assert again.saved < plain.saved / 2 and again.saved > inputs
-    assert again.peak(backward=True) < plain.peak(backward=True)
-    assert again.flops > plain.flops
-
-
-class Balanced(pl.LightningModule):
-    """Its blocks return a loss of their own too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        make = lambda: Does(lambda m, x: (m.inner(x), x.square().mean()), inner=linear())  # noqa: E731
-        self.chain = Chain(make, call=lambda block, x: sum(block(x)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.chain(batch).mean()
-
-
-def test_chunks_of_blocks_that_return_numbers_too_need_less() -> None:
-    configs = (make_config(activation_checkpointing="blocks", vertical_chunks=count) for count in (1, 4))
-    whole, parts = (measure(Balanced(), torch.zeros(256, WIDTH), config, Precision.fp32) for config in configs)
-    assert parts.peak(backward=True) < whole.peak(backward=True)
-
-
-def test_units_are_told_apart_in_both_directions() -> None:
-    module, batch = case("gpt")
-    stretches = measure(module, batch, make_config(), Precision.fp32).stretches
-    forward = [s.unit for s in stretches if not s.backward and s.unit]
-    backward = [s.unit for s in stretches if s.backward and s.unit]
-    assert forward == [1, 2, 3] and backward == [3, 2, 1]
-    begun = [n for s in stretches for n in s.begun]
-    done = [n for s in stretches for n in s.done]
-    assert sorted(begun) == sorted(done) and len(set(done)) == len(done) >= 4
-    assert all(s.backward for s in stretches if s.done)
-
-
 class Reads(UNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if loss > 1 else loss
-
-
-class Manual(UNet):
-    """A GAN's way: two optimizers, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
 @pytest.mark.sample
@@ -289,10 +152,68 @@ def test_step_that_goes_by_values_is_refused_with_its_name() -> None:
         measure(Reads(), batch, make_config(), Precision.fp32)
 
 
-def test_manual_optimization_of_two_optimizers_has_twice_the_flops() -> None:
-    _, batch = case("unet")
-    manual = measure(Manual(), batch, make_config(), Precision.fp32)
-    plain = measure(UNet(), batch, make_config(), Precision.fp32)
-    assert manual.flops == 2 * plain.flops
-    assert manual.peak(backward=True) == pytest.approx(plain.peak(backward=True), rel=0.1)
-    gc.collect()
+# -- the plan of a step beside what a step allocates ------------------------------------------------------------------
+
+
+LENGTH = 96
+# No plan knows whether the reduction before has landed when the next unit's gradients begin to come (a buffer of one
+# unit, more or less), nor the scratch memory of oneDNN's products in bf16: 0.2 to 0.9 MB, which hardly grows with the
+# product. Beside the activations of more samples that is small.
+SAMPLES = {"32-true": 8, "bf16-true": 8, "bf16-mixed": 32}
+
+
+def gpt() -> LitGPT:
+    return LitGPT(vocab_size=64, n_layer=3, n_head=2, d_model=64, block_size=LENGTH)
+
+
+CASES = [
+    ("zero0", "none", "32-true", "none", 1),
+    ("zero1", "none", "32-true", "none", 1),
+    ("zero1", "none", "32-true", "none", 2),
+    ("zero2", "optimizer_cpu", "bf16-mixed", "none", 1),
+    ("zero3", "none", "32-true", "none", 1),
+    ("zero3", "none", "bf16-mixed", "blocks", 1),
+    ("zero3", "cpu", "32-true", "blocks", 1),
+    ("zero3", "nvme", "bf16-mixed", "none", 1),
+    ("zero3", "none", "bf16-true", "none", 2),
+    ("zero3", "none", "32-true", "blocks in 4 parts", 1),
+    ("zero3", "cpu", "32-true", "offload in 4 parts", 1),
+]
+MAIN = [("zero0", "none", "none"), ("zero3", "none", "blocks"), ("zero3", "nvme", "none")]
+MAIN += [("zero3", "none", "blocks in 4 parts")]
+
+
+@on_ranks(1, 2)
+@pytest.mark.mainly(lambda stage, offload, recompute: (stage, offload, recompute) in MAIN)
+@pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+@pytest.mark.parametrize(("stage", "offload", "precision", "recompute", "micro_batches"), CASES)
+def test_planned_peak_and_bytes_are_those_of_a_run(
+    stage: str, offload: str, precision: str, recompute: str, micro_batches: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+    how, _, parts = recompute.partition(" in ")
+    in_parts = {"vertical_chunks": int(parts.split()[0])} if parts else {}
+    config = make_config(stage=stage, offload=settings, activation_checkpointing=how, **in_parts)
+    found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
+    strategy, peak = ZeroStrategy(config=config), StepPeak()
+    run: dict[str, Any] = {"precision": precision, "max_steps": 5, "accumulate_grad_batches": micro_batches}
+    run |= {"callbacks": [peak] if dist.get_rank() == 0 else [], "max_epochs": None}
+    tokens = torch.randint(0, 64, (512, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    trainer(strategy, tmp_path, **run).fit(gpt(), torch.utils.data.DataLoader(tokens, SAMPLES[precision]))
+    engine = strategy.engine
+    states = state_tensors(engine)
+    assert states == 2
+    planned = memory.planned_bytes(plan_of(engine), engine.comm.rank, state_tensors=2, moment=Moment.reduced)
+    held = held_bytes(engine)
+    in_files = (Role.optim_state, Tier.nvme)  # each param group has pages of its own in a bucket
+    assert 0 <= held[in_files] - planned[in_files] <= 2 * states * FILE_PAGE_NBYTES * len(engine.buckets)
+    assert +held - Counter({in_files: held[in_files]}) == +planned - Counter({in_files: planned[in_files]})
+    if dist.get_rank() == 0:
+        peaks = peaks_with(
+            plan_of(engine), limits_of(engine, micro_batches), found, engine.comm.shard_rank, state_tensors=states
+        )
+        most = max(memory.on_tier(h, Tier.device) + memory.on_tier(h, Tier.host) for h in peaks.values())
+        measured = peak.nbytes
+        assert measured is not None
+        print(f"{measured / most:.4f} of {most:,}")
+        assert measured == pytest.approx(most, rel=0.05), f"{measured / most:.3f} of {most:,}"

@@ -5,34 +5,18 @@ That is resuming from DDP's file and from one without averages, low precision, s
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from torch import Tensor
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from torch import nn
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
-from tests.trainer.toys import (
-    Late,
-    Lit,
-    WithBatchNorm,
-    assert_same,
-    assert_weights,
-    fit,
-    loader,
-    record,
-    seeded,
-)
+from tests.trainer.toys import Lit, WithBatchNorm, assert_same, assert_weights, fit, seeded
 
 pytestmark = pytest.mark.full
 
@@ -41,16 +25,12 @@ pytestmark = pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
 def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
-    def run(strategy: str, epochs: int, **settings: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")]
-        module = seeded(WithBatchNorm, seed=settings.pop("seed", 3))
-        return fit(
-            strategy, tmp_path, module, max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, **settings
-        )
+    def run(strategy: str, epochs: int, seed: int = 3, **settings: Any) -> Any:
+        save = ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")
+        settings |= {"callbacks": [EMAWeightAveraging(decay=0.8), save], "enable_checkpointing": True}
+        return fit(strategy, tmp_path, seeded(WithBatchNorm, seed), max_epochs=epochs, **settings)
 
-    whole = run("ddp", 3)
-    saved = run(saved_by, 2)
-    path = tmp_path / f"{saved_by}2" / "end.ckpt"
+    whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / f"{saved_by}2" / "end.ckpt"
     checkpoint = torch.load(path, weights_only=False)
     assert {"current_model_state", "averaging_state"} <= checkpoint.keys()
     assert_weights(checkpoint["state_dict"], saved.weights)
@@ -81,90 +61,6 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_module_configured_on_meta_is_averaged(tmp_path: Path) -> None:
-    """Lightning's callback would copy a module on meta; shards are averaged after they have values."""
-    runs = [fit(s, tmp_path, seeded(Late), callbacks=[EMAWeightAveraging(decay=0.8)]) for s in ("zero1", "zero3")]
-    assert_same(runs[1], runs[0])
-    assert all(torch.isfinite(value).all() for value in runs[0].weights.values())
-
-
-class Swaps(EMAWeightAveraging):
-    """A subclass that follows what Lightning's own methods do."""
-
-    swaps = 0
-
-    def _swap_models(self, pl_module: Any) -> None:
-        self.swaps += 1
-        super()._swap_models(pl_module)
-
-
-@on_ranks(2)
-def test_subclass_and_mock_of_the_user_are_called(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        callback = Swaps(decay=0.8)
-
-        def load(*args: Any) -> None:
-            type(callback).on_load_checkpoint(callback, *args)
-
-        with mock.patch.object(callback, "on_load_checkpoint", side_effect=load) as loads:
-            run = fit(strategy, tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
-            run.trainer.save_checkpoint(tmp_path / f"{strategy}.ckpt")
-            run.trainer.fit_loop.max_epochs = 3
-            run.trainer.fit(run.module, loader(), loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
-        assert callback.swaps == 2 * 3 and loads.called
-        return record(run.trainer, run.module)
-
-    assert_same(body("zero3"), body("ddp"))
-
-
-class WithSetup(EMAWeightAveraging):
-    """A subclass that prepares itself, and changes the module, in setup."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            pl_module.first.bias.data.fill_(0.25)
-        super().setup(trainer, pl_module, stage)
-        self.called = [*getattr(self, "called", []), stage]
-        self.last = trainer.max_epochs - 1
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx == self.last
-
-
-@on_ranks(2)
-def test_setup_of_a_subclass_is_called(tmp_path: Path) -> None:
-    def body(strategy: str) -> Any:
-        callback = WithSetup(decay=0.8)
-        run = fit(strategy, tmp_path, seeded(WithBatchNorm), callbacks=[callback])
-        run.trainer.validate(run.module, loader(), verbose=False)
-        assert callback.called == ["fit", "validate"]
-        return run
-
-    expected = body("ddp")
-    for stage in ("zero1", "zero3"):
-        assert_same(body(stage), expected, what=stage)
-
-
-@on_ranks(2)
-def test_average_model_in_setup_is_refused_with_the_hook_to_use(tmp_path: Path) -> None:
-    class Early(WeightAveraging):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            super().setup(trainer, pl_module, stage)
-            self._average_model.module.requires_grad_(False)  # type: ignore[union-attr]
-
-    with pytest.raises(AttributeError) as error:
-        fit("zero3", tmp_path, callbacks=[Early()])
-    assert "on_fit_start" in str(error.value)
-
-
-# -- StochasticWeightAveraging ----------------------------------------------------------------------------------------
-
-
-def ema(average: Tensor, now: Tensor, count: Tensor) -> Tensor:
-    return 0.9 * average + 0.1 * now
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
 def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
     stage: str, checkpoint: str, tmp_path: Path
@@ -176,6 +72,7 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
                 trainer.save_checkpoint(saved)
 
     def body(strategy: Any, ckpt_path: Path | None = None) -> Any:
+        ema = lambda average, now, count: 0.9 * average + 0.1 * now  # noqa: E731
         callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
         module = seeded(WithBatchNorm)
         return fit(strategy, tmp_path, module, callbacks=[callback], max_epochs=5, ckpt_path=ckpt_path)
@@ -189,12 +86,29 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
     assert_same(whole, body("ddp"), tolerance=0)
 
 
+# -- ModelPruning -----------------------------------------------------------------------------------------------------
+
+
+class Looks(Lit):
+    """Without layer norms, whose weights have one dimension. Compares masks with those of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+        for block in self.blocks:
+            block.norm = nn.Identity()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for mask in [buffer for name, buffer in self.named_buffers() if name.endswith("_mask")]:
+            other = mask.clone()
+            dist.broadcast(other, 0)
+            self.seen.append(torch.equal(mask, other))
+
+
 @on_ranks(2)
-def test_stochastic_averaging_keeps_its_class_name_and_copies(tmp_path: Path) -> None:
-    callback = StochasticWeightAveraging(0.02, swa_epoch_start=1)
-    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=2, callbacks=[callback])
-    assert isinstance(callback, StochasticWeightAveraging)
-    assert callback.state_key == StochasticWeightAveraging(0.02).state_key
-    assert "update_parameters" in vars(StochasticWeightAveraging)
-    assert type(copy.copy(callback)) is StochasticWeightAveraging
-    run.trainer.test(run.module, loader(), verbose=False)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_random_masks_are_the_same_on_all_ranks(stage: str, tmp_path: Path) -> None:
+    module = seeded(Looks)
+    torch.manual_seed(5 + dist.get_rank())
+    fit(stage, tmp_path, module, callbacks=[ModelPruning("random_unstructured", amount=0.4)])
+    assert module.seen and all(module.seen)

@@ -32,7 +32,7 @@ from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.selection import pairwise_places
 from tests.trainer.test_checkpoints import StateInLists
-from tests.trainer.toys import Fails, Lit, Odd, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
+from tests.trainer.toys import Fails, Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -60,18 +60,22 @@ def warns(text: str) -> Any:
 
 
 class Saves(Callback):
-    """Saves the same twice after a step: at once, and behind training."""
+    """Saves the same twice after the third step: at once, and behind training."""
 
     def __init__(self, root: Path, then: Callable[[Any], None] = lambda _: None) -> None:
         self.root, self.then = root, then
-        self.step = 3
 
     def on_train_batch_end(self, of: Any, *_: Any) -> None:
-        if of.global_step == self.step:
+        if of.global_step == 3:
             with at_once():
                 of.save_checkpoint(self.root / "now.ckpt")
             of.save_checkpoint(self.root / "behind.ckpt")
             self.then(of)
+
+    def assert_same(self) -> dict[str, Any]:
+        found, expected = (content(self.root / f"{name}.ckpt") for name in ("behind", "now"))
+        assert same(found, expected)
+        return found
 
 
 class Gate:
@@ -79,6 +83,8 @@ class Gate:
 
     def __init__(self, first: str) -> None:
         self.first, self.opened, self.passed = first, threading.Event(), threading.Event()
+        self.opens = Callback()  # lets the thread copy when the next step, which waits for it, is under way
+        self.opens.on_train_batch_start = lambda of, *_: self.opened.set() if of.global_step == 3 else None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -102,17 +108,6 @@ class Gate:
             assert self.passed.wait(20)
 
 
-class Opens(Callback):
-    """Lets the thread copy when the next step is under way, which comes to what is copied before it is."""
-
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-
-    def on_train_batch_start(self, of: Any, *_: Any) -> None:
-        if of.global_step == 3:
-            self.gate.opened.set()
-
-
 def writes(kind: type[Lit]) -> Lit:
     """Give a module that changes its parameters by itself before the next step, where they are whole."""
 
@@ -121,8 +116,7 @@ def writes(kind: type[Lit]) -> Lit:
             if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name is Stage.zero0:
                 self.first.weight.data.add_(1.0)
 
-    module: Lit = seeded(Writes)
-    return module
+    return seeded(Writes)
 
 
 @pytest.mark.sample
@@ -131,19 +125,16 @@ def writes(kind: type[Lit]) -> Lit:
 def test_folder_written_behind_training_is_what_was_there(case: dict[str, Any], tmp_path: Path) -> None:
     """Whether the reader comes before the next step or when that has changed state, or put other tensors there."""
     gate = Gate(case["first"])
+    saves = Saves(tmp_path, gate.saved)
     settings = {"max_epochs": 1, "precision": case["precision"], "limit_val_batches": 0}
-    strategy = behind(tmp_path, case["row"])
+    strategy, other = (behind(tmp_path, case["row"]) for _ in range(2))
     with gate.watched():
-        callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
-        run = fit(strategy, tmp_path, writes(case["kind"]), callbacks=callbacks, **settings)
+        run = fit(strategy, tmp_path, writes(case["kind"]), callbacks=[saves, gate.opens], **settings)
     assert gate.passed.is_set()
-    found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
-    assert same(found, expected)
+    saves.assert_same()
     assert verify.check(tmp_path / "behind.ckpt").damage == []
     tiers = held(strategy)
-    with at_once():
-        other = behind(tmp_path, case["row"])
-        plain = fit(other, tmp_path, writes(case["kind"]), **settings)
+    plain = fit(other, tmp_path, writes(case["kind"]), **settings)
     assert run.losses == plain.losses and tiers == held(other)
 
 
@@ -156,17 +147,16 @@ def held(strategy: ZeroStrategy) -> list[int]:
 @pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved rests in files"])
 def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
-    room = 0 if dist.get_rank() else 1 << 40
-    no_room = mock.patch.object(saving, "available_host_memory", lambda: room)
-    files = "files" in why
+    in_files = "files" in why
+    room = 0 if dist.get_rank() and not in_files else 1 << 40
     saved: list[bool] = []
-    there = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
-    strategy = behind(tmp_path, "zero3_nvme" if files else "zero3")
-    of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[there])
-    with contextlib.nullcontext() if files else no_room, warns(f"training waits for this save, because {why}"):
+    saves = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
+    of = trainer(behind(tmp_path, "zero3_nvme" if in_files else "zero3"), tmp_path, max_epochs=1, callbacks=[saves])
+    found = mock.patch.object(saving, "available_host_memory", lambda: room)
+    with found, warns(f"training waits for this save, because {why}"):
         of.fit(odd(), loader())
     assert saved == [True]
-    assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
+    saves.assert_same()
 
 
 @on_ranks(2)
@@ -174,8 +164,7 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     on, fsync = threading.Event(), os.fsync
 
     def stuck(fd: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert on.wait(20)
+        assert threading.current_thread() is threading.main_thread() or on.wait(20)
         fsync(fd)
 
     class Ends(Callback):
@@ -183,72 +172,54 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
             assert not (tmp_path / "a.ckpt").exists()
             on.set()
 
-    class Begins(Callback):
-        def on_train_batch_end(self, of: Any, *_: Any) -> None:
-            if of.global_step == 2:
-                of.save_checkpoint(tmp_path / "a.ckpt")
-
     with mock.patch.object(os, "fsync", stuck):
-        run = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Begins(), Ends()])
+        callbacks = [SavesAt(tmp_path / "a.ckpt"), Ends()]
+        run = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     assert len(run.losses) == 6 and verify.check(tmp_path / "a.ckpt").damage == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_averages_written_behind_training_are_those_of_the_moment(precision: Any, tmp_path: Path) -> None:
-    gate = Gate("step")
-    callbacks = [EMAWeightAveraging(use_buffers=True), Saves(tmp_path), Opens(gate)]
+    gate, saves = Gate("step"), Saves(tmp_path)
+    callbacks = [EMAWeightAveraging(use_buffers=True), saves, gate.opens]
     with gate.watched():
-        strategy = behind(tmp_path)
-        fit(strategy, tmp_path, odd(), max_epochs=1, callbacks=callbacks, precision=precision)
-    found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
-    assert same(found, expected) and any("current_model_state" in key for key in found)
+        fit(behind(tmp_path), tmp_path, odd(), max_epochs=1, callbacks=callbacks, precision=precision)
+    assert any("current_model_state" in key for key in saves.assert_same())
 
 
 @on_ranks(2)
 def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
-    made: list[int] = []
-    pages = snapshots.HostPages
-
-    def counted(nbytes: int) -> Any:
-        made.append(nbytes)
-        return pages(nbytes)
-
-    class SavesOften(Callback):
-        def on_train_batch_end(self, of: Any, *_: Any) -> None:
-            of.save_checkpoint(tmp_path / f"{of.global_step}.ckpt")
-
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     strategy = behind(tmp_path)
-    with mock.patch.object(snapshots, "HostPages", counted):
-        fit(strategy, tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOften()])
-    total = torch.tensor([sum(made)])
+    with mock.patch.object(snapshots, "HostPages", wraps=snapshots.HostPages) as made:
+        fit(strategy, tmp_path, seeded(Lit), max_epochs=1, enable_checkpointing=True, callbacks=[saves])
+    total = torch.tensor([sum(call.args[0] for call in made.call_args_list)])
     dist.all_reduce(total)
     buckets = strategy.engine.buckets
     least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
     assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
-    assert len({verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt")}) == 1
+    assert all(verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt"))
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def full_disk(thread: int) -> Any:
+@contextlib.contextmanager
+def full_disk(rank: int) -> Iterator[None]:
     """The threads of one rank find the disk full."""
-    pwrite, fsync = os.pwrite, os.fsync
 
     def failing(original: Any) -> Any:
         def call(*args: Any) -> Any:
-            if dist.get_rank() == thread and threading.current_thread() is not threading.main_thread():
+            if dist.get_rank() == rank and threading.current_thread() is not threading.main_thread():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return original(*args)
 
         return call
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(os, "pwrite", failing(pwrite)))
-    stack.enter_context(mock.patch.object(os, "fsync", failing(fsync)))
-    return stack
+    with mock.patch.object(os, "pwrite", failing(os.pwrite)), mock.patch.object(os, "fsync", failing(os.fsync)):
+        yield
 
 
 class SavesOnce(Callback):
@@ -268,16 +239,13 @@ class SavesOnce(Callback):
 def test_failed_write_ends_all_ranks_and_keeps_the_file_before(step: int, rank: int, tmp_path: Path) -> None:
     """At a step that follows; at the end, where none follows. What had the name has it still."""
     path = tmp_path / "a.ckpt"
-    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOnce(path)])
-    before = content(path)
-    saves = SavesOnce(path, step)
-    with (
-        full_disk(rank),
-        pytest.raises((OSError, RuntimeError), match=r"a\.ckpt.* could not be written: .*No space left"),
-    ):
+    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesAt(path)])
+    before, module = content(path), seeded(Lit)
+    says = r"a\.ckpt.* could not be written: .*No space left"
+    with full_disk(rank), pytest.raises((OSError, RuntimeError), match=says):
         steps = 1000 if step == 2 else 6
-        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=400, callbacks=[saves], max_steps=steps)
-    assert saves.steps < 1000
+        fit(behind(tmp_path), tmp_path, module, max_epochs=400, callbacks=[SavesAt(path, step)], max_steps=steps)
+    assert len(module.losses) < 1000
     assert same(content(path), before)
     dist.barrier()
     assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
@@ -297,12 +265,9 @@ def test_late_rank_after_a_failed_write_does_not_miss_the_part(tmp_path: Path) -
 
         begin(self, waits, path, key, wait_and_write, *rest, **settings)
 
-    with (
-        mock.patch.object(BackgroundSaves, "begin", late),
-        full_disk(0),
-        pytest.raises(Exception, match="No space left"),
-    ):
-        saves = SavesOnce(tmp_path / "a.ckpt")
+    saves = SavesAt(tmp_path / "a.ckpt")
+    failed = pytest.raises(Exception, match="No space left")
+    with mock.patch.object(BackgroundSaves, "begin", late), full_disk(0), failed:
         fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=400, callbacks=[saves], max_steps=6)
     dist.barrier()
     assert not list(tmp_path.iterdir())
@@ -322,28 +287,22 @@ def test_failed_save_by_the_clock_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
     """What ranks have told each other in the failed one counts no more."""
-    with contextlib.ExitStack() as full:
-        full.enter_context(full_disk(rank))
+    saves = Saves(tmp_path)
 
-        class Empties(Callback):
-            def on_train_batch_end(self, of: Any, *_: Any) -> None:
-                if of.global_step == 2:
-                    of.strategy._checkpoints.next_may_fail = True
+    class Lost(Callback):
+        def on_train_batch_end(self, of: Any, *_: Any) -> None:
+            checkpoints = of.strategy._checkpoints
+            if of.global_step == 2:
+                checkpoints.next_may_fail = True
+                with full_disk(rank):
                     of.save_checkpoint(tmp_path / "lost.ckpt")
-                    of.strategy._checkpoints.next_may_fail = False
-                if of.global_step == 3:
-                    of.strategy._checkpoints.wait_for_writes()
-                    full.close()
+                    checkpoints.wait_for_writes()
+                checkpoints.next_may_fail = False
 
-        callbacks = [Empties(), SavesOnce(tmp_path / "a.ckpt", 5)]
-        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Lost(), saves])
     dist.barrier()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-    assert verify.check(tmp_path / "a.ckpt").damage == []
-    callbacks = [SavesOnce(tmp_path / "b.ckpt", 5)]
-    with at_once():
-        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
-    assert same(content(tmp_path / "a.ckpt"), content(tmp_path / "b.ckpt"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["behind.ckpt", "now.ckpt"]
+    saves.assert_same()
 
 
 @on_ranks(2)
@@ -365,15 +324,12 @@ def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -
     def look(fd: int) -> None:
         time.sleep(0.02)
         if threading.current_thread() is not threading.main_thread():
-            seen.append(
-                sorted(path.name for path in tmp_path.iterdir() if path.exists() and not path.name.startswith("."))
-            )
+            seen.append([path.name for path in tmp_path.iterdir() if path.exists() and not path.name.startswith(".")])
         fsync(fd)
 
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
     with mock.patch.object(os, "fsync", look):
-        settings: dict[str, Any] = {"max_epochs": 1, "callbacks": [save], "enable_checkpointing": True}
-        fit(behind(tmp_path), tmp_path, seeded(Lit), **settings)
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[save], enable_checkpointing=True)
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
@@ -409,21 +365,15 @@ def test_copies_that_one_rank_cannot_make_end_all(tmp_path: Path) -> None:
     released: list[bool] = []
     close = Snapshot.close
 
-    def not_here(*_: Any) -> Any:
-        raise MemoryError("no memory")
-
     def closed(snapshot: Snapshot) -> None:
         close(snapshot)
         released.append(snapshot._copied.done())
 
+    not_here = mock.Mock(side_effect=MemoryError("no memory"))
     fails = mock.patch.object(Snapshot, "__init__", not_here) if dist.get_rank() else contextlib.nullcontext()
-    callbacks = [SavesOnce(tmp_path / "a.ckpt")]
-    with (
-        fails,
-        mock.patch.object(Snapshot, "close", closed),
-        pytest.raises((MemoryError, RuntimeError), match="no memory"),
-    ):
-        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+    ends = pytest.raises((MemoryError, RuntimeError), match="no memory")
+    with fails, mock.patch.object(Snapshot, "close", closed), ends:
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesAt(tmp_path / "a.ckpt")])
     assert released == [True] or dist.get_rank()
     dist.barrier()
     assert not list(tmp_path.iterdir())

@@ -1,17 +1,19 @@
-"""Who writes checkpoints, when old ones go, and what ranks do when a write fails."""
+"""Who writes checkpoints, when old ones go, what ranks do when a write fails, and what a dead run has left."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
-import tempfile
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -19,9 +21,13 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import durable
+from lightning_zero.ranks import resume
+from lightning_zero.trainer.saves import kept_files
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
+from tests.trainer.toys import fit, trainer
 
 pytestmark = pytest.mark.full
 
@@ -37,19 +43,6 @@ def test_checkpoint_io_is_ours_unless_the_user_gives_one(tmp_path: Path) -> None
     wrapper = AsyncCheckpointIO(theirs)
     assert trainer("zero3", tmp_path, plugins=[wrapper]).strategy.checkpoint_io is wrapper
     assert wrapper.checkpoint_io is theirs
-
-
-@on_ranks(2)
-def test_save_needs_no_temporary_folder(tmp_path: Path) -> None:
-    before = tempfile.tempdir
-    tempfile.tempdir = str(tmp_path / "missing")
-    try:
-        save = ModelCheckpoint(tmp_path, save_last=True)
-        of = fit("zero3", tmp_path, enable_checkpointing=True, callbacks=[save]).trainer
-    finally:
-        tempfile.tempdir = before
-    found = torch.load(tmp_path / "last.ckpt")
-    assert_weights(found["state_dict"], weights(of), tolerance=0)
 
 
 class Gated(ZeroCheckpointIO):
@@ -92,22 +85,18 @@ class Opens(Callback):
         self.io.open.set()
 
 
-class Wrapper(_WrappingCheckpointIO):
-    """Adds nothing."""
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) -> None:
-    for n, io in enumerate([Gated(), Gated()]):
+    for n, writer in enumerate([Gated(), Gated()]):
         folder = tmp_path / str(n)
-        plugin: Any = AsyncCheckpointIO(io)
-        plugin = Wrapper(plugin) if wrapped else plugin
+        plugin: Any = AsyncCheckpointIO(writer)
+        plugin = _WrappingCheckpointIO(plugin) if wrapped else plugin
         save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}", save_last="link")
-        opens = Opens(io, folder)
+        opens = Opens(writer, folder)
         if n == 0:  # nothing waits
-            io.open.set()
+            writer.open.set()
         fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save, opens], plugins=[plugin])
         dist.barrier()
         assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt", "step=6.ckpt"]
@@ -115,31 +104,7 @@ def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) 
     if dist.get_rank() == 0:
         assert opens.seen == ["last.ckpt", "step=2.ckpt"]  # nothing had gone yet that was there
         assert opens.links == {"last.ckpt": True}  # it leads to what is there
-        assert io.count == 3
-
-
-@on_ranks(2)
-def test_one_asynchronous_save_at_a_time_is_in_flight(tmp_path: Path) -> None:
-    """Each in the queue holds a whole checkpoint."""
-    at_work: list[int] = []
-    most: list[int] = []
-
-    class Slow(ZeroCheckpointIO):
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.1)
-            super().save_checkpoint(*args, **kwargs)
-            at_work.pop()
-
-    class Counted(AsyncCheckpointIO):
-        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            at_work.append(1)
-            most.append(len(at_work))
-            super().save_checkpoint(*args, **kwargs)
-
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save], plugins=[Counted(Slow())])
-    if dist.get_rank() == 0:
-        assert most == [1] * 6
+        assert writer.count == 3
 
 
 @on_ranks(2)
@@ -199,16 +164,112 @@ def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     assert fit("zero3", tmp_path).losses  # these processes can train again
 
 
-@on_ranks(2)
-def test_file_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
-    class Stays(ZeroCheckpointIO):
-        def remove_checkpoint(self, path: Any) -> None:
-            raise PermissionError("planned")
+# -- what a dead run of a job has left goes with the next start of that job -------------------------------------------
 
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}")
-    module = seeded(Lit)
-    of = trainer("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save], plugins=[Stays()])
-    warned = pytest.warns(UserWarning, match=r"step=2\.ckpt: .*planned")
-    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
-        of.fit(module, loader(), loader())
-    assert of.global_step == 6
+
+TOP: dict[str, dict[str, Any]] = {
+    "1": {"save_top_k": 1},
+    "2 by metric": {"save_top_k": 2, "monitor": "step", "mode": "max"},
+    "all": {"save_top_k": -1},
+}
+
+
+@contextlib.contextmanager
+def job(name: str) -> Any:
+    with (
+        mock.patch.object(resume, "job_name", lambda *_: name),
+        mock.patch.object(kept_files, "job_name", lambda: name),
+    ):
+        yield
+
+
+def train(root: Path, top: str, folder: str = "checkpoints", **settings: Any) -> tuple[Any, str]:
+    save = ModelCheckpoint(root / folder, every_n_train_steps=2, filename="{step}", save_last="link", **TOP[top])
+    out = io.StringIO()
+    settings = {"enable_checkpointing": True, "callbacks": [save, NoteJob(str(root))], **settings}
+    with contextlib.redirect_stdout(out):
+        fit("zero3", root, **settings)
+    dist.barrier()
+    return save, out.getvalue()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("top", TOP)
+def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        _, said = train(tmp_path, top, max_epochs=1)
+    kept = names(folder)
+    dist.barrier()
+    assert "removed" not in said
+    gone = {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"} - kept
+    assert len(gone) == {"1": 2, "2 by metric": 1, "all": 0}[top], kept
+    part = folder / durable.part_name("last.ckpt")
+    if dist.get_rank() == 0:  # the process was killed between a save and the removal of what it replaces
+        for name in gone:
+            shutil.copy(folder / "last.ckpt", folder / name)
+        shutil.copy(folder / "last.ckpt", folder / "mine.ckpt")
+        shutil.copy(folder / "last.ckpt", tmp_path / "step=2.ckpt")
+        part.touch()
+    dist.barrier()
+    newest = (folder / "last.ckpt").resolve()
+    with job("one"):
+        _, said = train(tmp_path, top, max_epochs=2, max_steps=int(newest.stem[-1]) + 1, ckpt_path=newest)
+    assert kept - {"last.ckpt"} <= names(folder) | gone
+    assert "mine.ckpt" in names(folder) and (tmp_path / "step=2.ckpt").exists() and not part.exists()
+    assert not gone & names(folder)
+    if dist.get_rank() == 0:
+        removed = said.partition("removed what an earlier start of one has left: ")[2].strip()
+        assert set(removed.split(", ")) == {part.name, *gone}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("other", ["job", "folder", "no checkpoint"])
+def test_checkpoints_of_other_jobs_folders_and_runs_stay(other: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1)
+    if dist.get_rank() == 0:
+        shutil.copy(folder / "last.ckpt", folder / "step=2.ckpt")
+    dist.barrier()
+    settings: dict[str, Any] = {"max_epochs": 2, "max_steps": 7, "ckpt_path": folder / "step=6.ckpt"}
+    if other == "no checkpoint":
+        settings |= {"max_steps": 1, "ckpt_path": None}
+    with job("two" if other == "job" else "one"):
+        train(tmp_path, "1", folder="others" if other == "folder" else "checkpoints", **settings)
+    assert {"step=2.ckpt", "step=6.ckpt"} <= names(folder)
+
+
+@on_ranks(2)
+def test_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
+    full = mock.patch.object(kept_files, "note_file", side_effect=OSError(errno.ENOSPC, "No space left"))
+    says = r"job_checkpoints\.jsonl: the file could not be written: .*No space left"
+    with job("one"), full, pytest.raises((OSError, RuntimeError), match=says):
+        train(tmp_path, "1")
+    dist.barrier()
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@on_ranks(2)
+def test_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
+    """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1, max_steps=2)
+        assert names(folder) == {"last.ckpt", "step=2.ckpt"}
+        train(tmp_path, "1", max_epochs=1, max_steps=4, ckpt_path=folder / "step=2.ckpt")
+    assert names(folder) == {"last.ckpt", "step=4.ckpt"}
+    assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
+
+
+def test_note_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
+    resume.note_file(tmp_path, "a", "/one.ckpt")
+    with (tmp_path / resume.FILES).open("a") as file:
+        file.write('["a", "/tw')
+    resume.note_file(tmp_path, "a", "/three.ckpt")
+    assert resume.files_of_job(tmp_path) == {"a": {Path("/one.ckpt"), Path("/three.ckpt")}}

@@ -91,7 +91,7 @@ CASES = [(form, fault) for form in FORMS for fault in FAULTS if can_be(form, fau
 def test_failing_save_is_named_on_all_ranks_and_changes_no_file(form: str, fault: str, tmp_path: Path) -> None:
     module = odd()
     if form == "hook":
-        module.on_save_checkpoint = lambda checkpoint: None  # type: ignore[method-assign]
+        module.on_save_checkpoint = lambda checkpoint: None
     strategy = ZeroStrategy("zero3", checkpoint="sharded" if form == "sharded" else "full")
     of = fit(strategy, tmp_path, module, max_epochs=1, count=12, limit_val_batches=0).trainer
     path = good = tmp_path / "a.ckpt"
@@ -121,7 +121,7 @@ def test_failing_save_is_named_on_all_ranks_and_changes_no_file(form: str, fault
 def test_value_that_no_rank_wrote_ends_the_save(tmp_path: Path) -> None:
     """Zeros in the place of weights would load in silence."""
     of = fit("zero3", tmp_path, odd(), max_epochs=1).trainer
-    lost = mock.patch.object(range_saves, "own_ranges", lambda *a: iter(()))  # type: ignore[attr-defined]
+    lost = mock.patch.object(range_saves, "own_ranges", lambda *a: iter(()))
     with lost if dist.get_rank() else nullcontext(), pytest.raises(RuntimeError, match=r"a\.ckpt: .*bytes .*written"):
         of.save_checkpoint(tmp_path / "a.ckpt")
     dist.barrier()

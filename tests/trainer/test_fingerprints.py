@@ -38,7 +38,7 @@ def expected(values: dict[str, Tensor]) -> int:
 
 
 class Whole(Lit):
-    """Keeps whole values after each batch: of masters by their names, and of momenta."""
+    """Keeps fingerprints of whole values after each batch: of masters by their names, and of momenta."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
@@ -90,15 +90,14 @@ def test_replicas_that_differ_are_an_error(stage: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_resumed_run_writes_the_same_lines(tmp_path: Path) -> None:
-    fit(ZeroStrategy("zero2", fingerprint=1), tmp_path / "whole", odd(), max_epochs=2)
-    run = fit(ZeroStrategy("zero3", fingerprint=1), tmp_path / "first", odd(), max_epochs=1)
-    run.trainer.save_checkpoint(tmp_path / "half.ckpt")
-    settings: dict[str, Any] = {"max_epochs": 2, "ckpt_path": str(tmp_path / "half.ckpt")}
-    fit(ZeroStrategy("zero1", fingerprint=1), tmp_path / "second", odd(), **settings)
-    first, second = read(tmp_path / "first"), read(tmp_path / "second")
-    assert first + second[len([line for line in second if line["step"] == first[-1]["step"]]) :] == read(
-        tmp_path / "whole"
-    )
+    def lines(stage: str, **settings: Any) -> Rows:
+        run = fit(ZeroStrategy(stage, fingerprint=1), tmp_path / stage, odd(), **settings)
+        run.trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
+        return read(tmp_path / stage)
+
+    first, second = lines("zero3", max_epochs=1), lines("zero1", ckpt_path=tmp_path / "zero3.ckpt")
+    again = len([line for line in second if line["step"] == first[-1]["step"]])
+    assert first + second[again:] == lines("zero2")
 
 
 def test_settings_are_checked() -> None:

@@ -1,4 +1,4 @@
-"""What ranks do on SIGTERM, on signals of SLURM (the requeue signal itself: see test_processes), and every so often."""
+"""What ranks do on SIGTERM, on signals of SLURM (see test_processes too), every so often, and in a validation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import errno
 import gc
 import io
+import itertools
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,45 +30,34 @@ from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
 from tests.trainer.test_processes import Signalled, requeued, slurm
-from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, on_rank_0, seeded, trainer, weights
+from tests.trainer.toys import (
+    SAMPLES,
+    Lit,
+    assert_weights,
+    fit,
+    loader,
+    on_rank_0,
+    optimizer_states,
+    seeded,
+    trainer,
+    weights,
+)
 
 pytestmark = pytest.mark.full
 
 EPOCH = SAMPLES // 4  # batches
 
 
-class Terminated(Signalled):
-    """Gets SIGTERM."""
-
-    def _signal(self, batch_idx: int, where: str) -> None:
-        if (batch_idx, dist.get_rank(), where) == (self.at, self.rank, self.where):
-            self.at = -1
-            os.kill(os.getpid(), signal.SIGTERM)
+Terminated = partial(Signalled, signum=int(signal.SIGTERM))
 
 
 @on_ranks(2)
 def test_script_of_the_job_is_told_by_a_file_to_requeue(tmp_path: Path) -> None:
     """It requeues: in a container there may be no scontrol."""
-    environment = slurm(tmp_path)
-    file = tmp_path / "outcome"
-    os.environ[OUTCOME_VARIABLE] = str(file)
-    with pytest.raises(SystemExit) as stop:
-        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[environment])
-    assert stop.value.code == 0
-    assert file.read_text() == "requeue\n" and requeued(tmp_path) == []
-
-
-@on_ranks(2)
-def test_training_goes_on_where_slurm_refuses_to_requeue(tmp_path: Path) -> None:
-    environment = slurm(tmp_path)
-    if dist.get_rank() == 0:
-        (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'not allowed' >&2\nexit 1\n")
-    dist.barrier()
-    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0)
-    module = seeded(lambda: Signalled(1, 1))
-    run = fit("zero3", tmp_path, module, limit_val_batches=0, plugins=[environment])
-    assert run.losses == whole.losses
-    assert module.saved_at == [2]
+    os.environ[OUTCOME_VARIABLE] = str(tmp_path / "outcome")
+    with pytest.raises(SystemExit, match="0"):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[slurm(tmp_path)])
+    assert (tmp_path / "outcome").read_text() == "requeue\n" and requeued(tmp_path) == []
 
 
 @pytest.mark.sample
@@ -73,28 +65,30 @@ def test_training_goes_on_where_slurm_refuses_to_requeue(tmp_path: Path) -> None
 def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
     """Without a collective in the handler: the other rank knows of nothing."""
     module = seeded(lambda: Terminated(1, 1))
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="0"):
         fit("zero3", tmp_path, module, plugins=[slurm(tmp_path)])
-    assert stop.value.code == 0
     assert module.saved_at == [2] and (tmp_path / "hpc_ckpt_1.ckpt").exists()
     assert requeued(tmp_path) == []
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("at", [1, EPOCH - 1])
-def test_steps_for_loggers_are_counted_as_without_interruption(at: int, tmp_path: Path) -> None:
+def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -> None:
+    """In a job that is interrupted twice, of whose checkpoints the newest alone is kept: each holds the whole state."""
     settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    with pytest.raises(SystemExit):
-        fit("zero3", tmp_path, seeded(lambda: Signalled(at, 0)), plugins=[slurm(tmp_path)], **settings)
     seen = []
 
-    class Watching(Lit):
+    class Watching(Signalled):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen.append((self.trainer.global_step, self.trainer.fit_loop.epoch_loop._batches_that_stepped))
             return super().training_step(batch, batch_idx)
 
-    fit("zero3", tmp_path, seeded(Watching), plugins=[slurm(tmp_path)], **settings)
-    assert seen == [(step, step) for step in range(at + 1, 2 * EPOCH)]
+    for start, at in enumerate((1, EPOCH - 1), 1):
+        with pytest.raises(SystemExit):
+            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at, 0)), plugins=[slurm(tmp_path)], **settings)
+        dist.barrier()
+        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{start}.ckpt"]
+    fit("zero3", tmp_path, seeded(lambda: Watching(-1, 0)), plugins=[slurm(tmp_path)], **settings)
+    assert seen == [(step, step) for step in range(2 * EPOCH)]
 
 
 @on_ranks(2)
@@ -129,15 +123,11 @@ def test_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_other_handler_of_the_signal_is_set_aside_for_the_run(tmp_path: Path) -> None:
     """Submitit's, which is there first and would requeue without saving; and another signal than Lightning's."""
-    environment = slurm(tmp_path)
+    environment, called = slurm(tmp_path), []
     environment.requeue_signal = signal.SIGCONT
-    called = []
     before = signal.signal(signal.SIGCONT, lambda *_: called.append(1))
     try:
-        module = seeded(lambda: Signalled(1, 0))
-        module._signal = lambda batch_idx, where: (  # type: ignore[method-assign]
-            os.kill(os.getpid(), signal.SIGCONT) if (batch_idx, dist.get_rank()) == (1, 0) else None
-        )
+        module = seeded(lambda: Signalled(1, 0, signum=int(signal.SIGCONT)))
         with pytest.raises(SystemExit):
             fit("zero3", tmp_path, module, limit_val_batches=0, plugins=[environment])
         assert module.saved_at == [2] and not called
@@ -244,19 +234,16 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     class Watching(Signalled):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             dist.barrier()
-            kept.append(sorted(p.name for p in tmp_path.glob("hpc_ckpt_*")))
+            kept.append([p.name for p in tmp_path.glob("hpc_ckpt_*")])
             return super().training_step(batch, batch_idx)
 
-    of = trainer("zero3", tmp_path, **settings)
+    of, module, out = trainer("zero3", tmp_path, **settings), seeded(lambda: Watching(-1, 0)), io.StringIO()
     of.strategy.save_every_s = 1e-9
-    module = seeded(lambda: Watching(-1, 0))
-    out = io.StringIO()
     with contextlib.redirect_stdout(out):
         of.fit(module, loader())
     assert module.losses == whole.losses
-    steps = list(range(2 * EPOCH))  # before the first step too: what was loaded; not after the last
-    assert module.saved_at == steps
-    assert kept == [[f"hpc_ckpt_{step + 1}.ckpt"] for step in steps]
+    assert module.saved_at == list(range(2 * EPOCH))  # also what was loaded; not after the last step
+    assert kept == [[f"hpc_ckpt_{step}.ckpt"] for step in range(1, 2 * EPOCH + 1)]
     assert (out.getvalue().count("saved step 3 in ") == 1) == (dist.get_rank() == 0)
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
     until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
@@ -276,29 +263,21 @@ def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rank", "hooks"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, partial(Signalled, -1, 0))])  # one has a hook on saves
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_failed_save_by_the_clock_is_a_warning(rank: int, hooks: bool, tmp_path: Path) -> None:
+def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
-    pwrite, fails = os.pwrite, [True]
+    whole, module = fit("zero3", tmp_path, **settings), seeded(make)
+    pwrite = os.pwrite
 
     def full(*args: Any) -> int:
-        if fails and dist.get_rank() == rank:
+        if len(module.losses) < 4 and dist.get_rank() == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(*args)
 
-    class Frees(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            fails[:] = [True] * (batch_idx < 3)
-            return super().training_step(batch, batch_idx)
-
     of = trainer("zero3", tmp_path, **settings)
     of.strategy.save_every_s = 1e-9
-    module = seeded(Frees)
-    if hooks:  # which are given values of a file
-        module.on_save_checkpoint = lambda checkpoint: None
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
@@ -341,21 +320,186 @@ def test_failed_save_takes_no_room(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_saves_by_the_clock_take_a_bounded_share_of_the_time(tmp_path: Path) -> None:
-    now = [0.0]
-    of = trainer("zero3", tmp_path, limit_val_batches=0)
+    of, now, saved = trainer("zero3", tmp_path, limit_val_batches=0), [0.0], []
     of.fit(seeded(Lit), loader())
-    saved = []
 
     def slow(*_: Any, **__: Any) -> None:
         saved.append(now[0])
         now[0] += 60
 
-    with (
-        mock.patch.object(interruptions.time, "monotonic", lambda: now[0]),
-        mock.patch.object(of, "save_checkpoint", slow),
-    ):
+    clock = mock.patch.object(interruptions.time, "monotonic", lambda: now[0])
+    with clock, mock.patch.object(of, "save_checkpoint", slow):
         side = Interruptions(of, of.strategy.engine, training=True, save_every_s=100.0)
         for _ in range(400):
             now[0] += 10
             side.at_boundary()
         assert saved == [110 + i * (60 + 60 / 0.05 + 10) for i in range(4)]
+
+
+# -- inside a validation of a fit -------------------------------------------------------------------------------------
+
+
+class Told:
+    """This rank's batches; knows its place, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.batches = list(loader())
+        self.first = self.given = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for i, batch in enumerate(self.batches[first:], first):
+            self.given = i + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+        self.first = self.given % len(self.batches)
+
+
+class InValidation(Lit):
+    """A signal comes to one rank in a batch of a validation; ``at``: how many batches of validation were before."""
+
+    def __init__(self, at: int = -1, rank: int = 0, signum: int = int(signal.SIGTERM), **settings: Any) -> None:
+        super().__init__(**settings)
+        self.at, self.rank, self.signum = at, rank, signum
+        self.validated: list[tuple[int, int]] = []
+        self.rates_seen: list[float] = []
+        self.saw_sigterm = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if (len(self.validated), dist.get_rank()) == (self.at, self.rank):
+            os.kill(os.getpid(), self.signum)
+        self.validated.append((self.trainer.global_step, batch_idx))
+        super().validation_step(batch, batch_idx)
+
+    def on_exception(self, *_: Any) -> None:
+        self.saw_sigterm = self.trainer.received_sigterm
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_finish_the_validation_and_leave(rank: int, tmp_path: Path) -> None:
+    module = seeded(lambda: InValidation(1, rank))
+    of = trainer("zero3", tmp_path)
+    out = io.StringIO()
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(out):
+        of.fit(module, loader(), loader())
+    assert stop.value.code == 143 and of.received_sigterm
+    assert module.validated == [(EPOCH, batch) for batch in range(EPOCH)]
+    assert not list(tmp_path.glob("*.ckpt"))
+    assert ("interrupted at step 6: SIGTERM" in out.getvalue()) == (dist.get_rank() == 0)
+    of = trainer("zero3", tmp_path)  # these processes can train again
+    of.fit(seeded(Lit), loader(), loader())
+
+
+# Where the signal comes (batches of validation before it), and how validations come.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "inside an epoch": (1, {"val_check_interval": 2}),
+    "at the first batch": (0, {"val_check_interval": 2}),
+    "at the end of an epoch": (1, {}),
+    "at the end of the last epoch": (EPOCH + 2, {}),
+    "inside a later epoch": (4 * EPOCH + 3, {"val_check_interval": 2}),
+    "over epochs": (2 * EPOCH + 1, {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3}),
+    "accumulating": (1, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
+    "a window of the last batches": (1, {"accumulate_grad_batches": 4}),
+    "at the last batch": (EPOCH - 1, {}),
+}
+SCHEDULERS = itertools.cycle(["plateau", "step", "epoch", "plateau by step"])
+WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epoch", "plateau")]
+
+
+def body(
+    root: Path, at: int = -1, *, make: Any = InValidation, strategy: str = "zero3", path: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
+    module = seeded(lambda: make(at, 1, **settings.pop("module", {})))
+    of = trainer(strategy, root, **settings)
+    if strategy.startswith("zero"):
+        of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+        of.fit(module, Told(), loader(), ckpt_path=path)
+    return of, module
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("case", "scheduler"), WITH_SCHEDULERS)
+def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
+    """Step for step, validation for validation."""
+    at, settings = CASES[case]
+    settings = settings | {"module": {"optimizer": "adamw", "scheduler": scheduler}}
+    _, whole = body(tmp_path, **settings)
+    _, cut = body(tmp_path, at, **settings)
+    first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
+    assert cut.validated[: first + EPOCH] == whole.validated[: first + EPOCH]
+    assert cut.losses == whole.losses[: len(cut.losses)]
+    again, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
+    assert cut.losses + resumed.losses == whole.losses
+    assert cut.rates + resumed.rates == whole.rates
+    assert cut.validated + resumed.validated == whole.validated
+    assert cut.evaluated + resumed.evaluated == whole.evaluated
+    assert again.global_step == whole.trainer.global_step and again.current_epoch == whole.trainer.current_epoch
+    loops = again.fit_loop.epoch_loop, whole.trainer.fit_loop.epoch_loop
+    assert loops[0]._batches_that_stepped == loops[1]._batches_that_stepped
+    assert loops[0].batch_progress.state_dict() == loops[1].batch_progress.state_dict()
+    assert_weights(weights(again), weights(whole.trainer), tolerance=0)
+    torch.testing.assert_close(optimizer_states(again), optimizer_states(whole.trainer), rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
+def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
+    """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
+
+    class Validated(Signalled):
+        def __init__(self, at: int, rank: int) -> None:
+            super().__init__(at, rank, signum=int(signal.SIGTERM))
+            self.validated_at: list[int] = []
+
+        def on_validation_start(self) -> None:
+            self.validated_at.append(self.trainer.global_step)
+
+    settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
+    (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
+    assert len(cut.losses) == at + 1
+    _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
+    assert cut.losses + resumed.losses == whole.losses
+    assert cut.validated_at + resumed.validated_at == whole.validated_at == [4, 8, 12]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("refuses", [False, True])
+def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, tmp_path: Path) -> None:
+    def run(at: int = -1) -> Any:
+        module = seeded(lambda: InValidation(at, 1, int(signal.SIGUSR1), optimizer="adamw"))
+        callbacks = [EMAWeightAveraging(decay=0.8)]
+        of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[environment], callbacks=callbacks)
+        with pytest.raises(SystemExit, match="0") if at >= 0 and not refuses else contextlib.nullcontext():
+            of.fit(module, Told(), loader())
+        return module
+
+    environment = slurm(tmp_path, refuses)
+    whole, cut = run(), run(1)
+    assert len(list(tmp_path.glob("hpc_ckpt_*"))) == 1
+    if refuses:
+        assert cut.losses == whole.losses and cut.evaluated == whole.evaluated
+    else:
+        assert cut.validated == [(3, batch) for batch in range(EPOCH)]
+        assert requeued(tmp_path) == ["requeue 77"]
+        again = run()
+        assert again.validated[0] == (6, 0) and cut.losses + again.losses == whole.losses
+
+
+@on_ranks(2)
+def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
+    _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
+    _, cut = body(tmp_path, 1, val_check_interval=2)
+    _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
+    torch.testing.assert_close(cut.losses + rest.losses, whole.losses)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,19 +17,14 @@ import lightning_zero
 from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart
-from lightning_zero.sequence.step import _fingerprint, computing
+from lightning_zero.sequence.step import computing
 from tests.harness import on_ranks
-from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
+from tests.trainer.test_long_sequences import VOCABULARY, Own, Texts, assert_parity, fit, loss_of_pair, one_process
 from tests.trainer.toys import seeded
 
 pytestmark = pytest.mark.full
 
 IGNORED = 4  # a token
-
-
-def loss_of_step(module: Any, batch: Any) -> Tensor:
-    loss: Tensor = module.training_step(batch, 0)
-    return loss
 
 
 class Loss(Own):
@@ -74,12 +68,6 @@ class Loss(Own):
             return by_name(flat, labels.flatten())
         nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
         return nats.sum()
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
@@ -130,11 +118,9 @@ class Leaves(Own):
     """A loss on the ranks only whose part has labels."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, labels = batch
-        logits = self(tokens)
         if self.trainer.global_step and dist.get_rank() == 0:
-            return 0 * logits.sum()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return 0 * self(batch[0]).sum()
+        return loss_of_pair(self, batch)
 
 
 @on_ranks(2)
@@ -143,79 +129,63 @@ def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
         fit(seeded(Leaves), Texts("pair", 1), tmp_path, 2, 1)
 
 
-class TwoSteps(Own):
-    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by the helper."""
+def loss_of_step(module: Any, batch: Any) -> Tensor:
+    return module.training_step(batch, 0)
 
-    def __init__(self, by_helper: bool) -> None:
+
+class TwoSteps(Own):
+    """Two optimizer steps for each batch, by hand, of other tokens each."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.by_helper = by_helper
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
         optimizer: Any = self.optimizers()
-        for _ in range(2):
-            loss = self.loss(tokens, labels)
+        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
+            loss = loss_of_pair(self, (tokens, wanted))
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            labels = labels if self.by_helper else torch.where(tokens > 5, labels, -100)
         return {"loss": loss}
-
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        if not self.by_helper:
-            return loss_of(self, tokens, labels)
-        nats = -self(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return lightning_zero.mean_over_tokens(nats, labels != -100)
-
-
-def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
 
 
 @on_ranks(2)
 def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
-    data = Texts("pair", 1, ignored=True)
-    for by_helper in (False, True):
-        expected, losses = seeded(lambda b=by_helper: TwoSteps(b)), []
-        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
-        for tokens, labels in DataLoader(data, batch_size=2):
-            for wanted in (labels, labels if by_helper else torch.where(tokens > 5, labels, -100)):
-                loss = expected.loss(tokens, wanted)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        found = seeded(lambda b=by_helper: TwoSteps(b))
-        assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
-        with lightning_zero.gather(found):
-            for name, value in expected.state_dict().items():
-                torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    data, expected, losses = Texts("pair", 1, ignored=True), seeded(TwoSteps), []
+    optimizer = expected.configure_optimizers()
+    expected.optimizers, expected.manual_backward = lambda: optimizer, lambda loss: loss.backward()
+    for batch in DataLoader(data, batch_size=2):
+        losses.append(expected.training_step(batch, 0)["loss"].item())
+    found = seeded(TwoSteps)
+    assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
+    with lightning_zero.gather(found):
+        torch.testing.assert_close(dict(found.state_dict()), dict(expected.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 class Logs(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[float, ...]] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("alone", loss)
         self.log("together", loss, sync_dist=True)
         return loss
 
-
-class Logged(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.found.append(tuple(trainer.callback_metrics[name].item() for name in ("alone", "together")))
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(tuple(self.trainer.callback_metrics[name].item() for name in ("alone", "together")))
 
 
 @on_ranks(2)
 def test_logged_loss_is_that_of_whole_texts(tmp_path: Path) -> None:
     """Also on a rank whose part has no labels, where a mean of its own would be NaN."""
-    data, logged = Texts("pair", 1, ignored=True), Logged()
-    expected, _ = one_process(seeded(Own), data, 1, lambda module, batch: loss_of(module, *batch))
-    fit(seeded(Logs), data, tmp_path, 2, 1, callbacks=[logged])
-    assert logged.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
+    data, module = Texts("pair", 1, ignored=True), seeded(Logs)
+    expected, _ = one_process(seeded(Own), data, 1, loss_of_pair)
+    fit(module, data, tmp_path, 2, 1)
+    assert module.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
 
 
 def test_losses_in_half_precision_keep_what_torch_computes() -> None:
@@ -229,10 +199,3 @@ def test_losses_in_half_precision_keep_what_torch_computes() -> None:
     assert part.loss(found) is found and part.loss(found + 0) == found
     values = torch.full((2, 5000), 20.5, dtype=torch.half)
     assert lightning_zero.mean_over_tokens(values, values > 0) == 20.5
-
-
-def test_batches_of_any_mapping_are_compared() -> None:
-    transformers = pytest.importorskip("transformers")
-    batches = [transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2], [3, last]])}) for last in (4, 5, 4)]
-    one, other, same = map(_fingerprint, batches)
-    assert one == same != other

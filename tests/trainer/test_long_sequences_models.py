@@ -35,28 +35,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "MistralForCausalLM": ("MistralConfig", {**COMMON, "num_key_value_heads": 2, "sliding_window": 3}),
     "Qwen3ForCausalLM": ("Qwen3Config", {**COMMON, "num_key_value_heads": 2, "head_dim": 8}),
-    "Gemma3ForCausalLM": (
-        "Gemma3TextConfig",
-        {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4},
-    ),
-    "OPTForCausalLM": (
-        "OPTConfig",
-        {
-            **COMMON,
-            "ffn_dim": 24,
-            "word_embed_proj_dim": 16,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "pad_token_id": 0,
-        },
-    ),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4}),
     "BertForMaskedLM": ("BertConfig", {**COMMON, **NO_DROPOUT}),
     "RobertaForMaskedLM": ("RobertaConfig", {**COMMON, **NO_DROPOUT, "max_position_embeddings": LENGTH + 2}),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**COMMON, **LATENT, **EXPERTS, "first_k_dense_replace": 1}),
 }
-
-
-PLAIN = [kind for kind in KINDS if kind not in ("OPTForCausalLM", "RobertaForMaskedLM")]
 
 
 class Model(Llama):
@@ -66,34 +49,27 @@ class Model(Llama):
         self.model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
 
 
-class OnTheLeft(Texts):
-    """Padding comes first, which some models do not count as positions; the batch has those that count from there."""
-
-    def __init__(self, *arguments: Any, first: int | None = None) -> None:
-        super().__init__(*arguments)
-        self.first = first
+class WithPositions(Texts):
+    """Positions that count from 2, and no padding, as RoBERTa makes them."""
 
     def __getitem__(self, index: int) -> Any:
-        found = {name: value.flip(0) for name, value in super().__getitem__(index).items()}
+        found = super().__getitem__(index)
         mask = found["attention_mask"]
-        return found if self.first is None else {**found, "position_ids": mask.cumsum(0) * mask - 1 + self.first}
+        return {**found, "position_ids": mask.cumsum(0) * mask + 1}
 
 
 @on_ranks(2)
 def test_models_that_count_padding_otherwise_need_position_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some count padding and others do not: they are given, or the batch is refused. RoBERTa begins at 2."""
+    """They are given, or the batch is refused."""
+    parity = partial(assert_parity, lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
     with pytest.raises(ConfigError, match=r"Look in training_step.*batch\['position_ids'\]"):
-        assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
+        parity()
     with monkeypatch.context() as patch:
-        patch.setattr(long_sequences, "Texts", OnTheLeft)
-        with pytest.raises(ConfigError, match="expected position_ids in a batch"):
-            assert_parity(lambda: Model("OPTForCausalLM"), loss_of_llama, "padded", tmp_path, 2)
-        for kind, first in (("OPTForCausalLM", 0), ("RobertaForMaskedLM", 2)):
-            patch.setattr(long_sequences, "Texts", partial(OnTheLeft, first=first))
-            assert_parity(lambda k=kind: Model(k), loss_of_llama, "padded", tmp_path, 2)
+        patch.setattr(long_sequences, "Texts", WithPositions)
+        parity()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "RobertaForMaskedLM"])
 def test_model_of_transformers_equals_one_process(kind: str, tmp_path: Path) -> None:
     assert_parity(lambda: Model(kind), loss_of_llama, "padded", tmp_path, 2)

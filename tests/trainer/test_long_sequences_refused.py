@@ -18,10 +18,7 @@ from torchmetrics import MeanMetric
 
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
-from lightning_zero.app.parts import check_data
-from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError
-from lightning_zero.data.synthetic import SyntheticData
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
@@ -40,60 +37,34 @@ class Changed(Own):
         self.register_buffer("table", torch.randn(LENGTH, 16))
         self.free = nn.Parameter(torch.randn(LENGTH, 16))
         self.plain = torch.randn(LENGTH, 16)
-        self.kernel = nn.Conv1d(16, 16, 3, padding=1)
         self.lstm = nn.LSTM(16, 16, batch_first=True)
         self.norm = nn.BatchNorm1d(16)
         self.weighing = nn.MultiheadAttention(16, 2, batch_first=True)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
         x = x + self.change(x, self, tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        return x
 
 
 Change = Callable[[Tensor, Any, Tensor], Any]
 
 
-def by_hand(x: Tensor, *_: Any) -> Tensor:
-    return (x @ x.transpose(1, 2)).softmax(-1) @ x
-
-
-def weighs(x: Tensor, module: Any, _: Tensor) -> Tensor:
-    found: Tensor = module.weighing(x, x, x)[0]
-    return found
-
-
-def per_part(x: Tensor, module: Any, tokens: Tensor) -> Tensor:
-    found = [F.scaled_dot_product_attention(half, half, half) for half in x[:, None].chunk(2, dim=2)]
-    return torch.cat(found, dim=2)[:, 0]
-
-
 # What is added to activations [batch, length, 16].
 LOOKS_ALONG: dict[str, Change] = {
     "var": lambda x, *_: x.var(dim=1, keepdim=True),
-    "norm": lambda x, *_: x.norm(dim=1, keepdim=True),
-    "normalize": lambda x, *_: F.normalize(x, dim=1),
     "median": lambda x, *_: x.median(dim=1, keepdim=True).values,
     "any": lambda x, *_: (x > 1).any(dim=1, keepdim=True).float(),
-    "prod": lambda x, *_: x.prod(dim=1, keepdim=True),
     "layer_norm": lambda x, *_: F.layer_norm(x, x.shape[1:]),
-    "group_norm": lambda x, *_: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
     "conv2d": lambda x, *_: F.conv2d(x[:, None], torch.ones(1, 1, 3, 3), padding=1)[:, 0],
     "unfold": lambda x, *_: F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).amax(-1),
     "gather": lambda x, *_: x.gather(1, torch.zeros(len(x), 1, 16, dtype=torch.int64)),
-    "index_select": lambda x, *_: x.index_select(1, torch.tensor([0])),
     "fft": lambda x, *_: torch.fft.fft(x, dim=1).real,
-    "cdist": lambda x, *_: torch.cdist(x, x).mean(-1, keepdim=True),
     "linspace": lambda x, *_: torch.linspace(0, 1, x.shape[1])[None, :, None],
     "einsum": lambda x, *_: torch.einsum("btd->bd", x)[:, None],
     "transpose": lambda x, *_: x.transpose(1, 2).sum(-1)[:, None],
-    "permute": lambda x, *_: x.permute(1, 0, 2).sum(0)[:, None],
     "one": lambda x, *_: x[..., :1].sum(1, keepdim=True),
     "constant": lambda x, *_: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
     "arange": lambda x, module, tokens: module.position(torch.arange(tokens.shape[1])),
@@ -102,17 +73,14 @@ LOOKS_ALONG: dict[str, Change] = {
     "attribute": lambda x, module, _: module.plain.narrow(0, 0, x.shape[1]),
     "cumsum": lambda x, module, tokens: (tokens > 3).cumsum(dim=1)[..., None],
     "roll": lambda x, *_: x.roll(1, 1),
-    "flip": lambda x, *_: x.flip(1),
-    "pad": lambda x, *_: F.pad(x, (0, 0, 1, -1)),
     "last": lambda x, *_: x[:, -1:],
     "mean": lambda x, *_: x.mean(dim=1, keepdim=True),
     "softmax": lambda x, *_: x * x.mean(-1, keepdim=True).softmax(dim=1),
     "state": lambda x, *_: torch.einsum("ble,bde->bld", x, torch.einsum("bld,ble->bde", x, x)),
-    "attention": by_hand,
+    "attention": lambda x, *_: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "by name": lambda x, *_: by_name(*[x.unflatten(2, (4, 4)).transpose(1, 2)] * 3).transpose(1, 2).flatten(2),
-    "weights": weighs,
+    "weights": lambda x, module, _: module.weighing(x, x, x)[0],
     "hidden": lambda x, *_: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x[:, None]] * 3)[0][:, 0],
-    "conv1d": lambda x, module, _: module.kernel(x.transpose(1, 2)).transpose(1, 2),
     "lstm": lambda x, module, _: module.lstm(x)[0],
     "batch norm": lambda x, module, _: module.norm(x.transpose(1, 2)).transpose(1, 2),
 }
@@ -126,7 +94,6 @@ HONEST: dict[str, Change] = {
     "dropout": lambda x, module, _: F.dropout(x, 0.2, module.training),
     "noise": lambda x, *_: torch.randn_like(x) + torch.rand(x.shape) + torch.bernoulli(torch.full_like(x, 0.3)),
     "drawn": lambda x, *_: x * torch.empty(len(x), 1, 1).bernoulli_(0.9) + torch.empty_like(x).uniform_(0, 1),
-    "kernel": lambda x, *_: torch.native_dropout(x, 0.2, True)[0],
 }
 
 
@@ -247,14 +214,13 @@ class Evaluates(Own):
         self.form = form
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        tokens, labels = batch
-        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+        nats = self.nats(batch)
         if self.form == "by hand":
-            self.log("val", nats[labels.flatten() != -100].mean(), sync_dist=True)
+            self.log("val", nats[batch[1] != -100].mean(), sync_dist=True)
         self.log("all", nats.sum(), reduce_fx="sum", sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits: Tensor = self(batch[0])
+        logits = self(batch[0])
         return logits.mean(1) if self.form == "features" else logits
 
 
@@ -276,22 +242,19 @@ class Prompted(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        self.position = nn.Embedding(4 * 64, 16)
+        self.position = nn.Embedding(256, 16)
 
     def split_sequence(self, batch: Any, part: Any) -> Any:
         tokens, labels, mask = batch
         return part.of(tokens), part.of(labels), part.keep(mask, 1)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
-        q = x.view(*x.shape[:2], 4, 4).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(q, q, q, mask[:, None, None]).transpose(1, 2).reshape(x.shape)
-        return self.head(x)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, labels, mask = batch
-        self.lengths = [*getattr(self, "lengths", ()), tokens.shape[1]]
-        return F.cross_entropy(self(tokens, mask).flatten(0, 1), labels.flatten())
+        self.mask = batch[2][:, None, None]
+        return super().training_step(batch, batch_idx)
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        q = x.view(*x.shape[:2], 4, 4).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q, self.mask).transpose(1, 2).reshape(x.shape)
 
 
 @on_ranks(2)
@@ -300,30 +263,27 @@ def test_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
     labels = torch.where(torch.arange(256) < 250, -100, tokens)
     module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
     lengths: list[int] = []
-    module.forward = lambda *args, inner=module.forward: (lengths.append(args[0].shape[1]), inner(*args))[1]
+    module.embed.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     of.fit(module, DataLoader([(tokens, labels, tokens > 2)], batch_size=None))
     assert lengths == [64, 32, 64, 32, 64, 32, 128]
-    assert module.lengths == [128]
 
 
 @on_ranks(2)
 def test_masks_and_heads_that_attention_cannot_divide_are_refused(tmp_path: Path) -> None:
-    def attend(x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, mask)
-
     def cross(x: Tensor, *_: Any) -> Tensor:
         image = torch.zeros(len(x), 1, 1, 16)
         return F.scaled_dot_product_attention(x[:, None], image, image)[:, 0]
 
     def masked(x: Tensor, *_: Any) -> Tensor:
         heads = x.view(*x.shape[:2], 2, 8).transpose(1, 2)
-        return attend(heads, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)).transpose(1, 2).flatten(2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        return F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
 
     cases: list[tuple[Change, str]] = [
         (masked, "is_causal=True"),
         (cross, "self-attention"),
-        (lambda x, *_: attend(x[:, None])[:, 0], "divides the 1 heads"),
-        (lambda x, *_: attend(x), r"\[batch, heads, positions, width\]"),
+        (lambda x, *_: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0], "divides the 1 heads"),
+        (lambda x, *_: F.scaled_dot_product_attention(x, x, x), r"\[batch, heads, positions, width\]"),
     ]
     for change, words in cases:
         with pytest.raises(ConfigError, match=words):
@@ -331,54 +291,39 @@ def test_masks_and_heads_that_attention_cannot_divide_are_refused(tmp_path: Path
     fit(seeded(Own), Texts("pair", 1), tmp_path, 2, 1)  # and goes on after it
 
 
-class Gives(pl.LightningModule):
-    """A step that takes anything, and computes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
+class Gives(Own):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise AssertionError("the batch is refused before")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.sample
 @on_ranks(2)
 def test_batches_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
-    odd = torch.zeros(4, 7, dtype=torch.int64)
-    floats, labels = torch.zeros(4, 8, 3), torch.zeros(4, dtype=torch.int64)
+    odd, even = (torch.zeros(2, length, dtype=torch.int64) for length in (7, 8))
+    floats, labels = torch.zeros(2, 8, 3), torch.zeros(2, dtype=torch.int64)
     cases: list[tuple[Any, str]] = [
         (odd, "a multiple of 2, got 7"),
         (floats, "split_sequence"),
         ([floats, labels], r"list\(a tensor \(2, 8, 3\)"),
         ({"x": odd}, "input_ids"),
-        ({"input_ids": torch.zeros(4, 8, dtype=torch.int64), "cu_seqlens": labels}, "packed texts"),
+        ({"input_ids": even, "cu_seqlens": labels}, "packed texts"),
     ]
-    for data, words in cases:
+    for batch, words in cases:
         of = trainer(ZeroStrategy(1, sequence_parallel=2), tmp_path, max_epochs=1)
-        batches = [{k: v[:2] for k, v in data.items()} if isinstance(data, dict) else _first(data)]
         with pytest.raises(ConfigError, match=words):
-            of.fit(seeded(Gives), DataLoader(batches, batch_size=None))
-
-
-def _first(data: Any) -> Any:
-    return data[:2] if isinstance(data, Tensor) else [part[:2] for part in data]
+            of.fit(seeded(Gives), DataLoader([batch], batch_size=None))
 
 
 @on_ranks(2)
 def test_transformers_without_positions_or_with_packed_texts_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokens = Texts("pair", 1).tokens[:2]
-    packed = torch.arange(LENGTH).remainder(3).expand(2, -1)
-    class_loss = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": 3}
+    packed, both = torch.arange(LENGTH).remainder(3).expand(2, -1), {"input_ids": tokens, "labels": tokens}
     for batch, words in (
         (tokens, r"positions that begin at 0 in each part"),
-        ({"input_ids": tokens, "labels": tokens}, "attn_implementation='sdpa'"),
-        ({"input_ids": tokens, "labels": tokens, "position_ids": packed}, "packed texts"),
-        (class_loss, "mean over the tokens of all parts"),
+        (both, "attn_implementation='sdpa'"),
+        ({**both, "position_ids": packed}, "packed texts"),
+        ({**both, "num_items_in_batch": 3}, "mean over the tokens of all parts"),
     ):
         module = seeded(lambda w=words: Llama("eager" if "sdpa" in w else "sdpa"))
         if isinstance(batch, Tensor):
@@ -428,19 +373,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
         config.make_config(**settings)
 
 
-def test_main_job_refuses_lengths_and_ranks_that_do_not_divide() -> None:
-    def check(block_size: int, world_size: int) -> None:
-        synthetic = {"_target_": "lightning_zero.data.synthetic.SyntheticData", "block_size": block_size}
-        job = TrainConfig(zero=config.make_config(sequence_parallel=2), data=synthetic)
-        check_data(job, SyntheticData(block_size=block_size), world_size)
-
-    check(64, 4)
-    with pytest.raises(ConfigError, match=r"data.block_size: expected a multiple of .* \(2\)"):
-        check(63, 4)
-    with pytest.raises(ConfigError, match="zero.sequence_parallel"):
-        check(64, 3)
-
-
 def test_shard_and_fabric_refuse_it() -> None:
     with pytest.raises(ConfigError, match="ZeroStrategy"):
         lightning_zero.shard(nn.Linear(2, 2), sequence_parallel=2)
@@ -451,18 +383,12 @@ def test_shard_and_fabric_refuse_it() -> None:
 class Breaks(Own):
     """Rank 1 raises in the middle of its second step, before its second attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.extend(seeded(Own).blocks)
-        self.broken = True
+    broken = True
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
-        for number, block in enumerate(self.blocks):
-            if self.broken and number == 1 and self.trainer.global_step == 1 and dist.get_rank() == 1:
-                raise ValueError("a bad sample")
-            x = block(x)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.broken and block is self.blocks[1] and self.trainer.global_step == 1 and dist.get_rank() == 1:
+            raise ValueError("a bad sample")
+        return super().call(block, x)
 
 
 @on_ranks(2)

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from examples.muon import Lit, MuonAdamW, groups_of
-from lightning_zero import ZeroStrategy
+from examples.muon import MuonAdamW, groups_of
 from lightning_zero.models.gpt import GPT
-from tests.harness import on_ranks
-from tests.trainer.toys import assert_weights, trainer, weights
 
 pytestmark = pytest.mark.full
 
 SIZES = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "d_model": 16, "block_size": 8}
-
-
-def _names(model: nn.Module, group: dict[str, Any]) -> set[str]:
-    listed = {id(p) for p in group["params"]}
-    return {name for name, p in model.named_parameters() if id(p) in listed}
-
-
-@pytest.mark.sample
-def test_matrices_of_blocks_alone_go_to_muon() -> None:
-    model = GPT(**SIZES)
-    model.blocks[0].down.requires_grad_(False)
-    muon, matrices, vectors = MuonAdamW(groups_of(model), weight_decay=0.3).param_groups
-    inner = {f"blocks.{n}.{name}.weight" for n in range(2) for name in ("qkv", "proj", "up", "down")}
-    assert _names(model, muon) == inner - {"blocks.0.down.weight"}
-    assert _names(model, matrices) == {"embed.weight", "position.weight", "head.weight"}
-    assert [g["rule"] for g in (muon, matrices, vectors)] == ["muon", "adamw", "adamw"]
-    assert [g["weight_decay"] for g in (muon, matrices, vectors)] == [0.3, 0.3, 0.0]
-    trained = sum(p.requires_grad for p in model.parameters())
-    assert sum(len(g["params"]) for g in (muon, matrices, vectors)) == trained
-
-
-def test_without_blocks_there_is_no_group_for_muon() -> None:
-    assert [g["rule"] for g in groups_of(nn.Linear(3, 2))] == ["adamw", "adamw"]
 
 
 @pytest.mark.sample
@@ -62,25 +32,3 @@ def test_example_steps_as_muon_and_adamw_of_torch_do() -> None:
             for optimizer in optimizers:
                 optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-
-
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (torch.arange(9) * (index + 1)) % 32
-
-
-@on_ranks(2)
-def test_example_gives_the_weights_of_ddp_in_every_row(tmp_path: Path) -> None:
-    runs = []
-    for strategy in ("ddp", "zero1", "zero3", ZeroStrategy("zero3", offload="cpu")):
-        torch.manual_seed(0)
-        module = Lit(**SIZES)
-        data = DataLoader(Tokens(), batch_size=2)
-        of = trainer(strategy, tmp_path, max_epochs=1, limit_val_batches=0)
-        of.fit(module, data)
-        runs.append(weights(of))
-    for found in runs[1:]:
-        assert_weights(found, runs[0], tolerance=1e-5)

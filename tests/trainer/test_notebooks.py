@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.config import ConfigError
-from lightning_zero.presets import PRESETS
 from lightning_zero.trainer import launchers
-from tests.harness import forked
+from tests.harness import forked, run_command
 
 
 @pytest.fixture
@@ -32,13 +31,6 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer(strategy: str, devices: int) -> Trainer:
     return Trainer(strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False)
-
-
-def test_every_preset_has_a_form_for_notebooks() -> None:
-    plain = {name for name in PRESETS if not name.endswith("_notebook")}
-    assert plain == {name.removesuffix("_notebook") for name in PRESETS if name not in plain}
-    for name in plain:
-        assert PRESETS[f"{name}_notebook"] == PRESETS[name]._replace(start_method="fork")
 
 
 @pytest.mark.usefixtures("notebook")
@@ -61,21 +53,13 @@ def test_other_ways_to_start_are_refused() -> None:
             strategy("zero3", start_method="spawn")
 
 
-def launch(strategy: str = "zero3_notebook") -> None:
-    trainer(strategy, 2).strategy.launcher.launch(lambda: None)  # type: ignore[union-attr]
-
-
-def test_fork_with_cuda_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "is_in_use", lambda: True)
-    with pytest.raises(ConfigError, match="CUDA initialised in this process.*Restart the kernel"):
-        launch()
-
-
-@pytest.mark.full
-def test_fork_with_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"expected no process group.*destroy_process_group\(\)"):
-        launch()
+@pytest.mark.parametrize(("owner", "name", "says"), [
+    (launchers, "is_in_use", "CUDA initialised in this process.*Restart the kernel"),
+    (torch.distributed, "is_initialized", r"expected no process group.*destroy_process_group\(\)"),
+])  # fmt: skip
+def test_fork_of_what_cannot_be_forked_is_refused(owner: Any, name: str, says: str) -> None:
+    with mock.patch.object(owner, name, return_value=True), pytest.raises(ConfigError, match=says):
+        trainer("zero3_notebook", 2).strategy.launcher.launch(lambda: None)
 
 
 NOTEBOOK = """
@@ -144,15 +128,9 @@ print(fabric.launch(lambda fabric: computed()), os.environ.get("OMP_NUM_THREADS"
 """
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
-    command = [sys.executable, "-c", NOTEBOOK + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
-
-
 @pytest.mark.full
 def test_cells_with_one_device_and_with_two_train_one_module(tmp_path: Path) -> None:
-    found = run(TRAINING, str(tmp_path / "last.ckpt"))
+    found = run_command("python", "-c", NOTEBOOK + TRAINING, tmp_path / "last.ckpt", timeout=120)
     assert found.returncode == 0 and "trained" in found.stdout, found.stderr[-3000:]
 
 

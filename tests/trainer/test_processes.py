@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,19 +13,15 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.ranks import rendezvous
-from lightning_zero.trainer import processes
-from tests.harness import on_ranks
+from tests.harness import on_ranks, run_command
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).parents[2]
+EVERY = 100
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {root!r})
 import lightning.pytorch as pl
 import lightning_zero
 import torch
@@ -63,76 +54,54 @@ sys.stdout.write("done %d\\n" % trainer.global_rank)
 """
 
 
-def launch(root: Path, strategy: str, *, failing: int = -1) -> tuple[int, str, float]:
-    """Exit code, output and seconds of a script that Lightning starts twice."""
-    script = root / "script.py"
-    script.write_text(SCRIPT.format(root=str(ROOT)))
-    of_launchers = ("SLURM", "MASTER", "LOCAL_RANK", "WORLD_SIZE", "RANK")
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(of_launchers)}
-    started = time.monotonic()
-    command = [sys.executable, str(script), strategy, str(failing)]
-    done = subprocess.run(command, cwd=root, env=ours, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - started
-
-
-def clean_exit(root: Path, strategy: str) -> None:
-    code, output, _ = launch(root, strategy)
-    assert code == 0, output
-    assert "done 0" in output and "done 1" in output
-
-
-def failed_exit(root: Path, strategy: str, failing: int) -> None:
-    code, output, seconds = launch(root, strategy, failing=failing)
-    assert code != 0
-    assert "planned" in output and "done" not in output
-    assert seconds < 60, output
+def launch(root: Path, strategy: str, *, failing: int = -1) -> str:
+    """Output of a script that Lightning starts twice, and that succeeds unless a rank is ``failing``."""
+    (root / "script.py").write_text(SCRIPT)
+    done = run_command("python", root / "script.py", strategy, failing, folder=root, timeout=120)
+    output = done.stdout + done.stderr
+    assert (done.returncode == 0) == (failing in (-1, EVERY)), output
+    return output
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "times"), [("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 10)])
 def test_exit_code_of_a_script_is_0_every_time(strategy: str, times: int, tmp_path: Path) -> None:
     for _ in range(times):
-        clean_exit(tmp_path, strategy)
+        output = launch(tmp_path, strategy)
+        assert "done 0" in output and "done 1" in output
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "times"), [("zero1", 2), ("zero3", 10)])
 def test_exception_on_one_rank_ends_all_every_time(strategy: str, times: int, tmp_path: Path) -> None:
     for number in range(times):
-        failed_exit(tmp_path, strategy, number % 2)
+        output = launch(tmp_path, strategy, failing=number % 2)
+        assert "planned" in output and "done" not in output
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_script_goes_on_after_an_exception_that_all_ranks_catch(strategy: str, tmp_path: Path) -> None:
-    code, output, _ = launch(tmp_path, strategy, failing=100)
-    assert code == 0, output
+    output = launch(tmp_path, strategy, failing=EVERY)
     assert "done 0" in output and "done 1" in output
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
 
-def slurm(root: Path) -> SLURMEnvironment:
-    """This rank as a task of a SLURM job, with a scontrol that writes down what it is asked for."""
+def slurm(root: Path, refuses: bool = False) -> SLURMEnvironment:
+    """This rank as a task of a SLURM job, with a scontrol that writes down what it is asked for, or refuses it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     fake = root / "bin" / "scontrol"
     if rank == 0:
         fake.parent.mkdir(exist_ok=True)
-        fake.write_text(f'#!/bin/sh\necho "$@" >> {root}/scontrol.log\n')
+        does = "echo 'not allowed' >&2; exit 1" if refuses else f'echo "$@" >> {root}/scontrol.log'
+        fake.write_text(f"#!/bin/sh\n{does}\n")
         fake.chmod(0o755)
     dist.barrier()
-    os.environ.update(
-        SLURM_JOB_ID="77",
-        SLURM_JOB_NAME="train",
-        SLURM_NTASKS=str(world),
-        SLURM_NTASKS_PER_NODE=str(world),
-        SLURM_NNODES="1",
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NODEID="0",
-        SLURM_NODELIST="localhost",
-        PATH=f"{fake.parent}:{os.environ['PATH']}",
-    )
+    tasks = {"JOB_ID": 77, "JOB_NAME": "train", "NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1}
+    tasks |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NODELIST": "localhost"}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in tasks.items()})
+    os.environ["PATH"] = f"{fake.parent}:{os.environ['PATH']}"
     return SLURMEnvironment(auto_requeue=True)
 
 
@@ -145,9 +114,9 @@ def requeued(root: Path) -> list[str]:
 class Signalled(Lit):
     """Gets the signal on one rank, in the middle of a step."""
 
-    def __init__(self, at: int, rank: int, where: str = "forward") -> None:
+    def __init__(self, at: int, rank: int, where: str = "forward", signum: int = int(signal.SIGUSR1)) -> None:
         super().__init__()
-        self.at, self.rank, self.where = at, rank, where
+        self.at, self.rank, self.where, self.signum = at, rank, where, signum
         self.saved_at: list[int] = []
         self.batch_idx = -1
         self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "forward"))
@@ -155,7 +124,7 @@ class Signalled(Lit):
     def _signal(self, batch_idx: int, where: str) -> None:
         if (batch_idx, dist.get_rank(), where) == (self.at, self.rank, self.where):
             self.at = -1  # once
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), self.signum)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batch_idx = batch_idx
@@ -219,26 +188,3 @@ def test_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -
     of.save_checkpoint(tmp_path / "later.ckpt")
     dist.barrier()
     assert (tmp_path / "later.ckpt").exists()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("given", "stall_timeout_s"), [(None, 7.0), (timedelta(minutes=30), None)])
-def test_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s: float | None, tmp_path: Path) -> None:
-    """Also one of thirty minutes, which is torch's own."""
-    strategy = ZeroStrategy("zero3", stall_timeout_s=7.0, timeout=given)
-    fit(strategy, tmp_path)
-    with mock.patch.object(rendezvous, "join") as join:
-        strategy._join()
-    assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
-    assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s
-
-
-@on_ranks(2)
-def test_more_processes_than_cores_are_said(tmp_path: Path) -> None:
-    strategy = fit("zero3", tmp_path).trainer.strategy
-    named = dict.fromkeys(("available_cpus", "rank_zero_info"), mock.DEFAULT)
-    for cores, said in ((1, "2 processes (2 here, on 1 cores), which"), (2, "2 processes, which")):
-        with mock.patch.object(rendezvous, "join"), mock.patch.multiple(processes, **named) as of:
-            of["available_cpus"].return_value = cores
-            strategy._join()
-        assert said in of["rank_zero_info"].call_args.args[0]

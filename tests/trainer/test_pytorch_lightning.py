@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_zero.presets import PRESETS
+from tests.harness import run_command
 
 pytestmark = pytest.mark.full
 
 pytest.importorskip("pytorch_lightning")  # a requirement of the distribution "lightning"
-ROOT = Path(__file__).parent.parent.parent
 MISSING = "import sys; sys.modules['lightning'] = None\n"
 
 
-def python(code: str, folder: Path) -> str:
-    """What a script prints. It may start other ranks, which run it again."""
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], cwd=folder, capture_output=True, text=True, timeout=240
-    )
+def python(code: str, folder: Path) -> list[str]:
+    """Lines that a script prints. It may start other ranks, which run it again."""
+    (folder / "script.py").write_text(code)
+    done = run_command("python", "-W", "ignore", folder / "script.py", folder=folder, timeout=240)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import lightning_zero, pytorch_lightning\n",
-        pytest.param("import pytorch_lightning, lightning_zero\n", marks=pytest.mark.full),
-        MISSING,
-    ],
-)
-def test_presets_are_known_and_lightning_is_not_imported(before: str, tmp_path: Path) -> None:
-    out = python(
-        f"""{before}
-import sys
+KNOWN = """
 import lightning_zero
-from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_zero import ZeroFabricStrategy, ZeroMonitor, ZeroPrecision, ZeroStrategy
+from pytorch_lightning.strategies import Strategy, StrategyRegistry
+
 for known in StrategyRegistry, STRATEGY_REGISTRY:
     print(sorted(name for name in known if name.startswith("zero")))
-from lightning_zero import ZeroFabricStrategy, ZeroMonitor, ZeroPrecision, ZeroStrategy
 assert isinstance(StrategyRegistry.get("zero3"), ZeroStrategy) and issubclass(ZeroStrategy, Strategy)
 assert isinstance(STRATEGY_REGISTRY.get("zero3"), ZeroFabricStrategy)
 print([name for name in sys.modules if name.split(".")[0] == "lightning" and sys.modules[name]])
-""",
-        tmp_path,
-    )
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["import lightning_zero, pytorch_lightning\n", "import pytorch_lightning, lightning_zero\n", MISSING]
+)
+def test_presets_are_known_and_lightning_is_not_imported(before: str, tmp_path: Path) -> None:
     known = str(sorted(PRESETS))
-    assert out.splitlines() == [known, known, "[]"]
+    assert python(f"import sys\n{before}{KNOWN}", tmp_path) == [known, known, "[]"]
 
 
 FIT = """
@@ -100,49 +89,24 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("before", ["", pytest.param(MISSING, marks=pytest.mark.full)])
+@pytest.mark.parametrize("before", ["", MISSING])
 def test_pytorch_lightning_trains_as_under_ddp_and_resumes(before: str, tmp_path: Path) -> None:
-    assert python(before + FIT, tmp_path).splitlines()[-1] == "as under DDP"
+    assert python(before + FIT, tmp_path)[-1] == "as under DDP"
 
 
-def test_fabric_of_lightning_fabric_trains(tmp_path: Path) -> None:
-    out = python(
-        """
-import torch
-from lightning_fabric import Fabric
-import lightning_zero
-if __name__ == "__main__":
-    of = Fabric(strategy="zero3", accelerator="cpu", devices=2)
-    of.launch()
-    net = torch.nn.Linear(4, 1)
-    model, optimizer = of.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(2, 4)).square().mean()
-        of.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    of.print(type(of.strategy).__name__)
-""",
-        tmp_path,
-    )
-    assert out.splitlines()[-1] == "ZeroFabricStrategy"
-
-
-def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
-    out = python(
-        """
+OTHER = """
 import lightning.pytorch, pytorch_lightning
 import lightning_zero
+
 trainer = lightning.pytorch.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
 try:
     pytorch_lightning.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
 except lightning_zero.config.ConfigError as error:
     print(error)
-""",
-        tmp_path,
-    )
+"""
+
+
+def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
+    out = " ".join(python(OTHER, tmp_path))
     assert "expected a Trainer or a Fabric of lightning.pytorch and lightning.fabric" in out
     assert "got one of pytorch_lightning" in out and "Import everything from one of the two" in out

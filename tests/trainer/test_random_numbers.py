@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -86,30 +87,31 @@ def other() -> Noisy:
 
 
 def train(
-    root: Path, *, resumable: bool, stage: str = "zero3", module: Any = None, workers: int = 0, **settings: Any
+    root: Path,
+    *,
+    resumable: bool = True,
+    stage: str = "zero3",
+    module: Any = None,
+    workers: int = 0,
+    ckpt_path: Path | None = None,
+    **settings: Any,
 ) -> tuple[Noisy, pl.Trainer]:
-    ckpt_path = settings.pop("ckpt_path", None)
-    terminates = settings.pop("terminates", False)
     module = seeded(Noisy) if module is None else module
     of = trainer(stage, root, **{"max_epochs": 3, "enable_checkpointing": True, **settings})
-    of.strategy.saves_on_sigterm = terminates  # type: ignore[attr-defined]
+    of.strategy.saves_on_sigterm = module.at >= 0
     data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
     if resumable:
         loader: Any = ResumableLoader(data, 2, trainer=of, num_workers=workers)
     else:
         loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
         of.limit_train_batches = STEPS
-    validation = DataLoader(Samples(8), 2)
-    if terminates:
-        with pytest.raises(SystemExit):
-            of.fit(module, loader, validation)
-    else:
-        of.fit(module, loader, validation, ckpt_path=ckpt_path)
+    with pytest.raises(SystemExit) if module.at >= 0 else nullcontext():
+        of.fit(module, loader, DataLoader(Samples(8), 2), ckpt_path=ckpt_path)
     of.strategy.barrier()
     return module, of
 
 
-class Kinds(Callback):
+class Saves(Callback):
     """Saves where users do."""
 
     def __init__(self, root: Path) -> None:
@@ -122,15 +124,15 @@ class Kinds(Callback):
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         trainer.save_checkpoint(self.root / f"validation-{trainer.global_step}.ckpt")
 
-
-def savers(root: Path) -> list[Any]:
-    at_end = ModelCheckpoint(root, save_top_k=-1, filename="epoch-{step}", save_on_train_epoch_end=True)
-    return [at_end, Kinds(root)]
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.root / "failed.ckpt")
 
 
-def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
-    assert module.losses == whole.losses[step:]
-    assert module.drawn == whole.drawn[step:]
+def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None:
+    """A run that is resumed from ``path`` goes on like the whole one from ``step``."""
+    again, _ = train(path.parent, module=other(), ckpt_path=path, **settings)
+    assert again.losses == whole.losses[step:]
+    assert again.drawn == whole.drawn[step:]
     assert len(set(whole.losses)) == 3 * STEPS
 
 
@@ -138,22 +140,32 @@ def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, tmp_path: Path) -> None:
     """With any loader that shuffles by torch's generator, here another order on each rank."""
-    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=savers(tmp_path))
-    for name in ("epoch-step={}", "validation-{}"):
-        for step in (STEPS, 2 * STEPS):
-            path = tmp_path / f"{name.format(step)}.ckpt"
-            again, _ = train(tmp_path, resumable=False, stage=stage, module=other(), ckpt_path=path)
-            assert_goes_on(again, whole, step)
+    at_end = ModelCheckpoint(tmp_path, save_top_k=-1, filename="epoch-{step}", save_on_train_epoch_end=True)
+    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[at_end, Saves(tmp_path)])
+    for name, step in itertools.product(("epoch-step=", "validation-"), (STEPS, 2 * STEPS)):
+        assert_goes_on(tmp_path / f"{name}{step}.ckpt", whole, step, resumable=False, stage=stage)
+
+
+class Fails(Noisy):
+    """Fails in its third step, behind the forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 2:
+            raise KeyError("planned")
+        return loss
 
 
 @pytest.mark.sample
 @on_ranks(2, full=[1, 3])
 def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
-    whole, _ = train(tmp_path, resumable=True, callbacks=savers(tmp_path))
-    for name, step in (("batch", 2), ("batch", STEPS + 1), ("validation", STEPS)):
-        path = tmp_path / f"{name}-{step}.ckpt"
-        again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
-        assert_goes_on(again, whole, step)
+    """Also from a step that has failed, and is done again."""
+    whole, _ = train(tmp_path, callbacks=[Saves(tmp_path)])
+    with pytest.raises(KeyError, match="planned"):
+        train(tmp_path, module=seeded(Fails), callbacks=[Saves(tmp_path)])
+    later = STEPS + 1
+    for name, step in ((f"batch-{later}", later), ("batch-2", 2), (f"validation-{STEPS}", STEPS), ("failed", 2)):
+        assert_goes_on(tmp_path / f"{name}.ckpt", whole, step)
 
 
 @on_ranks(2)
@@ -161,85 +173,32 @@ def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
 def test_run_resumed_after_a_signal_draws_the_same_numbers(at: int, resumable: bool, tmp_path: Path) -> None:
     """The next batch is fetched already, and will be once more. At the end of an epoch any loader will do."""
     whole, _ = train(tmp_path, resumable=resumable)
-    train(tmp_path, resumable=resumable, module=seeded(lambda: Noisy(at)), terminates=True)
-    path = tmp_path / "hpc_ckpt_1.ckpt"
-    again, _ = train(tmp_path, resumable=resumable, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, at + 1)
+    train(tmp_path, resumable=resumable, module=seeded(lambda: Noisy(at)))
+    assert_goes_on(tmp_path / "hpc_ckpt_1.ckpt", whole, at + 1, resumable=resumable)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("resumable", [False, True])
 def test_run_resumed_from_a_save_after_it_draws_the_same_numbers_in_workers(resumable: bool, tmp_path: Path) -> None:
-    whole, _ = train(tmp_path, resumable=resumable, workers=1)
-    first, of = train(tmp_path, resumable=resumable, workers=1, max_epochs=None, max_steps=STEPS)
+    settings: dict[str, Any] = {"resumable": resumable, "workers": 1}
+    whole, _ = train(tmp_path, **settings)
+    first, of = train(tmp_path, max_epochs=None, max_steps=STEPS, **settings)
     assert first.losses == whole.losses[:STEPS]
     of.save_checkpoint(tmp_path / "after.ckpt")
-    path = tmp_path / "after.ckpt"
-    again, _ = train(tmp_path, resumable=resumable, workers=1, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, STEPS)
-
-
-@on_ranks(2)
-def test_failed_step_is_done_again_with_the_same_numbers(tmp_path: Path) -> None:
-    class Fails(Noisy):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if self.global_step == 2:
-                raise KeyError("planned")
-            return loss
-
-    whole, _ = train(tmp_path, resumable=True)
-    save = ModelCheckpoint(tmp_path, filename="failed", save_on_exception=True)
-    with pytest.raises(KeyError, match="planned"):
-        train(tmp_path, resumable=True, module=seeded(Fails), callbacks=[save])
-    path = tmp_path / "failed.ckpt"
-    again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
-    assert_goes_on(again, whole, 2)
-
-
-class Schedules(Noisy):
-    """Makes the loaders early, before the loops are restored."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == 3 * STEPS
-        return super().configure_optimizers()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("at", [2, STEPS - 1])
-@pytest.mark.mainly(lambda at: at == 2)
-def test_loaders_made_for_a_schedule_draw_the_same_numbers(at: int, tmp_path: Path) -> None:
-    whole, _ = train(tmp_path, resumable=True, module=seeded(Schedules))
-    train(tmp_path, resumable=True, module=seeded(lambda: Schedules(at)), terminates=True)
-    path = tmp_path / "hpc_ckpt_1.ckpt"
-    again, _ = train(tmp_path, resumable=True, module=seeded(Schedules), ckpt_path=path)
-    assert_goes_on(again, whole, at + 1)
+    assert_goes_on(tmp_path / "after.ckpt", whole, STEPS, **settings)
 
 
 # -- other checkpoints ------------------------------------------------------------------------------------------------
 
 
 def _one_epoch(root: Path) -> None:
-    _, of = train(root, resumable=True, max_epochs=None, max_steps=STEPS)
-    of.save_checkpoint(root / "one.ckpt")
+    train(root, max_epochs=None, max_steps=STEPS)[1].save_checkpoint(root / "one.ckpt")
 
 
 def _go_on(root: Path) -> tuple[list[float], list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = rank_zero.log  # of the package which was imported last
-    logger.addHandler(handler)
-    try:
-        of = trainer("zero3", root, max_epochs=2)
-        logger.setLevel(logging.INFO)
-        module = other()
-        data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
-        loader = ResumableLoader(data, 2, trainer=of)
-        of.fit(module, loader, ckpt_path=root / "one.ckpt")
-    finally:
-        logger.removeHandler(handler)
-    return module.drawn, [text for text in said if "random number" in text]
+    with mock.patch("lightning_zero.trainer.saves.checkpointing.rank_zero_info") as info:
+        module, _ = train(root, module=other(), max_epochs=2, ckpt_path=root / "one.ckpt")
+    return module.drawn, [call.args[0] for call in info.call_args_list]
 
 
 def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) -> None:
@@ -247,24 +206,19 @@ def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) ->
     first, again = run(3, _go_on, tmp_path), run(3, _go_on, tmp_path)
     assert [drawn for drawn, _ in first] == [drawn for drawn, _ in again]
     assert len({tuple(drawn) for drawn, _ in first}) == 3
-    assert ["of 2 ranks: each of these 3" in "".join(said) for _, said in first] == [True, False, False]
+    assert "of 2 ranks: each of these 3" in "".join(first[0][1])
     assert not run(2, _go_on, tmp_path)[0][1]
 
 
 @on_ranks(2)
 def test_checkpoints_without_random_numbers_load(tmp_path: Path) -> None:
     """DDP's; and ours under DDP, and for an evaluation."""
-    _, of = train(tmp_path, resumable=True, stage="ddp", max_epochs=None, max_steps=STEPS)
-    of.save_checkpoint(tmp_path / "ddp.ckpt")
-    module, of = train(tmp_path, resumable=True, ckpt_path=tmp_path / "ddp.ckpt")
+    train(tmp_path, stage="ddp", max_epochs=None, max_steps=STEPS)[1].save_checkpoint(tmp_path / "ddp.ckpt")
+    module, of = train(tmp_path, ckpt_path=tmp_path / "ddp.ckpt")
     assert len(module.losses) == 2 * STEPS
     of.save_checkpoint(tmp_path / "ours.ckpt")
-    of.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    of.strategy.barrier()
-    found = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-    assert found[KEY]["now"]["torch"].shape[0] == 2
-    assert KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    module, _ = train(tmp_path, resumable=True, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
+    assert torch.load(tmp_path / "ours.ckpt", weights_only=True)[KEY]["now"]["torch"].shape[0] == 2
+    module, _ = train(tmp_path, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses == []
     trainer("zero3", tmp_path).test(module, DataLoader(Samples(8)), ckpt_path=tmp_path / "ours.ckpt", verbose=False)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +29,7 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.trainer.saves.sharded_checkpoints import read
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks, run_command
 from tests.trainer.toys import (
     Lit,
     Odd,
@@ -49,35 +48,25 @@ from tests.trainer.toys import (
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 
-# -- resume -----------------------------------------------------------------------------------------------------------
-
-
-def _hybrid(folder: Path) -> None:
-    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
-    found = []
-    for hybrid_shard in ("node", "flat"):
-        strategy = sharded(comm={"hybrid_shard": hybrid_shard}, cluster_environment=TwoNodes())
-        result = fit(strategy, folder, seeded(lambda: Odd(width=64)), max_epochs=2, devices=2, num_nodes=2)
-        result.trainer.save_checkpoint(folder / f"{hybrid_shard}.ckpt")
-        found.append(result)
-        strategy.engine.release()
-    names = [sorted(p.name for p in (folder / f"{name}.ckpt").glob("*.distcp")) for name in ("node", "flat")]
-    assert names[0] == ["__0_0.distcp", "__1_0.distcp"]  # one replica, and each of its ranks
-    assert len(names[1]) == 4
-    for name, result in zip(("flat", "node"), found, strict=True):  # each loads the other's
-        strategy = sharded(comm={"hybrid_shard": name}, cluster_environment=TwoNodes())
-        of = trainer(strategy, folder, devices=2, num_nodes=2)
-        path = folder / f"{'node' if name == 'flat' else 'flat'}.ckpt"
-        of.test(seeded(lambda: Odd(width=64), seed=11), loader(), ckpt_path=path, verbose=False)
-        assert_weights(weights(of), result.weights, tolerance=0)
-        strategy.engine.release()
-
-
+@on_ranks(4)
 def test_one_of_two_replicas_is_written_and_the_other_layout_loads_it(tmp_path: Path) -> None:
-    run(4, _hybrid, tmp_path)
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
+    nodes: dict[str, Any] = {"devices": 2, "num_nodes": 2}
 
+    def layout(name: str) -> Any:
+        return sharded(comm={"hybrid_shard": name}, cluster_environment=TwoNodes())
 
-# -- what is in the folder --------------------------------------------------------------------------------------------
+    for saves, loads, files in (("node", "flat", 2), ("flat", "node", 4)):
+        first, then, path = layout(saves), layout(loads), tmp_path / f"{saves}.ckpt"
+        saved = fit(first, tmp_path, seeded(lambda: Odd(width=64)), **nodes)
+        saved.trainer.save_checkpoint(path)
+        first.engine.release()
+        # Of two replicas one, and each of its ranks.
+        assert sorted(p.name for p in path.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(files)]
+        of = trainer(then, tmp_path, **nodes)
+        of.test(seeded(lambda: Odd(width=64), seed=11), loader(), ckpt_path=path, verbose=False)
+        assert_weights(weights(of), saved.weights, tolerance=0)
+        then.engine.release()
 
 
 @on_ranks(2)
@@ -89,21 +78,21 @@ def test_folder_holds_every_element_once_and_a_tied_weight_too(name: str, tmp_pa
     places = {(i.relative_path, i.offset) for i in folder.index.storage_data.values()}
     tied = [folder.index.state_dict_metadata[f"state_dict.blocks.{n}.up.weight"] for n in (0, 1)]
     assert tied[0] == tied[1]
-    aliases = len(tied[0].chunks)  # the tied weight is in the file once, under two names
-    assert len(places) == len(folder.index.storage_data) - aliases
+    assert len(places) == len(folder.index.storage_data) - len(tied[0].chunks)  # in the file once, under two names
     for key, value in saved.weights.items():
         assert torch.equal(folder.tensor(f"state_dict.{key}").whole(), value)
     sizes = [(tmp_path / "a.ckpt" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert min(sizes) > 0.5 * max(sizes)  # also where nothing is sharded
 
 
-# -- hooks ------------------------------------------------------------------------------------------------------------
-
-
 class EditsCheckpoint(Lit):
-    """What hooks see and change counts."""
+    """What hooks see and change counts. A hook may not read a value."""
+
+    reads = False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.reads:
+            checkpoint["norm"] = checkpoint["state_dict"]["head.weight"].norm()
         assert checkpoint["state_dict"]["head.weight"].shape == self.head.weight.shape
         checkpoint["mine"] = {"number": 5, "tensor": torch.ones(3)}
         checkpoint["state_dict"]["head.bias"] = torch.full((1,), 7.0)
@@ -117,7 +106,13 @@ class EditsCheckpoint(Lit):
 
 @on_ranks(2)
 def test_values_that_hooks_put_in_are_saved_and_loaded(tmp_path: Path) -> None:
-    fit(sharded(), tmp_path, seeded(EditsCheckpoint)).trainer.save_checkpoint(tmp_path / "edited.ckpt")
+    run = fit(sharded(), tmp_path, seeded(EditsCheckpoint))
+    run.module.reads = True
+    with pytest.raises(RuntimeError, match=r"no rank holds all of a tensor.*zero/checkpoint=full"):
+        run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    run.module.reads = False
+    run.trainer.save_checkpoint(tmp_path / "edited.ckpt")
     of = trainer(sharded(), tmp_path)
     of.test(seeded(EditsCheckpoint, seed=4), loader(), ckpt_path=tmp_path / "edited.ckpt", verbose=False)
     found = weights(of)
@@ -125,61 +120,40 @@ def test_values_that_hooks_put_in_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_hook_that_reads_a_value_is_refused(tmp_path: Path) -> None:
-    class Reads(Lit):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["norm"] = checkpoint["state_dict"]["head.weight"].norm()
-
-    with pytest.raises(RuntimeError, match=r"no rank holds all of a tensor.*zero/checkpoint=full"):
-        fit(sharded(), tmp_path, seeded(Reads)).trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert not (tmp_path / "a.ckpt").exists()
-
-
-class OwnState(Lit):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self) -> Any:
-        return self.value
-
-    def set_extra_state(self, value: Any) -> None:
-        self.value = value
-
-
-@on_ranks(2)
 def test_extra_state_of_any_form_comes_back(tmp_path: Path) -> None:
+    class OwnState(Lit):
+        value: Any = "another"
+
+        def get_extra_state(self) -> Any:
+            return self.value
+
+        def set_extra_state(self, value: Any) -> None:
+            self.value = value
+
     for number, value in enumerate([{}, {0: torch.ones(2)}, {"a": [torch.ones(1), {}]}, (torch.ones(1), 2), None]):
-        path = tmp_path / f"{number}.ckpt"
-        of = trainer(sharded(), tmp_path, max_steps=1, limit_val_batches=0)
-        of.fit(seeded(lambda value=value: OwnState(value)), loader())
-        of.save_checkpoint(path)
-        module = seeded(lambda: OwnState("another"))
-        trainer(sharded(), tmp_path).test(module, loader(), ckpt_path=path, verbose=False)
-        assert str(module.value) == str(value)
-
-
-class RateInTensor(Lit):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+        path, saved, loaded = tmp_path / f"{number}.ckpt", seeded(OwnState), seeded(OwnState)
+        saved.value = value
+        fit(sharded(), tmp_path, saved, max_steps=1, limit_val_batches=0).trainer.save_checkpoint(path)
+        trainer(sharded(), tmp_path).test(loaded, loader(), ckpt_path=path, verbose=False)
+        assert str(loaded.value) == str(value)
 
 
 @on_ranks(2)
 def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
     """A job removes the folder it went on from."""
 
-    class Removes(RateInTensor):
+    class Removes(Lit):
         def on_train_start(self) -> None:
             dist.barrier()
             shutil.rmtree(tmp_path / "two.ckpt", ignore_errors=True)
 
-    whole = fit(sharded(), tmp_path, seeded(RateInTensor), max_epochs=3)
-    fit(sharded(), tmp_path, seeded(RateInTensor), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+
+    whole = fit(sharded(), tmp_path, seeded(Removes), max_epochs=3)
+    fit(sharded(), tmp_path, seeded(Removes), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
     rest = fit(sharded(), tmp_path, seeded(Removes, seed=4), max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
     assert_goes_on(rest, whole)
-
-
-# -- when it is saved and removed -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -205,24 +179,19 @@ def test_model_checkpoint_keeps_the_newest_folder_and_replaces_files(tmp_path: P
     assert_weights(weights(test), weights(of), tolerance=0)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
-    says = r"zero/checkpoint=sharded: expected no CheckpointIO, got AsyncCheckpointIO"
-    with pytest.raises(ConfigError, match=says):
-        sharded(checkpoint_io=AsyncCheckpointIO())
-    with pytest.raises(ConfigError, match=says):
-        trainer(sharded(), tmp_path, plugins=[AsyncCheckpointIO()])
     of = fit(sharded(), tmp_path).trainer
-    with pytest.raises(ConfigError, match=r"expected no storage_options, .* got \{'a': 1\}"):
-        of.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
-    with pytest.raises(ConfigError, match="a file system that is mounted, got s3://"):
-        of.save_checkpoint("s3://bucket/a.ckpt")
-
-
-# -- FSDP2 and tools --------------------------------------------------------------------------------------------------
+    path, plugin = tmp_path / "a.ckpt", AsyncCheckpointIO()
+    acts: list[tuple[Callable[[], Any], str]] = [
+        (lambda: sharded(checkpoint_io=plugin), "zero/checkpoint=sharded: expected no CheckpointIO, got AsyncCheck"),
+        (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
+        (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
+        (lambda: of.save_checkpoint("s3://bucket/a.ckpt"), "a file system that is mounted, got s3://"),
+    ]
+    for act, says in acts:
+        with pytest.raises(ConfigError, match=says):
+            act()
 
 
 def adamw() -> Lit:
@@ -235,7 +204,15 @@ def adamw_of_other_weights() -> Lit:
     return module
 
 
-class Fsdp2(Lit):
+# -- FSDP2 and tools --------------------------------------------------------------------------------------------------
+
+
+class Adamw(Lit):
+    def __init__(self) -> None:
+        super().__init__(width=16, optimizer="adamw", scheduler="step")
+
+
+class Fsdp2(Adamw):
     """As users of ModelParallelStrategy write it."""
 
     def configure_model(self) -> None:
@@ -246,8 +223,7 @@ class Fsdp2(Lit):
 
 def fsdp2_trained(epochs: int, root: Path, seed: int = 3, **settings: Any) -> Any:
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    of = trainer(strategy, root, max_epochs=epochs)
-    module = seeded(lambda: Fsdp2(width=16, optimizer="adamw", scheduler="step"), seed=seed)
+    of, module = trainer(strategy, root, max_epochs=epochs), seeded(Fsdp2, seed)
     of.fit(module, loader(), loader(), **settings)
     return of, module
 
@@ -255,8 +231,8 @@ def fsdp2_trained(epochs: int, root: Path, seed: int = 3, **settings: Any) -> An
 @on_ranks(2)
 def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: Path) -> None:
     """FSDP2's; and FSDP1's, whose training needs a GPU, and its writer does not."""
-    whole = fit(sharded(), tmp_path, adamw(), max_epochs=3)
-    fit(sharded("zero1"), tmp_path, adamw(), max_epochs=2).trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    whole = fit(sharded(), tmp_path, seeded(Adamw), max_epochs=3)
+    fit(sharded("zero1"), tmp_path, seeded(Adamw), max_epochs=2).trainer.save_checkpoint(tmp_path / "ours.ckpt")
     _, module = fsdp2_trained(3, tmp_path, seed=11, ckpt_path=tmp_path / "ours.ckpt")
     torch.testing.assert_close(module.losses, whole.losses[-len(module.losses) :], rtol=1e-5, atol=1e-6)
     found = {key: value.full_tensor() for key, value in get_model_state_dict(module).items()}
@@ -270,7 +246,7 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
     dist.barrier()  # theirs is none: rank 0 writes meta.pt after the shards
     assert any(key.startswith("model.") for key in ShardedFolder(tmp_path / "fsdp.ckpt").keys)
     for row, name in (("zero1", "fsdp2.ckpt"), ("zero3", "fsdp.ckpt")):
-        rest = fit(sharded(row), tmp_path, adamw_of_other_weights(), max_epochs=3, ckpt_path=tmp_path / name)
+        rest = fit(sharded(row), tmp_path, seeded(Adamw, 11), max_epochs=3, ckpt_path=tmp_path / name)
         torch.testing.assert_close(rest.losses, whole.losses[-len(rest.losses) :], rtol=1e-5, atol=1e-6)
         assert_weights(rest.weights, whole.weights)
 
@@ -306,19 +282,16 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=150)
 def test_tools_of_torch_and_lightning_make_one_file(tmp_path: Path) -> None:
-    saved = fit(sharded(), tmp_path, odd(), max_epochs=2)
-    path = tmp_path / "odd.ckpt"
+    saved, path = fit(sharded(), tmp_path, odd(), max_epochs=2), tmp_path / "odd.ckpt"
     saved.trainer.save_checkpoint(path)
     if dist.get_rank():
         return
     dcp_to_torch_save(path, tmp_path / "torch.pt")
     found = torch.load(tmp_path / "torch.pt", weights_only=True)
-    assert_weights(found["state_dict"], {k: saved.weights[k] for k in found["state_dict"]}, tolerance=0)
     assert found["state_dict"].keys() == saved.weights.keys()
+    assert_weights({name: found["state_dict"][name] for name in saved.weights}, saved.weights, tolerance=0)
     assert len(found["optimizer_0"]["param_groups"]) == 2
-    command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(path)]
-    subprocess.run([*command, "--output_file", str(tmp_path / "one.pt")], check=True, capture_output=True)
-    consolidated = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert consolidated["global_step"] == 12
-    loaded = type(odd()).load_from_checkpoint(tmp_path / "one.pt")
-    assert_weights(loaded.state_dict(), saved.weights, tolerance=0)
+    tool = "lightning.fabric.utilities.consolidate_checkpoint"
+    assert run_command("python", "-m", tool, path, "--output_file", tmp_path / "one.pt").returncode == 0
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["global_step"] == 12
+    assert_weights(Odd.load_from_checkpoint(tmp_path / "one.pt").state_dict(), saved.weights, tolerance=0)

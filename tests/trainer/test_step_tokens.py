@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero import ZeroMonitor
 from lightning_zero.config import ConfigError
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.harness import on_ranks
@@ -37,21 +38,14 @@ def texts(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-class MicroBatches(Dataset[Any]):
+def micro_batches(micro: int, ranks: int | None = None) -> DataLoader[Any]:
     """This rank's micro-batches of all steps, in order: of one text, so that some have no labels, or of several."""
-
-    def __init__(self, micro: int, ranks: int | None = None) -> None:
-        self.micro, self.ranks = micro, ranks or dist.get_world_size()
-        self.rank = dist.get_rank() * self.ranks // dist.get_world_size()
-
-    def __len__(self) -> int:
-        return STEPS * self.micro
-
-    def __getitem__(self, index: int) -> Any:
-        step, micro = divmod(index, self.micro)
-        size = TEXTS // (self.ranks * self.micro)
-        first = (self.rank * self.micro + micro) * size
-        return [part[first : first + size] for part in texts(step)]
+    ranks = ranks or dist.get_world_size()
+    size = TEXTS // (ranks * micro)
+    first = dist.get_rank() * ranks // dist.get_world_size() * micro * size
+    places = range(first, first + micro * size, size)
+    data = [[part[at : at + size] for part in texts(step)] for step in range(STEPS) for at in places]
+    return DataLoader(data, batch_size=None)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,57 +92,135 @@ class Reader(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), LR, momentum=0.9)
 
 
-class Counting(Reader):
-    """Counts the tokens itself; the mean over none is 0."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits, labels = self(batch[0]).flatten(0, 1), batch[1].flatten()
-        losses = torch.nn.functional.log_softmax(logits, -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-        count = (labels >= 0).sum()
-        return {"loss": -(losses * (labels >= 0)).sum() / count.clamp(min=1), "tokens": count}
+def counted(logits: Tensor, labels: Tensor) -> Any:
+    """By the step itself; the mean over none is 0."""
+    losses = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    count = (labels >= 0).sum()
+    return {"loss": -(losses * (labels >= 0)).sum() / count.clamp(min=1), "tokens": count}
 
 
 class ByHand(Reader):
     """Manual optimization, with clipping by torch."""
 
-    def __init__(self, micro: int = 2, divides: bool = True, clips: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.micro, self.divides, self.clips = micro, divides, clips
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
-        if batch_idx % self.micro == 0:  # thrown away, with its tokens
+        if batch_idx % 2 == 0:  # thrown away, with its tokens
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.zero_grad()
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
-        if (batch_idx + 1) % self.micro == 0:
-            if self.divides:
-                lightning_zero.divide_by_tokens(self, optimizer)
-            if self.clips:
-                nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+        if batch_idx % 2:
+            lightning_zero.divide_by_tokens(self, optimizer)
+            nn.utils.clip_grad_norm_(self.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
         return loss.detach()
 
 
-class Misused(ByHand):
-    """Calls ``loss.backward()``, or clears sums in place."""
+class Steps(ByHand):
+    """Two optimizers, one of them the head's; ``act(module, loss, optimizers)`` is done for each batch."""
 
-    def __init__(self, clears: bool, divides: bool) -> None:
-        super().__init__(1, divides)
-        self.clears = clears
+    def __init__(self, act: Callable[[Any, Tensor, list[Any]], Any]) -> None:
+        super().__init__()
+        self.act = act
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss, optimizer = Reader.training_step(self, batch, batch_idx), self.trainer.optimizers[0]
-        if self.clears:
-            self.manual_backward(loss)
-            optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        if self.divides:
-            lightning_zero.divide_by_tokens(self)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.act(self, Reader.training_step(self, batch, batch_idx), self.optimizers())
+
+    def configure_optimizers(self) -> Any:
+        body = [*self.embed.parameters(), *self.blocks.parameters()]
+        return [torch.optim.SGD(params, LR) for params in (body, self.head.parameters())]
+
+
+def step(
+    module: Any,
+    loss: Tensor,
+    optimizers: list[Any],
+    *,
+    divided: slice | None = slice(2),
+    plain: bool = False,
+    clips: bool = False,
+    clears: bool = True,
+) -> None:
+    """``divided``: the optimizers whose gradients are divided; ``plain``: ``loss.backward()`` is called."""
+    loss.backward() if plain else module.manual_backward(loss)
+    if divided is not None:
+        lightning_zero.divide_by_tokens(module, *optimizers[divided])
+    if clips:
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+    for optimizer in optimizers:
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+
+
+def cleared_in_place(module: Any, loss: Tensor, optimizers: list[Any]) -> None:
+    module.manual_backward(loss)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    Reader.training_step(module, texts(0), 0).backward()
+    lightning_zero.divide_by_tokens(module)
+
+
+NOT_DIVIDED = r"call lightning_zero\.divide_by_tokens\(self, optimizer\) after the last"
+NO_TOKENS = r"from a loss\.backward\(\), .* Call self\.manual_backward"
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    (partial(step, divided=None), NOT_DIVIDED),
+    (partial(step, divided=None, clips=True), NOT_DIVIDED),
+    (partial(step, divided=None, plain=True), NO_TOKENS),
+    (partial(step, plain=True), NO_TOKENS),
+    (partial(step, divided=slice(1)), r"head\.weight, head\.bias have gradients too: call .*divide_by_tokens with all"),
+    (partial(step, clears=False), r"embed\.weight, .* have gradients of an earlier step: clear them with zero_grad"),
+    (cleared_in_place, r"or clear them with zero_grad\(set_to_none=True\)"),
+])  # fmt: skip
+@on_ranks(2)
+def test_gradients_that_are_not_of_the_steps_tokens_are_refused(act: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        train("zero2", tmp_path, seeded(lambda: Steps(act)), 1)
+
+
+@on_ranks(2)
+def test_gradients_of_several_optimizers_are_divided_together(tmp_path: Path) -> None:
+    for divided in (slice(2), slice(0)):
+        train("zero2", tmp_path, seeded(lambda d=divided: Steps(partial(step, divided=d))), 1)
+
+
+@on_ranks(2)
+def test_weights_can_be_read_and_trained_on_while_gradients_are_sums(tmp_path: Path) -> None:
+    """They are read between micro-batches, and the second of the first step fails."""
+
+    class CutOff(Reader):
+        fails = True
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with lightning_zero.gather(self):
+                assert self.head.weight.isfinite().all()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.fails and batch_idx == 1:
+                raise KeyError("planned")
+
+    module = seeded(CutOff)
+    with pytest.raises(KeyError):
+        train("zero2", tmp_path, module)
+    module.fails = False
+    of = trainer("zero2", tmp_path, max_epochs=1, accumulate_grad_batches=2)
+    of.fit(module, micro_batches(2))
+    assert of.global_step == STEPS
+
+
+@on_ranks(2)
+def test_a_step_without_tokens_has_gradients_of_zero(tmp_path: Path) -> None:
+    without_labels = lambda logits, labels: cross_entropy(logits, torch.full_like(labels, -100))  # noqa: E731
+    found, loss = train("zero2", tmp_path, seeded(lambda: Reader(without_labels)))
+    assert loss == 0
+    torch.testing.assert_close(found, {name: param.detach() for name, param in seeded(Reader).named_parameters()})
 
 
 def twin(module: Reader) -> tuple[dict[str, Tensor], float]:
@@ -164,206 +236,78 @@ def twin(module: Reader) -> tuple[dict[str, Tensor], float]:
 
 
 def train(
-    strategy: ZeroStrategy, root: Path, module: Reader, micro: int = 2, ranks: int | None = None, **settings: Any
+    row: str | int, root: Path, module: Reader, micro: int = 2, ranks: int | None = None, **zero: Any
 ) -> tuple[dict[str, Tensor], float]:
+    plugins, strategy = zero.pop("plugins", None), strategy_of(row, root, **{"loss": "tokens", **zero})
+    settings: dict[str, Any] = {"callbacks": [ZeroMonitor(1)], "plugins": plugins, "max_epochs": 1}
     if module.automatic_optimization:
         settings |= {"accumulate_grad_batches": micro, "gradient_clip_val": CLIP}
-    of = trainer(strategy, root, max_epochs=1, callbacks=[ZeroMonitor(1)], use_distributed_sampler=False, **settings)
-    of.fit(module, DataLoader(MicroBatches(micro, ranks), batch_size=None))
+    of = trainer(strategy, root, **settings)
+    of.fit(module, micro_batches(micro, ranks))
     return weights(of), float(of.callback_metrics["zero/loss"])
 
 
-def assert_twin(
-    found: tuple[dict[str, Tensor], float], expected: tuple[dict[str, Tensor], float], tol: float = 2e-6
-) -> None:
-    torch.testing.assert_close(found, expected, atol=tol, rtol=tol)
+def assert_twin(found: tuple[dict[str, Tensor], float], of: Reader | None = None, tol: float = 2e-6) -> None:
+    torch.testing.assert_close(found, twin(of or seeded(Reader)), atol=tol, rtol=tol)
 
 
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "zero3 cpu", "zero2 optimizer_nvme"])
 @on_ranks(2, 3)
 def test_gradients_are_of_the_mean_over_all_tokens_of_a_step(row: str, micro: int, tmp_path: Path) -> None:
-    found = train(strategy_of(row, tmp_path, loss="tokens"), tmp_path, seeded(Reader), micro)
-    assert_twin(found, twin(seeded(Reader)))
+    assert_twin(train(row, tmp_path, seeded(Reader), micro))
 
 
 @pytest.mark.parametrize("loss", [weighted, of_some_classes, own_mean, with_a_second_mean])
 @on_ranks(2)
 def test_losses_that_say_their_tokens_are_counted(loss: Any, tmp_path: Path) -> None:
-    found = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)), 12)
-    assert_twin(found, twin(seeded(lambda: Reader(loss))))
+    assert_twin(train("zero2", tmp_path, seeded(lambda: Reader(loss)), 12), seeded(lambda: Reader(loss)))
 
 
 @on_ranks(2)
 def test_a_step_may_return_its_number_of_tokens(tmp_path: Path) -> None:
-    found = train(ZeroStrategy("zero3", loss="tokens"), tmp_path, seeded(Counting), 12)
-    assert_twin(found, twin(seeded(Reader)))
+    assert_twin(train("zero3", tmp_path, seeded(lambda: Reader(counted)), 12))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
 def test_manual_optimization_divides_by_a_call(stage: str, tmp_path: Path) -> None:
-    found = train(ZeroStrategy(stage, loss="tokens"), tmp_path, seeded(ByHand))
-    assert_twin(found, twin(seeded(Reader)))
+    assert_twin(train(stage, tmp_path, seeded(ByHand)))
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@on_ranks(1)
-def test_gradients_that_are_not_divided_are_refused(clips: bool, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"call lightning_zero\.divide_by_tokens\(self, optimizer\) after the last"):
-        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: ByHand(divides=False, clips=clips)))
-
-
-@pytest.mark.parametrize(
-    ("clears", "divides", "message"),
-    [
-        (False, False, r"from a loss\.backward\(\), .* Call self\.manual_backward"),
-        (False, True, r"from a loss\.backward\(\), .* Call self\.manual_backward"),
-        (True, True, r"or clear them with zero_grad\(set_to_none=True\)"),
-    ],
-)
-@on_ranks(2)
-def test_gradients_with_other_tokens_are_refused(clears: bool, divides: bool, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        train(ZeroStrategy("zero1", loss="tokens"), tmp_path, seeded(lambda: Misused(clears, divides)))
-
-
-class CutOff(Reader):
-    """Reads weights between micro-batches, and fails in the second of the first step."""
-
-    fails = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with lightning_zero.gather(self):
-            assert self.head.weight.isfinite().all()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.fails and batch_idx == 1:
-            raise KeyError("planned")
-
-
-@on_ranks(2)
-def test_weights_can_be_read_and_trained_on_while_gradients_are_sums(tmp_path: Path) -> None:
-    module = seeded(CutOff)
-    with pytest.raises(KeyError):
-        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, module)
-    module.fails = False
-    run = trainer(ZeroStrategy("zero2"), tmp_path, max_epochs=1, accumulate_grad_batches=2)
-    run.fit(module, DataLoader(MicroBatches(2), batch_size=None))
-    assert run.global_step == STEPS
-
-
-class TwoOptimizers(ByHand):
-    """The head has its own optimizer; ``divided``: whose gradients are divided; ``clears`` gradients after a step."""
-
-    def __init__(self, divided: slice, clears: bool) -> None:
-        super().__init__()
-        self.divided, self.clears = divided, clears
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        self.manual_backward(Reader.training_step(self, batch, batch_idx))
-        lightning_zero.divide_by_tokens(self, *optimizers[self.divided])
-        for optimizer in optimizers:
-            optimizer.step()
-            if self.clears:
-                optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        body = [*self.embed.parameters(), *self.blocks.parameters()]
-        return [torch.optim.SGD(params, LR) for params in (body, self.head.parameters())]
-
-
-@pytest.mark.parametrize(
-    ("divided", "clears", "message"),
-    [
-        (
-            slice(1),
-            True,
-            r"head\.weight, head\.bias have gradients too: call lightning_zero\.divide_by_tokens with all",
-        ),
-        (slice(2), False, r"embed\.weight, .* have gradients of an earlier step: clear them with zero_grad"),
-        (slice(2), True, ""),
-        (slice(0), True, ""),
-    ],
-)
-@on_ranks(2)
-def test_gradients_of_several_optimizers_are_divided_together(
-    divided: slice, clears: bool, message: str, tmp_path: Path
-) -> None:
-    def run() -> None:
-        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: TwoOptimizers(divided, clears)), 1)
-
-    if message:
-        with pytest.raises(RuntimeError, match=message):
-            run()
-    else:
-        run()
-
-
-@pytest.mark.parametrize(
-    ("settings", "tolerance"),
-    [
-        ({"precision_plugin": "16-mixed"}, 5e-3),
-        ({"precision_plugin": "bf16-mixed"}, 3e-2),
-        ({"activation_checkpointing": "blocks", "vertical_chunks": 2}, 2e-6),
-    ],
-)
+@pytest.mark.parametrize(("settings", "tolerance"), [
+    ({"plugins": "16-mixed"}, 5e-3),
+    ({"plugins": "bf16-mixed"}, 3e-2),
+    ({"activation_checkpointing": "blocks", "vertical_chunks": 2}, 2e-6),
+])  # fmt: skip
 @on_ranks(2)
 def test_settings_of_a_step_keep_the_mean(settings: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
-    if plugin := settings.pop("precision_plugin", None):
-        settings["precision_plugin"] = ZeroPrecision(plugin)
-    found = train(ZeroStrategy("zero3", loss="tokens", **settings), tmp_path, seeded(Reader))
-    assert_twin(found, twin(seeded(Reader)), tolerance)
+    if precision := settings.get("plugins"):
+        settings = {"plugins": ZeroPrecision(precision)}
+    assert_twin(train("zero3", tmp_path, seeded(Reader), **settings), tol=tolerance)
 
 
 @on_ranks(2)
 def test_parts_of_sequences_are_counted_once(tmp_path: Path) -> None:
-    strategy = ZeroStrategy("zero3", loss="tokens", sequence_parallel=2)
-    assert_twin(train(strategy, tmp_path, seeded(Reader), 2, ranks=1), twin(seeded(Reader)))
+    assert_twin(train("zero3", tmp_path, seeded(Reader), 2, ranks=1, sequence_parallel=2))
 
 
-class WithoutLabels(Reader):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step([batch[0], torch.full_like(batch[1], -100)], batch_idx)
+UNKNOWN: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
+    ("one that does not say", lambda logits, labels: logits.square().mean()),
+    ("one that does not say", lambda logits, labels: F.cross_entropy(logits[0], labels[0], size_average=False)),
+    (
+        r"means over \d+, \d+ tokens",
+        lambda logits, labels: cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.mean(-1)),
+    ),
+    ("returns, got str", lambda logits, labels: {"loss": logits.mean(), "tokens": "3"}),
+]
 
 
-@on_ranks(2)
-def test_a_step_without_tokens_has_gradients_of_zero(tmp_path: Path) -> None:
-    found, loss = train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(WithoutLabels))
-    assert loss == 0
-    torch.testing.assert_close(found, {name: param.detach() for name, param in seeded(Reader).named_parameters()})
-
-
-def no_count(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.square().mean()
-
-
-def two_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.square().mean(-1))
-
-
-def a_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), size_average=False)
-
-
-def no_number(logits: Tensor, labels: Tensor) -> Any:
-    return {"loss": logits.mean(), "tokens": "3"}
-
-
-@pytest.mark.parametrize(
-    ("loss", "got"),
-    [
-        (no_count, "one that does not say"),
-        (a_sum, "one that does not say"),
-        (two_counts, r"means over 96, \d+ tokens"),
-        (no_number, "returns, got str"),
-    ],
-)
 @on_ranks(1)
-def test_losses_whose_tokens_are_not_known_are_refused(loss: Any, got: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"zero\.loss=tokens: expected .*{got}"):
-        train(ZeroStrategy("zero2", loss="tokens"), tmp_path, seeded(lambda: Reader(loss)))
+def test_losses_whose_tokens_are_not_known_are_refused(tmp_path: Path) -> None:
+    for got, loss in UNKNOWN:
+        with pytest.raises(ConfigError, match=rf"zero\.loss=tokens: expected .*{got}"):
+            train("zero2", tmp_path, seeded(lambda of=loss: Reader(of)))
 
 
 def test_only_the_trainer_counts_tokens() -> None:

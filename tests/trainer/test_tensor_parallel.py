@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
 from tests.engine.test_tensor_parallel import PLAN, STEPS, WIDTH, Scaled, batch, loss_of, net, parallelized
 from tests.harness import on_ranks
-from tests.trainer.toys import Run, TwoNodes, on_rank_0, record, trainer
+from tests.trainer.toys import Run, on_rank_0, record, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not resumable")
 
@@ -39,7 +39,7 @@ class Lit(pl.LightningModule):
         if self.net is None:
             self.net = net(seed=self.seed)
             if self.by_hand:
-                parallelized(self.net, self.device_mesh["tensor_parallel"])  # type: ignore[index]
+                parallelized(self.net, self.device_mesh["tensor_parallel"])
 
     def training_step(self, tokens: Tensor, number: int) -> Tensor:
         loss = loss_of(self.net, tokens)
@@ -58,19 +58,16 @@ class Lit(pl.LightningModule):
         if self.shuffled:
             return DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(dist.get_rank()))
         kwargs = self.trainer.distributed_sampler_kwargs or {}
-        sampler: Any = DistributedSampler(rows, shuffle=False, **kwargs)  # type: ignore[arg-type, var-annotated]
+        sampler: Any = DistributedSampler(rows, shuffle=False, **kwargs)
         return DataLoader(rows, 4 // kwargs["num_replicas"], sampler=sampler)
 
     val_dataloader = train_dataloader
 
 
-def strategy_of(parts: int, stage: int | str = 3, **settings: Any) -> ZeroStrategy:
-    plan = (
-        {}
-        if settings.pop("by_hand", False) or parts == 1
-        else {"tensor_plan": {f"net.{name}": s for name, s in PLAN.items()}}
-    )
-    return ZeroStrategy(stage, unit={"classes": ["Attention", "Mlp"]}, tensor_parallel=parts, **plan, **settings)
+def strategy_of(parts: int, stage: int | str = 3, by_hand: bool = False, **settings: Any) -> ZeroStrategy:
+    if parts > 1 and not by_hand:
+        settings["tensor_plan"] = {f"net.{name}": style for name, style in PLAN.items()}
+    return ZeroStrategy(stage, unit={"classes": ["Attention", "Mlp"]}, tensor_parallel=parts, **settings)
 
 
 def run(strategy: Any, root: Path, module: Any = None, *, ckpt_path: Any = None, **settings: Any) -> Run:
@@ -99,40 +96,30 @@ def test_fits_equal_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 def test_checkpoints_of_every_mesh_load_in_every_other(kind: str, tmp_path: Path) -> None:
     """DDP's file among them. All are saved after the first of two epochs."""
+    near = partial(torch.testing.assert_close, rtol=0, atol=3e-6)
     whole = run(DDPStrategy(), tmp_path, max_epochs=2)
-    half = run(DDPStrategy(), tmp_path)
-    half.trainer.save_checkpoint(tmp_path / "ddp.ckpt")
+    run(DDPStrategy(), tmp_path).trainer.save_checkpoint(tmp_path / "ddp.ckpt")
     saved = torch.load(tmp_path / "ddp.ckpt", weights_only=False)
     meshes = {"1": (1, 3), "2": (2, 2), "4": (4, 3), "2 at stage 0": (2, 0)}
-    for name, (parts, stage) in meshes.items():
-        ours = run(strategy_of(parts, stage, checkpoint=kind), tmp_path)
-        ours.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    for name, mesh in meshes.items():
+        run(strategy_of(*mesh, checkpoint=kind), tmp_path).trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
         if kind == "full":
             found = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
-            torch.testing.assert_close(found["state_dict"], saved["state_dict"], rtol=0, atol=3e-6)
-            torch.testing.assert_close(
-                found["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"], rtol=1e-4, atol=3e-6
-            )
-    for name, (parts, stage) in itertools.product(["ddp", *meshes], [(2, 3), (4, 1)]):
-        resumed = run(
-            strategy_of(parts, stage, checkpoint=kind),
-            tmp_path,
-            Lit(seed=9),
-            ckpt_path=tmp_path / f"{name}.ckpt",
-            max_epochs=2,
-        )
-        torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=6e-6)
+            near(found["state_dict"], saved["state_dict"])
+            near(found["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"], rtol=1e-4)
+    for name, mesh in itertools.product(["ddp", *meshes], [(2, 3), (4, 1)]):
+        settings: dict[str, Any] = {"ckpt_path": tmp_path / f"{name}.ckpt", "max_epochs": 2}
+        resumed = run(strategy_of(*mesh, checkpoint=kind), tmp_path, Lit(seed=9), **settings)
+        near(resumed.weights, whole.weights, atol=6e-6)
 
 
 @on_ranks(4)
 def test_steps_that_overflow_on_one_rank_are_skipped_on_all(tmp_path: Path) -> None:
-    runs = [
-        run(strategy_of(parts, stage, optimizer={"skip_nonfinite": 3}), tmp_path, Lit(bad=1))
-        for parts, stage in ((2, 0), (2, 3), (4, 3))
-    ]
-    for other in runs:
-        assert all(value.isfinite().all() for value in other.weights.values())
-        torch.testing.assert_close(other.weights, runs[0].weights, rtol=0, atol=3e-6)
+    meshes, skips = ((2, 0), (2, 3), (4, 3)), {"skip_nonfinite": 3}
+    first, *others = [run(strategy_of(*mesh, optimizer=skips), tmp_path, Lit(bad=1)).weights for mesh in meshes]
+    assert all(value.isfinite().all() for value in first.values())
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=3e-6)
 
 
 @on_ranks(4)
@@ -151,60 +138,33 @@ def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Pat
             self.drawn = torch.rand(())
             return super().training_step(tokens, number)
 
-    module = Drops()
+    module, drawn = Drops(), [torch.zeros(()) for _ in range(2)]
     run(strategy_of(2), tmp_path, module)
-    drawn = [torch.zeros(()) for _ in range(2)]
     dist.all_gather(drawn, module.drawn)
     assert torch.equal(*drawn)
 
 
 @on_ranks(2)
 def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> None:
-    class Heads(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Scaled()
+    class Heads(Lit):
+        def configure_model(self) -> None:
+            self.net = Scaled() if self.net is None else self.net
 
         def training_step(self, tokens: Tensor, number: int) -> Tensor:
-            return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()  # type: ignore[no-any-return]
+            return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()
 
-        configure_optimizers, train_dataloader = Lit.configure_optimizers, Lit.train_dataloader
-        shuffled = False
-
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
     plan = {"net.up": "colwise", "net.down": "rowwise"}
     with pytest.raises(ConfigError, match=r"expected one gradient of net.norm.weight \(and 1 others\) on ranks that"):
-        run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads())
+        run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)
     plan["net.norm"] = "replicated_with_grad_allreduce"
-    run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads())
-
-
-@on_ranks(2)
-def test_auto_measures_the_parts(tmp_path: Path) -> None:
-    found = run(strategy_of(2, "auto"), tmp_path, max_steps=2)
-    expected = run(strategy_of(2, 1), tmp_path, max_steps=2)
-    assert found.trainer.strategy.config.stage.name.name == "zero1"  # type: ignore[attr-defined]
-    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("devices", "warns"), [(3, True), (4, False)])
-def test_ranks_of_one_batch_on_several_nodes_are_warned_of(devices: int, warns: bool, tmp_path: Path) -> None:
-    if dist.get_rank():
-        return
-    strategy = strategy_of(2)
-    strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * devices
-    strategy.cluster_environment = TwoNodes()
-    with pytest.MonkeyPatch().context() as patch:
-        patch.setenv("NODE_RANK", "0")
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        with pytest.warns(UserWarning, match="on several nodes") if warns else contextlib.nullcontext():
-            strategy._configure_launcher()
+    run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)
 
 
 @on_ranks(2)
 def test_export_and_stream_give_whole_tensors(tmp_path: Path) -> None:
     found = run(strategy_of(2, 3), tmp_path, max_steps=1)
-    found.trainer.strategy.export(tmp_path / "model")  # type: ignore[attr-defined]
+    found.trainer.strategy.export(tmp_path / "model")
     streamed = {name: value.cpu().clone() for name, value in lightning_zero.stream(found.module)}
     with on_rank_0(pytest.MonkeyPatch().context()):
         from safetensors.torch import load_file

@@ -6,21 +6,23 @@ import contextlib
 import math
 import os
 import pickle
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.ranks import waits
 from tests.engine.support import places_posted_often
 from tests.harness import Pool, on_ranks
-from tests.trainer.toys import Lit, assert_same, fit, seeded
+from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, seeded
 
 pytestmark = pytest.mark.full
 
@@ -69,14 +71,13 @@ def test_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "dynamic_graph"), [("zero3", False), ("zero3", True)])
-def test_watcher_on_rank_0_alone_reads_and_changes_nothing(stage: str, dynamic_graph: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dynamic_graph", [False, True])
+def test_watcher_on_rank_0_alone_reads_and_changes_nothing(dynamic_graph: bool, tmp_path: Path) -> None:
     """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it;
     under ``zero.dynamic_graph`` the other rank answers it at the end of its call."""
     module = seeded(lambda: Watched(every=4, only_rank_0=True))
-    found = fit(ZeroStrategy(stage, dynamic_graph=dynamic_graph), tmp_path, module)
-    expected = fit("ddp", tmp_path, seeded(Lit))
-    assert_same(found, expected, tolerance=0)
+    found = fit(ZeroStrategy("zero3", dynamic_graph=dynamic_graph), tmp_path, module)
+    assert_same(found, fit("ddp", tmp_path, seeded(Lit)), tolerance=0)
     if dist.get_rank() == 0:
         values = [value for name, value in module.watch.seen if name.startswith("parameters")]
         assert len(values) >= 32 and all(map(math.isfinite, values))
@@ -156,3 +157,72 @@ def test_look_outside_of_a_step_is_true_or_refused_with_the_way(stage: str, tmp_
             assert "lightning_zero.gather" in said, what
     for look in LOOKS.values():
         look(module.blocks[0].up.weight.detach())
+
+
+# -- norms of gradients in hooks --------------------------------------------------------------------------------------
+
+
+DDP = "ddp_find_unused_parameters_true"
+
+
+class Seen(NamedTuple):
+    hook: str
+    synced: bool  # the backward was one that reduces
+    norms: dict[str, float]
+
+
+class Watches(Lit):
+    """Has frozen, unused and tied parameters, and one of one element; notes all norms in every hook."""
+
+    def __init__(self, types: tuple[float | str, ...] = (2,)) -> None:
+        super().__init__()
+        self.types, self.seen = types, list[Seen]()
+        self.blocks.append(Block(8))
+        self.blocks[0].up.weight.requires_grad_(False)
+        self.blocks[1].norm.weight = self.blocks[0].norm.weight
+        self.unused = nn.Linear(3, 5)
+        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+            setattr(self, hook, partial(self._note, hook))
+
+    def _note(self, hook: str, *_: Any) -> None:
+        norms = {}
+        for norm_type in self.types:
+            norms |= {name: value.item() for name, value in grad_norm(self, norm_type).items()}
+        for name, grad in ((name, p.grad) for name, p in self.named_parameters() if p.grad is not None):
+            norms[f"own {name}"] = grad.norm().item()
+            norms[f"values {name}"] = (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
+            norms[f"vector {name}"] = torch.linalg.vector_norm(grad.detach(), 1).item()
+        self.seen.append(Seen(hook, not self.trainer.fit_loop.epoch_loop._should_accumulate(), norms))
+
+
+def assert_seen(found: list[Seen], expected: list[Seen], *, all_of_them: bool = True, what: str = "") -> None:
+    """
+    Args:
+        all_of_them: also those in the middle of an accumulation, where DDP shows this rank's own gradients.
+    """
+    assert [s[:2] for s in found] == [s[:2] for s in expected]
+    assert any(s.norms for s in expected if s.hook == "on_before_zero_grad") and len(expected) > 6
+    for own, other in zip(found, expected, strict=True):
+        if own.synced or all_of_them:
+            assert own.norms.keys() == other.norms.keys(), (what, own.hook)
+            torch.testing.assert_close(own.norms, other.norms, rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> None:
+    """Of all types, before and after clipping, at every stage."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05, "max_epochs": 1}
+
+    def body(strategy: str) -> Any:
+        return fit(strategy, tmp_path, seeded(lambda: Watches((1, 2, 3.5, "inf"))), **settings)
+
+    expected = body(DDP)
+    assert not any("unused" in name or "blocks.0.up.weight" in name for name in expected.module.seen[1].norms)
+    for stage in ALL_STAGES:
+        run = body(stage)
+        assert_same(run, expected, what=stage)
+        # From stage 2 on no rank has its own gradient any more: the average's of what has come so far is shown.
+        own = stage in ("zero0", "zero1")
+        assert_seen(run.module.seen, expected.module.seen, all_of_them=own, what=stage)
