@@ -62,15 +62,12 @@ def test_metrics_from_before_a_restart_are_drawn_too(tmp_path: Path) -> None:
     assert results.logged([tmp_path, tmp_path]) == {"train_loss": [(0, 9.0), (1, 7.0), (2, 6.0)]}
 
 
-def test_a_run_without_logs_has_a_page(tmp_path: Path) -> None:
+def test_without_matplotlib_or_logs_there_is_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     results.write(tmp_path, RUN | results.measured({}, ()), {}, None)
     page = (tmp_path / "report.html").read_text()
     assert "nothing was logged" in page and "<td>stage</td><td>zero3</td>" in page and "<td>1,234</td>" in page
-
-
-def test_without_matplotlib_a_sentence_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(results, "can_draw", lambda: False)
     written(tmp_path)
     assert "matplotlib is not installed" in capsys.readouterr().out

@@ -34,13 +34,7 @@ def test_each_run_is_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capf
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_entered", False)
     monkeypatch.setattr(sweep, "failed", [])
-    settings = (
-        "cluster=slurm",
-        "cluster.nodes=2",
-        "cluster.time=1:00:00",
-        "optimized_metric=bits",
-        "hydra.sweep.dir=s",
-    )
+    settings = ("cluster=slurm", "cluster.nodes=2", "cluster.time=1:00:00", "optimized_metric=bits")
     monkeypatch.setattr(sys, "argv", ["train", "--multirun", "seed=2,3", "hydra.sweep.dir=s", *settings])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit) as stop:
