@@ -185,14 +185,6 @@ def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
     assert not comes_back or (tmp_path / "asked").read_text() == "requeue 5\n"
 
 
-def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
-    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
-    assert (tmp_path / "outcome").read_text() == "refused\n"
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -254,13 +246,10 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
         (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
         (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
         (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
-        (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
         (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
         (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
         (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
-        (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
         (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
-        (["cluster.node=4"], "node"),
         (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
         (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
         (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
@@ -268,10 +257,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
         (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
         (["data.path=other.txt"], "data.path: expected a file"),
         (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
-        (["model.n_head=3"], "model.d_model"),
-        (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses these settings"),
         (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
-        (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
         (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
         (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
     ],
@@ -281,19 +267,13 @@ def test_mistakes_end_before_sbatch(
 ) -> None:
     fake_sbatch()
     code, _, err = command(*SMALL, *overrides)
-    assert code == 2
-    assert message in err
-    assert "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err
     assert not (tmp_path / "script").exists()
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     ("answer", "key"),
     [
-        ("invalid partition specified: x", "cluster.partition"),
-        ("Batch job submission failed: Invalid account or account/partition combination", "cluster."),
-        ("Batch job submission failed: Requested time limit is invalid", "cluster.time"),
         ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
         ("something else", "cluster.*"),
     ],
@@ -301,15 +281,7 @@ def test_mistakes_end_before_sbatch(
 def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answer: str, key: str) -> None:
     fake_sbatch(error=f"sbatch: error: {answer}")
     code, _, err = command(*SMALL)
-    assert code == 2
-    assert f"error: sbatch refuses the job: {answer}. Change {key}" in err
-
-
-def test_without_sbatch_submit_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, err = command(*SMALL)
-    assert code == 2
-    assert "sbatch: expected the command on PATH" in err and "dry_run=true" in err
+    assert code == 2 and f"error: sbatch refuses the job: {answer}. Change {key}" in err
 
 
 def test_memory_of_processes_without_gpus(command: Any, fake_sbatch: Any) -> None:
@@ -340,15 +312,15 @@ def test_settings_without_a_cluster_are_refused() -> None:
 
 
 def test_a_run_is_fitted_to_its_cluster() -> None:
-    config = TrainConfig(cluster=slurm())
-    jobs.fit_trainer(config)
-    assert config.trainer == {"num_nodes": 2, "devices": 8, "accelerator": "gpu"}
-    config = TrainConfig(cluster=slurm(gpus_per_node=0, tasks_per_node=3), trainer={"num_nodes": 2, "devices": 3})
-    jobs.fit_trainer(config)
-    assert config.trainer["accelerator"] == "cpu"
-    untouched = TrainConfig()
-    jobs.fit_trainer(untouched)
-    assert untouched == TrainConfig()
+    on_cpus = slurm(gpus_per_node=0, tasks_per_node=3)
+    fitted = [
+        (TrainConfig(cluster=slurm()), {"num_nodes": 2, "devices": 8, "accelerator": "gpu"}),
+        (TrainConfig(cluster=on_cpus), {"num_nodes": 2, "devices": 3, "accelerator": "cpu"}),
+        (TrainConfig(), {}),
+    ]
+    for config, trainer in fitted:
+        jobs.fit_trainer(config)
+        assert config.trainer == trainer
 
 
 # -- inside a job -----------------------------------------------------------------------------------------------------

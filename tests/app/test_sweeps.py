@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -56,7 +57,10 @@ def test_without_sbatch_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp
         sweep.submit_job(cluster, ["seed=1"], tmp_path)
 
 
-def test_submitits_launcher_is_refused() -> None:
-    sweep.check_packages(["hydra/launcher=processes"])
+def test_a_package_that_a_sweep_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep.check_packages(["hydra/launcher=processes", "hparams_search=grid"])
     with pytest.raises(ConfigError, match=r"hydra/launcher=submitit_slurm: .* Drop hydra/launcher=submitit_slurm\."):
         sweep.check_packages(["--multirun", "hydra/launcher=submitit_slurm"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-zero\[search\]'"):
+        sweep.check_packages(["hparams_search=optuna"])

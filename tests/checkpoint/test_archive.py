@@ -184,34 +184,3 @@ def test_the_command_line_has_exit_codes() -> None:
     done = run_command("python", "-m", "lightning_zero.checkpoint", "what")
     assert done.returncode == 2 and "verify PATH" in done.stdout and "'what'" in done.stderr
     assert main([]) == 2 and main(["--help"]) == 0 and main(["verify"]) == 2
-
-
-def test_memory_of_a_file_that_is_written_can_be_resized_still(tmp_path: Path) -> None:
-    """numpy would keep it; what rests in files gives its memory back between steps."""
-    value = torch.ones(100)
-    write(tmp_path / "a.ckpt", {"a": value})
-    value.untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_the_disk_begins_before_the_last_byte_is_there(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[int, int]] = []
-
-    class Libc:
-        if known:
-
-            @staticmethod
-            def sync_file_range(fd: int, start: Any, nbytes: Any, flags: int) -> int:
-                assert os.fstat(fd).st_size >= start.value + nbytes.value  # it is written
-                begun.append((start.value, nbytes.value))
-                return 0
-
-    monkeypatch.setattr(durable, "_LIBC", Libc)
-    values = torch.arange(2 * CHUNK // 4 + 5)
-    with durable.written_aside(tmp_path / "a.ckpt") as part:
-        archive.write_archive({"values": values}, part.fd)
-    assert torch.equal(torch.load(tmp_path / "a.ckpt")["values"], values)
-    assert sum(nbytes for _, nbytes in begun) == (values.nbytes if known else 0)
-    assert len(begun) == (values.nbytes // CHUNK + 1 if known else 0)

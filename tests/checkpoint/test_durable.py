@@ -47,12 +47,9 @@ def in_child(act: Callable[[], object]) -> int | None:
 
 
 def save_and_die(folder: Path, moment: str) -> None:
-    tempfile.tempdir = "/dev/shm"  # what fsspec writes to; another file system than ``folder``
     if moment == "half of the file":
         pwrite = os.pwrite
         os.pwrite = lambda fd, data, offset: (pwrite(fd, data[: len(data) // 2], offset), killed())
-    elif moment == "half of a copy":  # none is made
-        os.sendfile = lambda out, *_: (os.write(out, b"PK half"), killed())  # type: ignore[assignment]
     elif moment == "fsync":
         os.fsync = killed
     elif moment == "rename":
@@ -64,19 +61,12 @@ def save_and_die(folder: Path, moment: str) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "ends"),
-    [
-        ("half of the file", OLD),
-        ("half of a copy", NEW),
-        ("fsync", OLD),
-        ("rename", OLD),
-        ("fsync of the folder", NEW),
-    ],
+    [("half of the file", OLD), ("fsync", OLD), ("rename", OLD), ("fsync of the folder", NEW)],
 )
 def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, Any], tmp_path: Path) -> None:
     io = ZeroCheckpointIO()
     io.save_checkpoint(OLD, tmp_path / "last.ckpt")
-    code = in_child(lambda: save_and_die(tmp_path, moment))
-    assert code == (0 if moment == "half of a copy" else -signal.SIGKILL)
+    assert in_child(lambda: save_and_die(tmp_path, moment)) == -signal.SIGKILL
     assert torch.equal(torch.load(tmp_path / "last.ckpt")["value"], ends["value"])
     assert not [p for p in tmp_path.glob("*.ckpt") if p.name != "last.ckpt"]
     io.save_checkpoint(NEW, tmp_path / "other.ckpt")
@@ -245,11 +235,6 @@ def test_what_cannot_be_written_leaves_nothing_and_names_file_and_cause(tmp_path
         io.save_checkpoint({"made": lambda: 1}, path)
     with pytest.raises(FileExistsError, match=r"below\.ckpt"):
         io.save_checkpoint(NEW, path / "below.ckpt")
-    try:
-        raise FileNotFoundError("that a checkpoint is saved on")
-    except FileNotFoundError:
-        with pytest.raises(RuntimeError, match=r"last\.ckpt: .*[Pp]ickle"):
-            io.save_checkpoint({"made": lambda: 1}, path)
     assert torch.equal(torch.load(path)["value"], OLD["value"])
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 

@@ -52,15 +52,6 @@ def test_generators_go_on_from_a_saved_state() -> None:
         assert [draw(), draw()] == expected
 
 
-def test_as_many_ranks_have_their_own_again() -> None:
-    states = [Generators.seeded(seed, CPU) for seed in (1, 2)]
-    for rank, state in enumerate(states):
-        state.restore(CPU)
-        expected = draw()
-        of_rank(table(*states), rank, 2, CPU).restore(CPU)
-        assert draw() == expected
-
-
 def drawn(saved: dict[str, Tensor], world_size: int) -> list[tuple[float, ...]]:
     found = []
     for rank in range(world_size):
@@ -69,8 +60,14 @@ def drawn(saved: dict[str, Tensor], world_size: int) -> list[tuple[float, ...]]:
     return found
 
 
-def test_other_numbers_of_ranks_have_numbers_of_their_own() -> None:
-    saved = table(*(Generators.seeded(seed, CPU) for seed in (1, 2)))
+def test_as_many_ranks_have_their_own_again_and_others_numbers_of_their_own() -> None:
+    states = [Generators.seeded(seed, CPU) for seed in (1, 2)]
+    saved = table(*states)
+    own = []
+    for state in states:
+        state.restore(CPU)
+        own.append(tuple(draw()))
+    assert drawn(saved, 2) == own
     for world_size in (1, 3, 4):
         found = drawn(saved, world_size)
         assert len(set(found)) == world_size and found == drawn(saved, world_size)

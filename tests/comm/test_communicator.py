@@ -69,9 +69,8 @@ def test_gather_fills_every_slice_in_place(transport: TransportName, dtype: torc
         full[own] = _input(comm.rank, comm.world_size, dtype)[own]
         result = comm.all_gather(full, "x").wait()
         assert result is full
-        for rank in range(comm.world_size):
-            part = slice(rank * 512, (rank + 1) * 512)
-            assert torch.equal(full[part], _input(rank, comm.world_size, dtype)[part])
+        parts = [_input(rank, comm.world_size, dtype).view(-1, 512)[rank] for rank in range(comm.world_size)]
+        assert torch.equal(full, torch.cat(parts))
 
 
 @on_ranks(1, 2, 3)
@@ -122,34 +121,6 @@ def test_a_sum_is_added_in_place_or_keeps_no_other_part() -> None:
             assert found.untyped_storage().nbytes() == found.nbytes
 
 
-@on_ranks(2)
-def test_many_operations_in_flight_keep_their_results() -> None:
-    with communicator() as comm:
-        fulls = []
-        for i in range(8):
-            full = torch.zeros(2 * 256)
-            full[comm.rank * 256 : (comm.rank + 1) * 256] = 10 * i + comm.rank
-            fulls.append(full)
-        gathers = [comm.all_gather(full, str(i)) for i, full in enumerate(fulls)]
-        sums = [comm.reduce_scatter(torch.full((2 * 256,), float(i)), str(i)) for i in range(8)]
-        for i in reversed(range(8)):
-            assert sums[i].finish().unique().tolist() == [2.0 * i]
-            assert gathers[i].wait().unique().tolist() == [10.0 * i, 10.0 * i + 1]
-
-
-@on_ranks(2)
-def test_operations_are_counted_and_observed_by_kind_and_label() -> None:
-    seen: list[tuple[str, str]] = []
-    with communicator() as comm:
-        comm.observers.append(lambda kind, label: seen.append((kind, label)))
-        comm.all_gather(torch.zeros(512), "a").wait()
-        comm.all_gather(torch.zeros(512), "a").wait()
-        comm.reduce_scatter(torch.zeros(512), "a").finish()
-        comm.all_reduce(torch.zeros(512), "b").finish()
-        assert comm.counts == {("all_gather", "a"): 2, ("reduce_scatter", "a"): 1, ("all_reduce", "b"): 1}
-        assert seen == [("all_gather", "a")] * 2 + [("reduce_scatter", "a"), ("all_reduce", "b")]
-
-
 @on_ranks(1)
 def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
     with communicator() as comm:
@@ -163,12 +134,6 @@ def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
         comm.exchange(0)
         assert not comm.counts
         assert threading.active_count() == 1
-
-
-def test_without_torch_distributed_there_is_one_rank() -> None:
-    comm = Communicator(None, CPU)
-    assert (comm.rank, comm.world_size) == (0, 1)
-    comm.close()
 
 
 @on_ranks(2, 3)
@@ -227,25 +192,18 @@ def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> Non
         comm.waits.close()  # messages were lost on these groups: they are not given back
 
 
-@pytest.mark.parametrize(
-    ("name", "backend", "world", "expected"),
-    [
-        (TransportName.auto, "gloo", 2, DirectTransport),
-        (TransportName.auto, "gloo", DIRECT_MAX_RANKS + 1, PlainTransport),
-        (TransportName.auto, "nccl", 2, PlainTransport),
-        (TransportName.direct, "nccl", 64, DirectTransport),
-        (TransportName.plain, "gloo", 2, PlainTransport),
-    ],
-)
-def test_transport_is_chosen_by_backend_and_ranks(
-    name: TransportName, backend: str, world: int, expected: type
-) -> None:
-    assert type(choose_transport(name, backend, world, CPU)) is expected
-
-
-def test_a_host_backend_for_a_device_is_wrapped() -> None:
-    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"))) is HostTransport
-    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"))) is PlainTransport
+def test_transport_is_chosen_by_backend_and_ranks() -> None:
+    auto, direct, plain = TransportName.auto, TransportName.direct, TransportName.plain
+    expected = {
+        (auto, "gloo", 2, "cpu"): DirectTransport,
+        (auto, "gloo", DIRECT_MAX_RANKS + 1, "cpu"): PlainTransport,
+        (auto, "gloo", 2, "cuda"): HostTransport,
+        (auto, "nccl", 2, "cuda"): PlainTransport,
+        (direct, "nccl", 64, "cuda"): DirectTransport,
+        (plain, "gloo", 2, "cpu"): PlainTransport,
+    }
+    for (name, backend, world, device), kind in expected.items():
+        assert type(choose_transport(name, backend, world, torch.device(device))) is kind
 
 
 # -- what a closed communicator leaves --------------------------------------------------------------------------------
@@ -279,16 +237,6 @@ def test_groups_of_a_communicator_that_was_forgotten_are_used_again() -> None:
         del first
     with communicator() as again:
         assert again._groups is groups
-
-
-@on_ranks(2)
-def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
-    with communicator() as comm:
-        groups = comm._groups
-        assert groups is not None
-        groups.issued["all_gather"] += comm.rank  # an exception kept one rank from an operation
-    with communicator() as again:
-        assert again._groups is not groups
 
 
 @on_ranks(2)
@@ -361,7 +309,6 @@ def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(
             full = inputs[rank].to(dtype, copy=True)
             part = comm.reduce_scatter(full, "x", factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(part, expected[own])
-            total = comm.all_reduce(
-                inputs[rank].to(dtype, copy=True), "x", factor=0.25, total_dtype=torch.float32
-            ).finish()
+            full = inputs[rank].to(dtype, copy=True)
+            total = comm.all_reduce(full, "x", factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(total, expected)
