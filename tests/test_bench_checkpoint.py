@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checkpoint import hugging_face, measure, ranks, tables
+from benchmarks.checkpoint import hugging_face, tables
 from benchmarks.checkpoint.measure import SIDES, Found, Save
 from benchmarks.checkpoint.ranks import Memory, Turn, Window
 from tests.harness import run_command
@@ -71,22 +71,3 @@ def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
     assert row["save_mib"] == 150 - 130  # beside the write, beyond the peak of steps; the call took 3
     assert row["load_mib"] == 7
     assert row["bound_mib"] == 4 + 64
-
-
-class _Forgets(measure.Dcp):
-    """A save of which the last value is not loaded."""
-
-    def load(self, path: str) -> None:
-        super().load(path)
-        next(iter(self.model.parameters())).data.zero_()
-
-
-@pytest.mark.full
-def test_a_save_that_is_not_right_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.bench, "MODEL", measure.bench.TINY)
-    monkeypatch.setitem(SIDES, "forgets", _Forgets)
-    job = measure.Job("forgets", str(tmp_path), 2, 1)
-    row = tables.row_of([ranks.take_turn(measure.turn, 1, job, looked_for=job.paths)])
-    assert row["error"] == "what was loaded is not what was saved"
-    line = tables.markdown([row], tables.SAVE_COLUMNS).splitlines()[-1]
-    assert line.startswith("| 1 | forgets | what was loaded is not what was saved |") and "0." not in line

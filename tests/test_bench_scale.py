@@ -12,8 +12,6 @@ import pytest
 
 from benchmarks import bench_scale
 from benchmarks.bench_scale import Case, Result, in_process, measure
-from lightning_zero.config import Precision, make_config
-from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning import memory
 from lightning_zero.planning.layout import SHARD_ALIGN
 
@@ -116,15 +114,3 @@ def test_bytes_that_the_plan_does_not_have_are_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "planned_bytes", lambda *args, **kwargs: plan(*args, **{**kwargs, "state_tensors": 1}))
     with pytest.raises(RuntimeError, match=r"held .* planned"):
         in_process(small(2, 0))
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("name", "low", "high"), [("70b", 65e9, 75e9), ("400b", 390e9, 420e9)])
-def test_the_models_have_the_sizes_of_their_names(name: str, low: float, high: float) -> None:
-    units = describe_units(bench_scale.make_model(bench_scale.MODELS[name]), make_config(), Precision.bf16)
-    assert low < sum(shape.numel for shape in bucket_shapes(units)) < high
-
-
-def test_cases_hold_both_ends_of_the_largest_world_and_the_growth() -> None:
-    found = [(c.stage, c.world_size, c.rank) for c in bench_scale.cases(["70b"], [2, 3], [8, 4096])]
-    assert found == [(2, 4096, 0), (2, 4096, 4095), (3, 4096, 0), (3, 4096, 4095), (3, 8, 0)]

@@ -18,7 +18,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import lightning_zero
 import lightning_zero.__main__ as entry_point
 from tests.harness import ROOT, run_command
 
@@ -102,16 +101,6 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     assert {name: file for name, file in imported.items() if name not in known} == {}
 
 
-def test_constraints_pin_an_exact_torch_within_the_bound() -> None:
-    lines = [x for x in (ROOT / "constraints-cpu.txt").read_text().splitlines() if x and not x.startswith("#")]
-    (pin,) = (Requirement(x) for x in lines)
-    (bound,) = (Requirement(x) for x in PROJECT["project"]["dependencies"] if Requirement(x).name == "torch")
-    (specifier,) = pin.specifier
-    assert pin.name == "torch"
-    assert specifier.operator == "=="
-    assert bound.specifier.contains(specifier.version)
-
-
 def test_ci_runs_both_tiers_in_its_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -125,11 +114,9 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
     done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7")
     assert done.returncode == 0, done.stderr
-    assert "-m venv no-such-venv" in done.stdout
-    assert "-m lightning_zero.train seed=7" in done.stdout
-    assert "-m pytest" in done.stdout
-    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test]'" in done.stdout
-    assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
+    parts = ["-m venv no-such-venv", "-m lightning_zero.train seed=7", "-m pytest", "tests/slurm/lab.sh install"]
+    parts += ["-e '.[test]'", "-m benchmarks.bench", "-m benchmarks.checkpoint"]
+    assert [part for part in parts if part not in done.stdout] == []
 
 
 def test_make_help_lists_every_target() -> None:
@@ -158,16 +145,12 @@ def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
 
 
 def test_no_names_of_machines_or_indexes() -> None:
+    for file in [ROOT / ".dockerignore", *(ROOT / "docker").glob("*.*")]:
+        assert not re.search(r"https?://", file.read_text()), file
     for name in TEXT_FILES:
         text = (ROOT / name).read_text()
         assert not re.search(r"https?://", text), name
         assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text), name
-
-
-def test_version_has_one_source() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lightning_zero.__version__"
-    assert Version(lightning_zero.__version__) >= Version("0.1.0")
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +203,8 @@ def test_the_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     where = call("-c", "import lightning_zero, hydra_plugins.lightning_zero_plugin as p; print(p.__file__)")
     assert where.startswith(str(site))
     assert "n_layer: 5" in call("-m", "lightning_zero.train", "--cfg", "job", "model.n_layer=5")
-    out = call(
-        *("-m", "lightning_zero.train", "experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2"),
-        *("trainer.max_steps=3", "hydra.run.dir=run"),
-    )
-    assert "validation bits per byte: " in out
+    small = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=3")
+    assert "validation bits per byte: " in call("-m", "lightning_zero.train", *small, "hydra.run.dir=run")
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
-    entry = call(
-        "-c", "from importlib.metadata import entry_points as e; print([x.value for x in e(group='hydra.plugins')])"
-    )
-    assert "hydra_plugins.lightning_zero_plugin" in entry
+    plugins = "from importlib.metadata import entry_points; print(entry_points(group='hydra.plugins'))"
+    assert "hydra_plugins.lightning_zero_plugin" in call("-c", plugins)

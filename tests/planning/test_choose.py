@@ -54,21 +54,6 @@ MACHINES = st.builds(
 )
 
 
-def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie() -> None:
-    """At stage 1: nothing comes beside them but what is received of one bucket. Spare buffers hold them meanwhile."""
-    of = model(1000, 10**5)
-    shapes = [replace(shape, itemsizes=Itemsizes(4, 4, 4, 4)) for shape in of.shapes]
-    plans = [place(shape, STAGES[Stage.zero1], OFFLOADS[Offload.none], 2) for shape in shapes]
-    limits = Limits(10**6, 0, 10**6, micro_batches=2, has_link=False)
-    assert of.activations is not None
-    held = peaks_with(plans, limits, of.activations.of(4))
-    bucket = plans[0].layout.numel * 4
-    assert held[Phase.backward][Role.reducing, Tier.device] <= bucket
-    assert held[Phase.backward][Role.grad, Tier.device] == len(plans) * bucket
-    once = peaks_with(plans, replace(limits, micro_batches=1), of.activations.of(4))
-    assert once[Phase.backward][Role.reducing, Tier.device] > bucket
-
-
 @settings(max_examples=40, deadline=None)
 @given(MODELS, MACHINES)
 def test_auto_chooses_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
@@ -115,14 +100,6 @@ def test_the_error_says_what_is_missing_and_what_to_change() -> None:
     assert "zero/stage and zero/offload: expected a row that fits into 1 rank(s) on 1 host(s)" in text
     for part in ("got none of", "data.batch_size", "zero.activation_checkpointing=blocks", "zero.offload.nvme_path"):
         assert part in text
-
-
-def test_half_is_left_for_activations_that_are_not_known() -> None:
-    machine = Machine(1, 1000, 1000, 1000)
-    assert with_reserve(machine).gpu_memory == 900
-    assert with_reserve(machine, activations_known=False).gpu_memory == 500
-    shared = replace(machine, shared=True)
-    assert with_reserve(shared, activations_known=False).host_memory == 500
 
 
 @settings(deadline=None)

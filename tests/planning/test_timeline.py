@@ -11,11 +11,8 @@ from lightning_zero.planning.speed import Rates, least_seconds, work_of
 from tests.device.timeline import Task, busy, ends
 
 
-def test_a_party_does_one_thing_after_the_other() -> None:
-    assert ends([Task(0, 1.0), Task(0, 2.0), Task(1, 5.0)]) == [1.0, 3.0, 5.0]
-
-
 def test_a_task_waits_for_those_before_it() -> None:
+    assert ends([Task(0, 1.0), Task(0, 2.0), Task(1, 5.0)]) == [1.0, 3.0, 5.0]  # and for those of its party
     assert ends([Task(0, 1.0), Task(1, 2.0, after=(0,)), Task(0, 1.0, after=(1,))]) == [1.0, 3.0, 4.0]
 
 
@@ -23,20 +20,6 @@ def test_a_resource_serves_who_came_first() -> None:
     tasks = [Task(0, 2.0, "link"), Task(1, 1.0), Task(1, 3.0, "link"), Task(2, 1.0, "link"), Task(3, 1.0, "disk")]
     assert ends(tasks) == [2.0, 1.0, 6.0, 3.0, 1.0]  # party 2 comes at 0, party 1 at 1
     assert busy(tasks) == {"link": 6.0, "disk": 1.0}
-
-
-def test_what_two_parties_do_for_each_other_overlaps() -> None:
-    """Three pieces are copied into two buffers by turns and then used: a pipeline."""
-    copy, use = 0, 1
-    tasks = [
-        Task(copy, 2.0),
-        Task(copy, 2.0),
-        Task(use, 3.0, after=(0,)),
-        Task(copy, 2.0, after=(2,)),
-        Task(use, 3.0, after=(1,)),
-        Task(use, 3.0, after=(3,)),
-    ]
-    assert ends(tasks)[-1] == 2 + 3 * 3
 
 
 UNIT = Rates(

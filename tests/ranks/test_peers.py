@@ -70,7 +70,7 @@ def test_a_broken_connection_of_living_ranks_names_none(elsewhere: None) -> None
 
 
 def test_a_dead_process_of_this_machine_needs_no_roll_call() -> None:
-    _, peers = ranks(3)
+    store, peers = ranks(3)
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     while is_alive(child.pid):  # it stays, a zombie: nobody has waited for it
         time.sleep(0.01)
