@@ -58,7 +58,7 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
     "large, without blocks": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), {"max_bytes": 100}, ["0", "1"]),
     "cannot be divided": (nn.Sequential(nn.GRU(128, 256, num_layers=3), nn.Linear(256, 10)), {}, ["0", "1"]),
     "hints of Hugging Face": (Hinted(), {}, [f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2)] + ["head"]),
-    "large blocks": (Stack(2), {"max_bytes": 100}, [f"blocks.{i}.inner.{j}" for i in (0, 1) for j in (0, 2)]),
+    "large blocks": (Stack(), {"max_bytes": 100}, [f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2)]),
     "containers": (under("parts", nn.ModuleDict({"a": nn.Linear(4, 4)})), {"max_bytes": 70}, ["parts.a"]),
     "most in blocks": (nn.Sequential(nn.Embedding(4096, 256), *(Block(512) for _ in range(4))), {}, list("1234")),
     "small": (wide(64, 512), {}, []),
