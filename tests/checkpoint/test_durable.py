@@ -60,8 +60,7 @@ def save_and_die(folder: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "ends"),
-    [("half of the file", OLD), ("fsync", OLD), ("rename", OLD), ("fsync of the folder", NEW)],
+    ("moment", "ends"), [("half of the file", OLD), ("fsync", OLD), ("rename", OLD), ("fsync of the folder", NEW)]
 )
 def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, Any], tmp_path: Path) -> None:
     io = ZeroCheckpointIO()
@@ -107,8 +106,7 @@ def write_folder_and_die(folder: Path, moment: str) -> None:
 
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize(
-    ("moment", "ends"),
-    [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")],
+    ("moment", "ends"), [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")]
 )
 def test_a_kill_leaves_the_old_folder_or_the_new_one(
     moment: str, ends: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

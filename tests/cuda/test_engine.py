@@ -52,10 +52,7 @@ def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "
     module = Model()
     twin = Twin(module, precision=precision, each=stage >= 2)
     losses: list[list[torch.Tensor]] = [[], []]
-    with (
-        in_order(order),
-        Sharded(module, stage=stage, precision=precision, offload=offload(row, folder)) as sharded,
-    ):
+    with in_order(order), Sharded(module, stage=stage, precision=precision, offload=offload(row, folder)) as sharded:
         for side, found in zip((sharded, twin), losses, strict=True):
             for step in range(4):
                 with autocast(precision):

@@ -57,10 +57,7 @@ def environ() -> Iterator[Any]:
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
             Launched(by="srun", rank=0, world_size=6, local_world_size=2, nodes=3),
         ),
-        (
-            UNEVEN,
-            Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1}),
-        ),
+        (UNEVEN, Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1})),
     ],
 )
 def test_each_launcher_tells_the_place_of_a_rank(environ: dict[str, str], expected: Launched | None) -> None:

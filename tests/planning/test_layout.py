@@ -7,14 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.planning.layout import (
-    PARAM_ALIGN,
-    SHARD_ALIGN,
-    BucketLayout,
-    cut_runs,
-    lay_out,
-    split_by_bytes,
-)
+from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, BucketLayout, cut_runs, lay_out, split_by_bytes
 
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 worlds = st.integers(1, 9)
