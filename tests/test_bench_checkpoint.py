@@ -64,10 +64,3 @@ def test_a_stall_is_the_call_and_what_steps_wait() -> None:
     assert row["of_disk"] == (12 / 4) / (12 / 2)
     blocking = tables.row_of([a_turn(background=False, saves=[Save("p", 0, 0.5, nbytes=1, plain_s=[1])] * 2)])
     assert blocking["stall_s"] == blocking["durable_s"] == 0.5 and "step_speed" not in blocking
-
-
-def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
-    row = tables.row_of([a_turn()])
-    assert row["save_mib"] == 150 - 130  # beside the write, beyond the peak of steps; the call took 3
-    assert row["load_mib"] == 7
-    assert row["bound_mib"] == 4 + 64

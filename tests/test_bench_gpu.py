@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import subprocess
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ import pytest
 from benchmarks.gpu import trace
 from benchmarks.gpu.__main__ import chosen, parse
 from benchmarks.gpu.bounds import bounds
-from benchmarks.gpu.check import Check
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
 from tests.harness import run_command
 
@@ -124,40 +120,6 @@ def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b:
     assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
     if gib == 78.5:
         assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
-
-
-class Peer:
-    """A process that takes turns."""
-
-    def __init__(self, *losses: float) -> None:
-        self.losses = losses
-
-    def ask(self, command: str, deadline: float, **_: Any) -> dict[str, Any]:
-        return {"step_s": [0.1], "forward_backward_s": [0.1], "losses": dict(enumerate(self.losses))}
-
-
-@pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")  # or it would set that itself
-    return Check(Output(tmp_path / "out"), "cpu", str(tmp_path), 1000.0)
-
-
-def raced(check: Check, **peers: Peer) -> dict[str, Any]:
-    for name, peer in peers.items():
-        row = Row(SIZES["tiny"], name)
-        check._peers[name] = row, peer  # type: ignore[assignment]
-        check._found["tiny", name] = {"step_ms": 100.0, "forward_backward_ms": 50.0}
-    row = Row(SIZES["tiny"], "zero3")
-    found = check._race(row, Peer(2.0, 1.0), time.monotonic() + 500)  # type: ignore[arg-type]
-    return found | check._judge(row, found)
-
-
-def test_a_side_whose_losses_are_no_numbers_blames_no_other(check: Check) -> None:
-    found = raced(check, bare=Peer(2.0, 1.0), fsdp2=Peer(2.0, math.nan))
-    assert "error" not in found and found["loss_difference"] == 0
-    assert check._judge(Row(SIZES["tiny"], "fsdp2"), found)["error"] == "its losses are not finite"
-    found = raced(check, bare=Peer(2.0, 1.0), fsdp2=Peer(2.0, 3.0))
-    assert found["error"] == "its losses are not those of fsdp2"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import os
 import re
 import stat
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -44,16 +42,6 @@ def version(name: str) -> str:
 def instructions(kind: str) -> list[tuple[str, str]]:
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (FOLDER / f"Dockerfile.{kind}").read_text(), flags=re.MULTILINE))
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
-
-
-@pytest.fixture(scope="module")
-def image() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("image", FOLDER / "image.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["image"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
@@ -118,39 +106,6 @@ def test_the_user_is_not_root_and_owns_nothing_but_the_outputs(kind: str) -> Non
     assert all("--chown" not in value for name, value in stage if name == "COPY")
     assert next(v for n, v in stage if n == "ENTRYPOINT") == '["tini", "-s", "--", "lightning-zero"]'
     assert next(v for n, v in stage if n == "WORKDIR") == "/runs"
-
-
-# -- the commands of a build -------------------------------------------------------------------------------------------
-
-
-def test_commands_of_a_build(
-    image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    certificate = tmp_path / "ca.crt"
-    certificate.touch()
-    arguments = {"PIP_CERT": str(certificate), "PIP_INDEX_URL": "mirror.example"}
-    arguments["PIP_FIND_LINKS"] = "/wheels wheels.example"
-    source = image.Source(arguments, [str(certificate), "/wheels"])
-    given = {"base": "own:1", "torch_index_url": "torch.example", "source": source}
-    buildah = " ".join(image.build_command("buildah", "cpu", "x:1", **given))
-    assert buildah.startswith("buildah bud --format docker ")
-    parts = [f"--volume {certificate}:{certificate}:ro", "--volume /wheels:/wheels:ro", f"PIP_CERT={certificate}"]
-    parts += ["--file docker/Dockerfile.cpu --tag x:1", "BASE=own:1", "TORCH_INDEX_URL=torch.example"]
-    assert [part for part in parts if part not in buildah] == [] and capsys.readouterr().out == ""
-    docker = " ".join(image.build_command("docker", "cuda", "x:1", **given))
-    assert docker.startswith(f"docker build --secret id=pip_cert,src={certificate} --file docker/Dockerfile.cuda ")
-    parts = ["PIP_INDEX_URL=mirror.example", "PIP_FIND_LINKS=wheels.example", "PIP_CERT=/run/secrets/pip_cert"]
-    assert [part for part in parts if part not in docker] == [] and "/wheels" not in docker
-    assert capsys.readouterr().out.endswith(": /wheels\n")
-    # What the Dockerfiles use needs BuildKit, which is no default before Docker 23.
-    monkeypatch.delenv("DOCKER_BUILDKIT", raising=False)
-    assert image.environment("docker")["DOCKER_BUILDKIT"] == "1"
-
-
-def test_neither_docker_nor_buildah(image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(image.Refusal, match="expected Docker with its engine running, or buildah; found neither"):
-        image.choose_engine()
 
 
 # -- the entry point ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -361,32 +360,21 @@ main()
 """
 
 APP_CONF = """
-defaults:
-  - zero: schema
-  - zero/stage: zero3
-  - zero/precision: fp32
-  - zero/offload: none
-  - optimizer: adamw
-  - _self_
+defaults: [zero: schema, zero/stage: zero3, zero/precision: fp32, zero/offload: none, optimizer: adamw, _self_]
 hydra: {run: {dir: .}, output_subdir: null}
 """
 
 
-def run_app(folder: Path, *overrides: str, app: str = APP, conf: str = APP_CONF) -> subprocess.CompletedProcess[str]:
-    (folder / "conf").mkdir(exist_ok=True)
-    (folder / "app.py").write_text(app)
-    (folder / "conf" / "app.yaml").write_text(conf)
-    code = f"import sys, runpy; sys.path.insert(1, {str(ROOT)!r}); sys.argv = ['app.py', *{list(overrides)!r}]; "
-    code += "runpy.run_path('app.py', run_name='__main__')"
-    return run_command("python", "-c", code, folder=folder)
-
-
 @pytest.mark.full
 def test_another_app_composes_our_groups_and_gets_our_errors(tmp_path: Path) -> None:
-    done = run_app(tmp_path, "zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(APP_CONF)
+    (tmp_path / "app.py").write_text(APP)
+    given = ("zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
+    done = run_command("python", "app.py", *given, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "torch.optim.SGD", "heavy: []"]
-    done = run_app(tmp_path, "zero.prefetch_bytes=-5")
+    done = run_command("python", "app.py", "zero.prefetch_bytes=-5", folder=tmp_path)
     assert done.returncode != 0
     assert "zero.prefetch_bytes: expected a number >= 0, got -5" in done.stderr
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
     DirectTransport,
@@ -87,38 +85,6 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
         assert torch.equal(found[0], found[1])
     elif dtype is not torch.bfloat16:  # where one rounding is a hundredth
         torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("transport", [TransportName.plain, TransportName.direct])
-def test_all_reduce_is_reduce_scatter_then_gather(transport: TransportName) -> None:
-    with communicator(transport=transport) as comm:
-        world, rank = comm.world_size, comm.rank
-        part = comm.reduce_scatter(_input(rank, world, torch.float32), "x").finish()
-        reduction = comm.all_reduce(_input(rank, world, torch.float32), "x")
-        assert not reduction.land()
-        total = reduction.finish()
-        assert torch.equal(total[rank * 512 : (rank + 1) * 512], part)
-        everywhere = [torch.empty_like(total) for _ in range(world)]
-        dist.all_gather(everywhere, total)
-        assert all(torch.equal(other, total) for other in everywhere)
-
-
-@on_ranks(1, 2, 3)
-def test_a_sum_is_added_in_place_or_keeps_no_other_part() -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for in_place in (False, True):
-        full = _input(rank, world, torch.float32)
-        own = full.view(world, -1)[rank]
-        works, total = DirectTransport().reduce(full, Members(rank, world, dist.group.WORLD), in_place=in_place)
-        for work in works:
-            work.wait()
-        found = total()
-        assert torch.equal(found, _expected_sum(world, torch.float32).view(world, -1)[rank])
-        if in_place:
-            assert found.data_ptr() == own.data_ptr()
-        else:
-            assert found.untyped_storage().nbytes() == found.nbytes
 
 
 @on_ranks(1)
@@ -256,31 +222,6 @@ def test_as_many_operations_of_other_kinds_are_not_the_same() -> None:
                 assert comm.all_gather(full, "x").wait().tolist() == [0.0, 1.0]
         with communicator() as again:
             assert again._groups is not groups
-
-
-def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
-    """After an exception: the second phase of a reduction is issued when the first has been found complete."""
-
-    class Work:
-        def __init__(self) -> None:
-            self.limits: list[float] = []
-
-        def wait(self, limit: timedelta) -> None:
-            self.limits.append(limit.total_seconds())
-
-        def is_completed(self) -> bool:
-            return True
-
-    comm = Communicator(None, CPU)
-    for lands in (False, True):
-        work = Work()
-        first = Pending(comm, "first", [] if lands else [work], lambda: torch.zeros(1))
-        reduction = Reduction(first, lambda _, work=work: Pending(comm, "later", [work], lambda: torch.zeros(1)))
-        if lands:
-            assert not reduction.land()
-        reduction.abandon(time.monotonic() + 3600)
-        (limit,) = work.limits
-        assert limit < 1 if lands else limit > 3000
 
 
 # -- sums of narrower parts -------------------------------------------------------------------------------------------

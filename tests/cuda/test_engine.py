@@ -141,6 +141,7 @@ def test_trainer_saves_and_goes_on(
 
 DEVICE, COMM, UNITS, TIERS = (f"lightning_zero.{name}" for name in ("device", "comm", "engine.units", "tiers"))
 SIDES = "other streams early"
+ON_HOST = "accelerator.wait_on_host"
 WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{DEVICE}.cuda:Cuda.wait", "self.current_stream().wait_event(event)", 2, {}),
     (f"{DEVICE}.cuda:Cuda.wait_on_host", "event.synchronize()", 1, {"row": "optimizer_cpu"}),
@@ -149,27 +150,12 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self.event)", 2, {}),
     (f"{COMM}.communicator:Communicator._run", "self.streams.wait(event)", 2, {"stage": 2}),
     (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu"}),
-    (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
-    (
-        f"{UNITS}.grad_store:Landing._land",
-        "self.streams.accelerator.wait_on_host(arrived)",
-        2,
-        {"row": "optimizer_cpu"},
-    ),
-    (
-        f"{UNITS}.master_storage:HostStorage.open",
-        "self._tier.accelerator.wait_on_host(self._reads)",
-        1,
-        {"row": "optimizer_cpu"},
-    ),
-    ("lightning_zero.engine.whole.snapshot:Snapshot.stage", "accelerator.wait_on_host(arrived)", 1, {}),
-    (
-        f"{TIERS}.pinned:Sender.send",
-        "self._accelerator.wait_on_host(self._sent[turn % 2])",
-        2,
-        {"row": "optimizer_nvme"},
-    ),
-    (f"{TIERS}.pinned:ReadAhead.take", "self._accelerator.wait_on_host(event)", 2, {"row": "nvme"}),
+    (f"{UNITS}.grad_store:_wait", f"streams.{ON_HOST}(arrival)", 1, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.grad_store:Landing._land", f"self.streams.{ON_HOST}(arrived)", 2, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.master_storage:HostStorage.open", f"self._tier.{ON_HOST}(self._reads)", 1, {"row": "optimizer_cpu"}),
+    ("lightning_zero.engine.whole.snapshot:Snapshot.stage", f"{ON_HOST}(arrived)", 1, {}),
+    (f"{TIERS}.pinned:Sender.send", f"self._{ON_HOST}(self._sent[turn % 2])", 2, {"row": "optimizer_nvme"}),
+    (f"{TIERS}.pinned:ReadAhead.take", f"self._{ON_HOST}(event)", 2, {"row": "nvme"}),
 ]
 
 

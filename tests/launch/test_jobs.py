@@ -149,22 +149,6 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
     assert_same_weights(tmp_path, undisturbed)
 
 
-@pytest.mark.full
-def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
-    def job() -> tuple[str, ...]:
-        return "--rdzv-id=job", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-backend=c10d"
-
-    first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
-    assert first.returncode != 0
-    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
-    assert again.returncode == 0, again.stderr
-    assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
-    assert "ranks: 3 of 3" in again.stdout
-    found, whole = losses(tmp_path), losses(undisturbed)
-    assert list(found) == list(range(8, STEPS))
-    assert float(found[STEPS - 1]) < float(whole[7])
-
-
 # -- ranks that die ---------------------------------------------------------------------------------------------------
 
 
