@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,15 +103,6 @@ def test_methods_of_lightning_that_are_overridden_for_a_run_are_listed() -> None
     assert 0 < len(found) <= MOST_REPLACED
     for theirs, name in found:
         assert re.search(rf"\b{theirs}\b[^:]*\b{name}\b", listed), f"trainer/adapted.py: {theirs}.{name}?"
-
-
-def test_classes_of_lightning_stay_as_they_are() -> None:
-    from lightning_zero.trainer.loops import ADAPTED
-
-    for ours in ADAPTED:
-        assert len(ours.__bases__) == 1
-        methods = [value for value in vars(ours.__bases__[0]).values() if inspect.isfunction(value)]
-        assert methods and all("lightning_zero" not in method.__code__.co_filename for method in methods)
 
 
 def test_planning_knows_no_process_group() -> None:

@@ -13,14 +13,12 @@ import pytest
 
 from benchmarks.gpu import trace
 from benchmarks.gpu.__main__ import chosen, parse
-from benchmarks.gpu.bounds import bounds
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
+from benchmarks.gpu.plan import SIZES, parts, tiny_parts
 from tests.harness import run_command
 
 BROKEN = "zero3+optimizer_cpu"
-RATES = {"matmul": 8e14, "device_copy": 4e12, "h2d": 5e10, "d2h": 5e10, "host_copy": 2e11, "disk_read": 2e9}
 WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegaconf'] = None; sys.argv[0] = 'gpu'; "
 
 
@@ -120,27 +118,6 @@ def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b:
     assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
     if gib == 78.5:
         assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
-
-
-@pytest.mark.parametrize(
-    ("offload", "expected"),
-    [
-        ("none", {"compute": 1 + 28 / 4e3}),
-        ("optimizer_cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50}),
-        ("cpu", {"compute": 1, "link to the device": 8 / 50, "link from the device": 4 / 50}),
-        ("nvme", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50, "disk": (12 + 4) / 2}),
-    ],
-)
-def test_bounds_by_resource(offload: str, expected: dict[str, float]) -> None:
-    row = Row(SIZES["1b"], "zero3", offload)
-    billions = row.size.parameters / 1e9
-    found = bounds(row, RATES, 1.0)
-    if offload != "none":
-        assert found.pop("host memory") == pytest.approx(28 / 200 * billions)
-    for name, seconds in expected.items():
-        per_parameter = seconds - (1 if name == "compute" else 0)
-        assert found.pop(name) == pytest.approx((1 if name == "compute" else 0) + per_parameter * billions), name
-    assert not found
 
 
 def event(name: str, category: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:

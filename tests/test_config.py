@@ -9,8 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_zero.config import (
     CommConfig,
@@ -24,7 +22,6 @@ from lightning_zero.config import (
     Transport,
     UnitConfig,
     ZeroConfig,
-    choose,
     make_config,
 )
 from lightning_zero.presets import PRESETS
@@ -178,12 +175,3 @@ def test_presets_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> Non
         config = make_config(stage=stage, offload=offload)
         assert (config.stage.name.name, config.offload.name.name) == (stage, offload)
         assert config.offload.nvme_path == ("/b" if "nvme" in name else None)
-
-
-@given(st.text())
-def test_no_text_is_taken_for_a_stage_by_accident(text: str) -> None:
-    if text in Stage.__members__ or text in {"0", "1", "2", "3"}:
-        assert choose("stage", text).name in Stage.__members__
-    else:
-        with pytest.raises(ConfigError):
-            choose("stage", text)

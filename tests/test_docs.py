@@ -172,16 +172,6 @@ def test_every_argument_of_others_is_answered() -> None:
         assert [name for name in names if not re.search(rf"\b{name}\b", page)] == []
 
 
-def test_every_strategy_name_of_others_is_answered() -> None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    pages = {name: (ROOT / "docs" / f"from_{name}.md").read_text() for name in ("deepspeed", "fsdp")}
-    for name in StrategyRegistry.available_strategies():
-        for other, page in pages.items():
-            if name.startswith(other):
-                assert f"`{name}`" in page or f'"{name}"' in page, name
-
-
 # -- messages -----------------------------------------------------------------------------------------------------
 
 OF_OTHERS = (  # messages that are not ours

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 import stat
 import subprocess
 import tomllib
@@ -22,7 +21,6 @@ from tests.harness import ROOT, run_command
 pytestmark = pytest.mark.full
 
 FOLDER = ROOT / "docker"
-KINDS = ("cpu", "cuda")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = {
     r.name: r
@@ -37,11 +35,6 @@ def version(name: str) -> str:
     assert specifier.operator == "==", f"{name} is not pinned"
     assert "*" not in specifier.version
     return specifier.version
-
-
-def instructions(kind: str) -> list[tuple[str, str]]:
-    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (FOLDER / f"Dockerfile.{kind}").read_text(), flags=re.MULTILINE))
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
@@ -76,36 +69,6 @@ def test_every_package_that_is_needed_is_pinned_and_the_pins_agree() -> None:
             if wanted and (name, text) not in seen:
                 seen.add((name, text))
                 waiting.append(more)
-
-
-# -- Dockerfiles -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stages_have_an_exact_base_and_certificates_where_pip_runs(kind: str) -> None:
-    lines = instructions(kind)
-    assert lines[0][0] == "ARG" and re.fullmatch(r"BASE=[\w./-]+:\d+\.\d+\.\d+-\S+", lines[0][1]), lines[0]
-    stages = [value.split() for name, value in lines if name == "FROM"]
-    assert len(stages) > 1
-    assert {base for base, *_ in stages} - {"${BASE}"} <= {name for _, _, name in stages}
-    calls = [value for name, value in lines if name == "RUN" and re.search(r"packages\.sh|pip ", value)]
-    assert len(calls) == 2 and any(f"packages.sh {kind}" in call for call in calls)
-    assert all("--mount=type=secret,id=pip_cert " in call for call in calls)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_user_is_not_root_and_owns_nothing_but_the_outputs(kind: str) -> None:
-    lines = instructions(kind)
-    stage = lines[max(i for i, (name, _) in enumerate(lines) if name == "FROM") :]
-    (user,) = (value for name, value in stage if name == "USER")
-    defaults = dict(v.split("=") for n, v in stage if n == "ARG" and "=" in v)
-    ids = [int(re.sub(r"\$\{(\w+)\}", lambda m: defaults[m[1]], part)) for part in user.split(":")]
-    assert len(ids) == 2 and min(ids) > 0
-    names = [name for name, _ in stage]
-    assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("RUN", "COPY"))
-    assert all("--chown" not in value for name, value in stage if name == "COPY")
-    assert next(v for n, v in stage if n == "ENTRYPOINT") == '["tini", "-s", "--", "lightning-zero"]'
-    assert next(v for n, v in stage if n == "WORKDIR") == "/runs"
 
 
 # -- the entry point ---------------------------------------------------------------------------------------------------

@@ -177,18 +177,11 @@ def test_the_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def sync(fd: int) -> None:
-        done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
-        fsync(fd)
-
-    def rename(*names: Path) -> None:
-        done.append("rename")
-        replace(*names)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "replace", rename)
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+    )
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
     write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     assert done == ["file", "rename", "folder"]
 
@@ -249,12 +242,9 @@ def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypat
 
 def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node_1.cluster")
-    for name in ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120):
-        part = durable.part_name(name)
-        assert (
-            durable._PART.fullmatch(part) and "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
-        )
-        assert len(part.encode()) < 255
+    for part in map(durable.part_name, ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120)):
+        assert durable._PART.fullmatch(part) and len(part.encode()) < 255
+        assert "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
 
 
 def open_files() -> list[str]:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
-from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
-from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
+from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
-from lightning_zero.planning.memory import Limits, Phase, on_tier, peak_bytes
+from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, expected, sent_by
 
@@ -100,33 +100,6 @@ def test_the_error_says_what_is_missing_and_what_to_change() -> None:
     assert "zero/stage and zero/offload: expected a row that fits into 1 rank(s) on 1 host(s)" in text
     for part in ("got none of", "data.batch_size", "zero.activation_checkpointing=blocks", "zero.offload.nvme_path"):
         assert part in text
-
-
-@settings(deadline=None)
-@given(
-    MODELS,
-    st.sampled_from([row for row in allowed_rows() if row[1] is not Offload.auto]),
-    st.integers(1, 4),
-    st.integers(1, 2),
-)
-def test_the_peaks_hold_what_rests_and_the_activations(
-    of: Model, row: tuple[Stage, Offload], ranks: int, micro_batches: int
-) -> None:
-    """And never more than the sum of the peaks of each."""
-    assert of.activations is not None
-    limits = replace(of.limits, micro_batches=micro_batches)
-    plans = [place(shape, STAGES[row[0]], OFFLOADS[row[1]], ranks) for shape in of.shapes]
-    found = of.activations.of(of.samples or 1)
-    bounds = peak_bytes(plans, limits)
-    for phase, held in peaks_with(plans, limits, found).items():
-        if phase is Phase.step:
-            assert held == bounds[phase]
-            continue
-        most = found.peak(backward=phase is Phase.backward) + found.batch
-        assert held[Role.activation, Tier.device] <= most
-        assert on_tier(held, Tier.device) <= on_tier(bounds[phase], Tier.device) + most
-        assert on_tier(held, Tier.host) <= on_tier(bounds[phase], Tier.host)
-        assert on_tier(held, Tier.device) >= found.batch
 
 
 def test_bytes_sent_in_a_step_by_stage() -> None:

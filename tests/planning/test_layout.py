@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, BucketLayout, cut_runs, lay_out, split_by_bytes
+from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, BucketLayout, lay_out, split_by_bytes
 
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 worlds = st.integers(1, 9)
@@ -70,23 +70,6 @@ def test_a_cut_of_the_whole_bucket_joins_the_cuts_of_shards(layout: BucketLayout
     cut = list(layout.cut(low, high))
     assert set().union(*(range(low + f.start, low + f.start + f.numel) for f in cut)) == wanted
     assert sum(f.numel for f in cut) == len(wanted)
-
-
-@given(layouts(), st.integers(0, 8), st.data())
-def test_runs_join_neighbours_with_equal_keys_and_nothing_else(
-    layout: BucketLayout, rank: int, data: st.DataObject
-) -> None:
-    fragments = layout.fragments(rank % layout.world_size)
-    keys = data.draw(st.lists(st.sampled_from([None, "a", "b"]), min_size=len(fragments), max_size=len(fragments)))
-    runs = cut_runs(fragments, keys)
-    key_of = dict(zip(fragments, keys, strict=True))
-    assert [f for _, run in runs for f in run.fragments] == [f for f in fragments if key_of[f] is not None]
-    for key, run in runs:
-        assert {key_of[f] for f in run.fragments} == {key}
-        assert run.start == run.fragments[0].start and run.stop == run.fragments[-1].stop
-        assert all(a.stop == b.start for a, b in pairwise(run.fragments))
-    for (key, run), (other_key, other) in pairwise(runs):
-        assert key != other_key or run.stop < other.start  # else they should have been one
 
 
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 120))

@@ -137,18 +137,6 @@ ROWS += [(Stage.zero3, o) for o in OFFLOADS if OFFLOADS[o].compute_param is not 
 LIMITS = Limits(prefetch_bytes=10_000, keep_gathered_bytes=0, reduce_bucket_bytes=20_000)
 
 
-@given(SHAPES, st.sampled_from(ROWS), st.integers(0, 3))
-def test_twice_the_ranks_never_need_more_at_rest(shapes: list[BucketShape], row: tuple[Stage, Offload], k: int) -> None:
-    """But for padding: shards are whole multiples of 256 elements, and files of 4 KiB."""
-    few, many = (
-        planned_bytes([place(s, STAGES[row[0]], OFFLOADS[row[1]], ranks) for s in shapes]) for ranks in (2 << k, 4 << k)
-    )
-    bytes_per_element = 4 + 4 + 4 + 8  # of all roles with two states, which whole buckets hold on every rank
-    slack = (4 << k) * 256 * bytes_per_element * len(shapes)
-    for tier in Tier:
-        assert on_tier(many, tier) <= on_tier(few, tier) + slack
-
-
 @given(SHAPES, st.sampled_from(ROWS), st.integers(1, 4))
 def test_a_peak_is_at_least_what_rests(shapes: list[BucketShape], row: tuple[Stage, Offload], ranks: int) -> None:
     plans = [place(s, STAGES[row[0]], OFFLOADS[row[1]], ranks) for s in shapes]

@@ -89,17 +89,6 @@ def test_what_is_written_is_read(tmp_path: Path, requests: list[tuple[int, int]]
         assert (tmp_path / "data").read_bytes() == expected
 
 
-def test_a_big_request_is_divided_among_the_threads(tmp_path: Path) -> None:
-    together = threading.Barrier(4)  # breaks unless four calls are in flight at once
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        together.wait(timeout=10)
-        return os.preadv(fd, buffers, offset)
-
-    with disk_file(tmp_path, 8 * MIB, threads=4, syscalls=Syscalls(preadv=preadv)) as file:
-        assert write_and_read(file)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> None:
     counts = {"preadv": 0, "pwritev": 0}

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -31,7 +31,7 @@ from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pages import PAGE, StagingRing
+from lightning_zero.tiers.pages import PAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -115,25 +115,6 @@ def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObj
         tier.free(extents)
         assert tier.nbytes == 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_main_thread_and_a_worker_may_use_a_tier_together(name: str, tmp_path: Path) -> None:
-    def work(extents: Sequence[Extent]) -> None:
-        for step in range(15):
-            for seed, extent in enumerate(extents):
-                value = noise(extent.numel, extent.dtype, seed + step)
-                put(tier, extent, value)
-                assert same_bits(get(tier, extent), value)
-            tier.free(tier.reserve([Wanted("scratch", 100 + step, torch.float32)]))
-
-    with closing(make(name, tmp_path, ring_count=1)) as tier, ThreadPoolExecutor(1) as pool:
-        extents = tier.reserve([Wanted(f"e{i}", 5000, torch.bfloat16) for i in range(6)])
-        worker = pool.submit(work, extents[:3])
-        work(extents[3:])
-        worker.result(timeout=20)
-        tier.free(extents)
-        assert tier.nbytes == 0
 
 
 # -- host -------------------------------------------------------------------------------------------------------------
@@ -263,18 +244,6 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
         for future in [tier.stage_in(extents[0], out) for out in outs]:
             future.result()
         assert max(lent) == 2 and not tier.ring._lent
-
-
-def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
-    user = StagingRing(2, 16 * PAGE)
-    with nvme(tmp_path, Wanted("a", 16 * PAGE // 4, torch.float32), ring_count=1) as (tier, (extent,)):
-        all_of_it = tier.ring.acquire()
-        value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
-        value.copy_(noise(extent.numel, torch.float32, 1))
-        tier.stage_out(extent, value).result()
-        tier.stage_in(extent, out).result()
-        all_of_it.release()
-        assert same_bits(out, value) and same_bits(get(tier, extent), value)
 
 
 @pytest.mark.parametrize("seed", range(5))
