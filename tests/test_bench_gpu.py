@@ -118,36 +118,3 @@ def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b:
     assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
     if gib == 78.5:
         assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
-
-
-def event(name: str, category: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, "pid": 7, "tid": tid}
-
-
-def test_what_a_timeline_says() -> None:
-    events = [
-        event(trace.STEP, "user_annotation", 0, 1000),
-        event(trace.STEP, "user_annotation", 1000, 2000),
-        event("cudaEventSynchronize", "cuda_runtime", 100, 500),
-        event("cudaMemcpyAsync", "cuda_runtime", 600, 610),  # does not wait
-        event("cudaStreamSynchronize", "cuda_runtime", 700, 900, tid=2),  # of a worker
-        event("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 1000, 1300, tid=3),
-        event("cudaStreamSynchronize", "cuda_runtime", 1100, 1200, tid=3),
-        event("cudaDeviceSynchronize", "cuda_runtime", 2100, 2200),  # after the steps
-        event("gemm", "kernel", 0, 1200),
-        event("gemm", "kernel", 1100, 1500),
-        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 1400, 1800),
-        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 200, 400),
-    ]
-    found = trace.of_trace({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
-    assert found == {
-        "host_waits": 1.0,
-        "host_waits_ms": 0.25,
-        "host_waits_by_call": {"cudaEventSynchronize": 0.5, "cudaStreamSynchronize": 0.5},
-        "other_threads_waits": 0.5,
-        "device_busy_ms": 0.75,
-        "HtoD_ms": 0.2,
-        "HtoD_exposed_ms": 0.15,
-        "DtoH_ms": 0.1,
-        "DtoH_exposed_ms": 0.0,
-    }

@@ -1,10 +1,11 @@
-"""What can be said of the images without building one: versions, users, what the build sees, the entry point."""
+"""What can be said of the images without building one: versions, users, the entry point."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 import tomllib
@@ -69,6 +70,15 @@ def test_every_package_that_is_needed_is_pinned_and_the_pins_agree() -> None:
             if wanted and (name, text) not in seen:
                 seen.add((name, text))
                 waiting.append(more)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_user_is_not_root_and_owns_nothing_that_is_copied(kind: str) -> None:
+    text = (FOLDER / f"Dockerfile.{kind}").read_text()
+    image = text[text.rindex("\nFROM ") :]
+    assert all(int(number) > 0 for number in re.findall(r"^ARG [UG]ID=(\d+)$", image, re.MULTILINE))
+    assert re.findall(r"^USER (\S+)$", image, re.MULTILINE) == ["${UID}:${GID}"]
+    assert "--chown" not in image and image.index("\nUSER") > max(image.rindex("\nRUN"), image.rindex("\nCOPY"))
 
 
 # -- the entry point ---------------------------------------------------------------------------------------------------

@@ -41,9 +41,7 @@ def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
         (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
     ],
 )
-def test_the_command_calls_the_part_it_is_given(
-    arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_calls_its_part(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROJECT["project"]["scripts"] == {"lightning-zero": "lightning_zero.__main__:main"}
     found: list[list[str]] = []
     monkeypatch.setattr(called.replace("app.", "") + ".main", lambda: found.append(sys.argv[1:]))

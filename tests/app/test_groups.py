@@ -42,9 +42,7 @@ def installed(package: str) -> bool:
 
 @pytest.mark.mainly(lambda name: name in ("many", "wandb"))
 @pytest.mark.parametrize("name", files("logger"))
-def test_loggers_are_built_or_name_their_missing_package(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loggers_or_their_packages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_of(f"logger={name}", "tags=[first,wide]")

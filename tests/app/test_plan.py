@@ -79,7 +79,7 @@ def test_json_has_every_row_with_the_bytes_of_the_formula(planned: Any) -> None:
 
 @pytest.mark.mainly(lambda columns: columns == 120)
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_table_marks_the_chosen_row_and_cuts_nothing_off(
+def test_the_table_cuts_nothing_off(
     command: Any, monkeypatch: pytest.MonkeyPatch, columns: int, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

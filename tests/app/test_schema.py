@@ -362,9 +362,7 @@ def test_any_app_that_instantiates_its_trainer_takes_the_strategy() -> None:
 # -- pieces -------------------------------------------------------------------------------------------------------
 
 
-def test_an_import_that_fails_inside_a_users_module_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_module_of_a_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_broken_module.py").write_text("import there_is_no_such_library\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="there_is_no_such_library"):

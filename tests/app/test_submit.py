@@ -59,10 +59,7 @@ def text_of(cluster: ClusterConfig, *arguments: str, run_dir: str | None = None)
 
 
 def test_the_whole_script() -> None:
-    cluster = slurm(cpus_per_task=12, time="24:00:00", env={"NCCL_SOCKET_IFNAME": "ib0"}, setup=["module load cuda"])
-    assert (
-        text_of(cluster, "experiment=gpt_25m", "data.path='my texts'")
-        == f"""#!/bin/bash
+    expected = f"""#!/bin/bash
 #SBATCH --job-name=lightning_zero
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -107,23 +104,16 @@ elif [ $code -ne 0 ] && [ "$outcome" != refused ]; then
 fi
 exit $code
 """
-    )
+    cluster = slurm(cpus_per_task=12, time="24:00:00", env={"NCCL_SOCKET_IFNAME": "ib0"}, setup=["module load cuda"])
+    assert text_of(cluster, "experiment=gpt_25m", "data.path='my texts'") == expected
 
 
 def test_options_of_a_site() -> None:
-    text = text_of(
-        slurm(
-            **{key: key for key in ("partition", "account", "qos", "constraint", "reservation", "job_name")},
-            mem="500G",
-            exclusive=True,
-            sbatch=["--mail-type=END", "--comment=two words"],
-            srun=["--mpi=none"],
-        )
-    )
-    for line in ("partition=partition", "account=account", "qos=qos", "constraint=constraint", "mem=500G", "exclusive"):
-        assert f"\n#SBATCH --{line}\n" in text
-    assert "\n#SBATCH --reservation=reservation\n" in text and "\n#SBATCH --job-name=job_name\n" in text
-    assert "\n#SBATCH --mail-type=END\n" in text
+    names = ("partition", "account", "qos", "constraint", "reservation", "job_name")
+    more = {"mem": "500G", "exclusive": True, "sbatch": ["--mail-type=END", "--comment=two words"]}
+    text = text_of(slurm(**dict(zip(names, names, strict=True)), **more, srun=["--mpi=none"]))
+    lines = [f"{name.replace('_', '-')}={name}" for name in names] + ["mem=500G", "exclusive", "mail-type=END"]
+    assert [line for line in lines if f"\n#SBATCH --{line}\n" not in text] == []
     assert "\nsrun --kill-on-bad-exit=1 --mpi=none \\\n" in text
 
 
@@ -164,9 +154,7 @@ def test_a_container_wraps_the_command() -> None:
         (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
     ],
 )
-def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
-    code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path
-) -> None:
+def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -262,7 +250,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
         (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
     ],
 )
-def test_mistakes_end_before_sbatch(
+def test_mistakes_are_refused(
     command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     fake_sbatch()

@@ -151,9 +151,7 @@ def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: F
     ],
     ids=["sanity check", "first validation", "no validation"],
 )
-def test_a_metric_that_is_not_logged_is_refused_before_the_run_is_over(
-    more: tuple[str, ...], there: str, tmp_path: Path
-) -> None:
+def test_a_metric_that_is_not_logged_is_refused_early(more: tuple[str, ...], there: str, tmp_path: Path) -> None:
     settings = ("trainer.devices=1", "trainer.max_steps=3", "hydra.run.dir=run")
     done = alone(tmp_path, *SMALL, *settings, "optimized_metric=val_bits", *more)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -235,15 +233,6 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     others = {"cache", "__pycache__", "matplotlib"}
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
-
-
-@pytest.mark.full
-def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_zero.train")
-    done = run(tmp_path, "experiment=tiny", "trainer.accelerator=cpu", "trainer.max_steps=4", module=launch)
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "outputs" / "train").iterdir())) == 1
-    bits_per_byte(done.stdout)
 
 
 @pytest.mark.full

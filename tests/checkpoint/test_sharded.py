@@ -94,9 +94,7 @@ def test_values_that_are_not_sharded_are_read_back(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "a.ckpt" / "meta.pt") == {"epoch": 3}
 
 
-def test_a_file_of_values_has_all_of_its_bytes_when_it_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another node's file rank 0 may sync what it sees, later; what that node holds back is not on the disk then."""
     synced: dict[str, int] = {}
 

@@ -117,9 +117,7 @@ def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, tmp_pat
     ("stage", "row", "then"),
     [("zero1", "none", ("zero3", "cpu")), ("zero3", "nvme", ("zero2", "none")), ("zero3", "cpu", ("zero3", "none"))],
 )
-def test_trainer_saves_and_goes_on(
-    stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path
-) -> None:
+def test_it_saves_and_goes_on(stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path) -> None:
     folder = tmp_path / "saves"
 
     def trained(stage: str, row: str, **settings: Any) -> list[float]:

@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -189,35 +188,6 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
     assert (code, other) == (2, 2)
     for text in (out, other_out):
         assert "zero.prefetch_bytes: expected 268435456, as rank 0 has it, got 1 on rank 1." in text
-
-
-@pytest.mark.full
-def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
-    started = time.monotonic()
-    overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
-    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, *overrides, **place)
-    assert done.returncode == 2
-    assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert time.monotonic() - started < 60
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launch", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpiexec.hydra"])
-def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
-    """Open MPI's and MPICH's; a rank that is killed ends the job."""
-    program, *options = launch.split()
-    if shutil.which(program) is None:
-        pytest.skip(f"needs {program}")
-    mpirun = (program, *options, "-n", "2", sys.executable, *TRAIN, *SMALL)
-    done = run(tmp_path, *mpirun)
-    assert done.returncode == 0, done.stderr
-    assert "ranks: 2 of 2 on 1 node" in done.stdout
-    assert losses(tmp_path) == losses(undisturbed)
-    done = run(tmp_path, *mpirun, "hydra.run.dir=again", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
-    assert done.returncode != 0
-    assert not (tmp_path / "again" / "checkpoints" / f"step-{STEPS}.ckpt").exists()
 
 
 @pytest.mark.full

@@ -135,11 +135,7 @@ def test_mpirun_is_recognised_by_its_variables(environ: Any) -> None:
         allocation.check_allocation(found, nodes=2, devices=2)
     environ(**OPEN_MPI, **TORCHRUN)
     assert own_environment() is None
-    environ()
-
-
-def test_mpirun_needs_no_address_on_one_node_and_a_local_rank(environ: Any) -> None:
-    environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))
+    environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))  # of one node
     found = own_environment()
     assert found is not None and found.main_address == "127.0.0.1"
     environ(PMI_RANK="0", PMI_SIZE="2")

@@ -14,7 +14,7 @@ from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
-from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
+from lightning_zero.planning.placement import OFFLOADS, STAGES
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, expected, sent_by
 
 CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
@@ -76,21 +76,6 @@ def test_auto_chooses_the_fastest_row_that_fits(of: Model, machine: Machine) -> 
         other = replace(of, samples=samples)
         if fits or samples <= MOST_SAMPLES:
             assert plan_row(other, choice.row.stage, choice.row.offload, room, OffloadConfig()).fits is fits
-
-
-def test_what_would_be_faster_is_named() -> None:
-    of = model(10**6, 10**4)
-    slow = replace(GPU_RATES, network=1e3)  # stage 3 sends more
-    needs = {
-        stage: plan_row(of, stage, Offload.none, Machine(4, 10**12, 10**12, 0), OffloadConfig()).per_rank[Tier.device]
-        for stage in (Stage.zero2, Stage.zero3)
-    }
-    assert needs[Stage.zero3] < needs[Stage.zero2]
-    machine = Machine(4, int(needs[Stage.zero3] / 0.9) + 10, 0, 0)  # nothing rests on the host
-    choice = choose_row(of, machine, CANDIDATES, slow)
-    assert (choice.row.stage, choice.row.offload) == (Stage.zero3, Offload.none)
-    assert "the fastest of 1 rows that fit" in choice.reason and "bound by network" in choice.reason
-    assert "would be before it and needs" in choice.reason
 
 
 def test_the_error_says_what_is_missing_and_what_to_change() -> None:

@@ -146,16 +146,6 @@ def test_a_peak_is_at_least_what_rests(shapes: list[BucketShape], row: tuple[Sta
             assert on_tier(held, tier) >= on_tier(rest, tier)
 
 
-def test_offload_never_needs_more_of_the_device() -> None:
-    shapes = [BucketShape(unit, (5000, 300), Itemsizes(2, 4, 4, 4)) for unit in range(4)]
-    for stage, offload in ROWS:
-        none, moved = (
-            planned_bytes([place(s, STAGES[stage], OFFLOADS[o], 2) for s in shapes]) for o in (Offload.none, offload)
-        )
-        # Compute parameters of their own, where masters are away, are less than the masters were.
-        assert on_tier(moved, D) <= on_tier(none, D)
-
-
 # -- peaks ------------------------------------------------------------------------------------------------------------
 
 

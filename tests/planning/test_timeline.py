@@ -1,4 +1,4 @@
-"""The time of a schedule, and the least time of a step."""
+"""The least time of a step."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.placement import OFFLOADS, STAGES
 from lightning_zero.planning.speed import Rates, least_seconds, work_of
-from tests.device.timeline import Task, busy, ends
 
-
-def test_a_task_waits_for_those_before_it() -> None:
-    assert ends([Task(0, 1.0), Task(0, 2.0), Task(1, 5.0)]) == [1.0, 3.0, 5.0]  # and for those of its party
-    assert ends([Task(0, 1.0), Task(1, 2.0, after=(0,)), Task(0, 1.0, after=(1,))]) == [1.0, 3.0, 4.0]
-
-
-def test_a_resource_serves_who_came_first() -> None:
-    tasks = [Task(0, 2.0, "link"), Task(1, 1.0), Task(1, 3.0, "link"), Task(2, 1.0, "link"), Task(3, 1.0, "disk")]
-    assert ends(tasks) == [2.0, 1.0, 6.0, 3.0, 1.0]  # party 2 comes at 0, party 1 at 1
-    assert busy(tasks) == {"link": 6.0, "disk": 1.0}
-
-
-UNIT = Rates(
-    compute=1.0, device_memory=1.0, host_memory=1.0, to_device=1.0, to_host=1.0, disk_read=1.0, disk_write=2.0
-)  # fmt: skip
+UNIT = Rates(compute=1, device_memory=1, host_memory=1, to_device=1, to_host=1, disk_read=1, disk_write=2)
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,7 @@ def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Sides) -> Non
     assert not seen_within(LONG_S, lambda: ranks[0].dog._gone is not None)
 
 
-def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
-    sides: Sides, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_at_a_clean_end_nothing_is_said(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2)
     ranks[1].dog.leave()  # at exit; rank 0, which holds the store, came there first
     ranks[1].dog._store = ranks[1].dog.peers._store = None  # what is asked raises
