@@ -105,13 +105,8 @@ def test_methods_of_lightning_that_are_overridden_for_a_run_are_listed() -> None
         assert re.search(rf"\b{theirs}\b[^:]*\b{name}\b", listed), f"trainer/adapted.py: {theirs}.{name}?"
 
 
-def test_planning_knows_no_process_group() -> None:
-    for path in in_layer("config", "planning"):
-        assert not imports_package(path, "torch.distributed")
-        assert "torch.distributed" not in path.read_text()
-
-
-def test_only_entry_points_know_hydra() -> None:
+def test_only_entry_points_know_hydra_and_planning_no_process_group() -> None:
+    assert not [path for path in in_layer("config", "planning") if "torch.distributed" in path.read_text()]
     for path in modules():
         if name_of(path) not in USES_HYDRA:
             assert not imports_package(path, "hydra", "omegaconf")

@@ -50,9 +50,7 @@ def test_the_command_calls_its_part(arguments: list[str], called: str, monkeypat
     assert found == [[a for a in arguments if "=" in a]]
 
 
-def test_without_a_name_it_lists_the_commands_and_a_mistake_has_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     called: list[bool] = []
     monkeypatch.setattr("lightning_zero.train.main", lambda: called.append(True))
     cases = (([], "2", "\n  plan "), (["--help"], "0", "\n  plan "), (["checkpoint", "nothing"], "2", "error"))

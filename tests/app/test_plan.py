@@ -157,7 +157,7 @@ def test_states_are_those_of_the_optimizer(planned: Any) -> None:
 
 
 @pytest.mark.full
-def test_a_model_that_looks_at_values_while_it_is_built(
+def test_a_model_that_looks_at_values(
     command: Any, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many do for the rates of stochastic depth. What raises anyway says so itself, with its traceback."""

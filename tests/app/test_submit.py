@@ -250,9 +250,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
         (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
     ],
 )
-def test_mistakes_are_refused(
-    command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
-) -> None:
+def test_mistakes(command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path) -> None:
     fake_sbatch()
     code, _, err = command(*SMALL, *overrides)
     assert code == 2 and message in err and "Traceback" not in err

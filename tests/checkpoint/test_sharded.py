@@ -66,9 +66,7 @@ def tensors(draw: Any) -> tuple[Tensor, list[int], int, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(case=tensors())
-def test_what_is_cut_anyhow_is_read_in_any_range(
-    case: tuple[Tensor, list[int], int, int], tmp_path_factory: Any
-) -> None:
+def test_what_is_cut_is_read_in_any_range(case: tuple[Tensor, list[int], int, int], tmp_path_factory: Any) -> None:
     value, cuts, start, stop = case
     path = tmp_path_factory.mktemp("folder") / "a.ckpt"
     save_folder({"top": {"value": parts_of(value, cuts, 0, 1)}}, {}, path)

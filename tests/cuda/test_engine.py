@@ -205,9 +205,7 @@ def trains_without(
 
 
 @pytest.mark.parametrize(("target", "line", "world", "settings"), WITHOUT, ids=[target for target, *_ in WITHOUT])
-def test_without_this_wait_numbers_are_wrong(
-    target: str, line: str, world: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_wait_is_needed(target: str, line: str, world: int, settings: dict[str, Any], tmp_path: Path) -> None:
     for attempt in range(20):  # which of two threads comes first is not the same each time
         (folder := tmp_path / str(attempt)).mkdir()
         try:
