@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import trace
-from benchmarks.gpu.__main__ import chosen, parse
-from benchmarks.gpu.fits import GIB, fitted
-from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.plan import SIZES, parts, tiny_parts
+from benchmarks.gpu.plan import tiny_parts
 from tests.harness import run_command
 
 BROKEN = "zero3+optimizer_cpu"
@@ -96,25 +93,3 @@ def test_its_processes_need_no_hydra_and_tests_have_the_time_of_the_environment(
 
 
 # -- without processes ------------------------------------------------------------------------------------------------
-
-
-def test_parts_that_are_asked_for() -> None:
-    names = [p.name for p in chosen(parse(["--only", "7b,tests"]))]
-    assert names[:2] == ["tests marked gpu", "rates of compute, memory, link and disk"]
-    assert names[2:] == ["7b bare", "7b zero3", "7b zero3+optimizer_cpu", "7b fsdp2"]
-    assert chosen(parse([])) == parts(130.0)
-    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
-    assert all(low < SIZES[name].parameters < high for name, low, high in known)
-    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"  # the long ones last
-
-
-@pytest.mark.parametrize(("gib", "batch_of_1b", "batch_of_7b"), [(138.0, 16, 4), (78.5, 8, 8), (30.0, 4, 4)])
-def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b: int, batch_of_7b: int) -> None:
-    found = {p.name: p for p in fitted(parts(), int(gib * GIB))}
-    for name, held_from in (("7b zero3", 130), ("7b bare", 105), ("3b zero3", 60), ("1b zero3", 28)):
-        assert bool(found[name].why_not) == (gib < held_from), name
-    assert not found["7b zero3+optimizer_cpu"].why_not and not found["0.1b zero3"].why_not
-    batches = {p.row.size.name: p.row.size.micro_batch for p in found.values() if p.row is not None}
-    assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
-    if gib == 78.5:
-        assert "GiB of the device, 78 are free" in found["7b zero3"].why_not

@@ -115,16 +115,6 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert [part for part in parts if part not in done.stdout] == []
 
 
-def test_make_help_lists_every_target() -> None:
-    done = run_command("make", "help")
-    assert done.returncode == 0, done.stderr
-    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    listed = re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE)
-    assert sorted(listed) == sorted(phony.split())
-    assert all(f"{name}=" in done.stdout for name in ("PYTHON", "VENV", "TORCH_VERSION", "TORCH_INDEX_URL", "ARGS"))
-    assert max(map(len, done.stdout.splitlines())) <= 120
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

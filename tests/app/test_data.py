@@ -133,8 +133,3 @@ def test_a_split_is_a_partition_and_reproducible(n_chunks: int, fraction: float,
     assert n_chunks < 500 or fraction < 0.1 or not np.array_equal(split.val, other.val)
     if n_chunks >= 1000:
         assert abs(len(split.val) / n_chunks - fraction) < 0.02
-
-
-def test_items_can_be_loaded_by_worker_processes(texts: Path) -> None:
-    data = make(texts, num_workers=1)
-    assert sum(batch.shape[0] for batch in data.val_dataloader()) == len(data.val_data)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
     DirectTransport,
@@ -222,6 +223,19 @@ def test_as_many_operations_of_other_kinds_are_not_the_same() -> None:
                 assert comm.all_gather(full, "x").wait().tolist() == [0.0, 1.0]
         with communicator() as again:
             assert again._groups is not groups
+
+
+def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
+    """After an exception: the second phase of a reduction is issued when the first has been found complete."""
+    comm = Communicator(None, CPU)
+    for lands in (False, True):
+        work = mock.Mock()
+        first = Pending(comm, "first", [] if lands else [work], lambda: torch.zeros(1))
+        reduction = Reduction(first, lambda _, work=work: Pending(comm, "later", [work], lambda: torch.zeros(1)))
+        assert not (lands and reduction.land())
+        reduction.abandon(time.monotonic() + 3600)
+        ((limit,), _) = work.wait.call_args
+        assert limit.total_seconds() < 1 if lands else limit.total_seconds() > 3000
 
 
 # -- sums of narrower parts -------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import agreements, groups
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.groups import GroupKind, Groups, backend_for, make_group
-from lightning_zero.planning.topology import flat
+from lightning_zero.comm.groups import backend_for, make_group
 from tests.harness import on_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -30,15 +29,6 @@ def test_each_kind_of_device_may_have_a_backend_of_its_own() -> None:
     for config, backends in expected.items():
         with mock.patch.object(dist, "get_backend_config", lambda group, config=config: config):
             assert (backend_for(dist.group.WORLD, CPU), backend_for(dist.group.WORLD, GPU)) == backends
-
-
-@on_ranks(2)
-def test_messages_on_streams_need_no_third_group() -> None:
-    for in_streams in (False, True):
-        kind = GroupKind(flat(2), "gloo", in_streams, even_alone=False, stall_timeout_s=300.0)
-        made = Groups.create(dist.group.WORLD, kind)
-        found = [group is not None for group in (made.gather, made.reduce, made.second_half, made.replicate)]
-        assert found == [True, True, not in_streams, False]
 
 
 @on_ranks(2)

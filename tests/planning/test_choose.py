@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
-from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
-from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
+from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserve
 from lightning_zero.planning.fit import Machine, Model, plan_row
-from lightning_zero.planning.memory import Limits
-from lightning_zero.planning.placement import OFFLOADS, STAGES
+from lightning_zero.planning.memory import Limits, Phase
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, expected, sent_by
 
 CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
@@ -52,6 +52,30 @@ MACHINES = st.builds(
     st.integers(1, 3),
     st.booleans(),
 )
+
+
+def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie() -> None:
+    """At stage 1: nothing comes beside them but what is received of one bucket. Spare buffers hold them meanwhile."""
+    of = model(1000, 10**5)
+    shapes = [replace(shape, itemsizes=Itemsizes(4, 4, 4, 4)) for shape in of.shapes]
+    plans = [place(shape, STAGES[Stage.zero1], OFFLOADS[Offload.none], 2) for shape in shapes]
+    limits = Limits(10**6, 0, 10**6, micro_batches=2, has_link=False)
+    assert of.activations is not None
+    held = peaks_with(plans, limits, of.activations.of(4))
+    bucket = plans[0].layout.numel * 4
+    assert held[Phase.backward][Role.reducing, Tier.device] <= bucket
+    assert held[Phase.backward][Role.grad, Tier.device] == len(plans) * bucket
+    once = peaks_with(plans, replace(limits, micro_batches=1), of.activations.of(4))
+    assert once[Phase.backward][Role.reducing, Tier.device] > bucket
+
+
+def test_half_is_left_for_activations_that_are_not_known() -> None:
+    for machine, name in (
+        (Machine(1, 1000, 1000, 0), "gpu_memory"),
+        (Machine(1, 0, 1000, 0, shared=True), "host_memory"),
+    ):
+        assert getattr(with_reserve(machine), name) == 900
+        assert getattr(with_reserve(machine, activations_known=False), name) == 500
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, BucketLayout, lay_out, split_by_bytes
+from lightning_zero.planning.layout import (
+    PARAM_ALIGN,
+    SHARD_ALIGN,
+    BucketLayout,
+    Fragment,
+    cut_runs,
+    lay_out,
+    split_by_bytes,
+)
 
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 worlds = st.integers(1, 9)
@@ -70,6 +78,12 @@ def test_a_cut_of_the_whole_bucket_joins_the_cuts_of_shards(layout: BucketLayout
     cut = list(layout.cut(low, high))
     assert set().union(*(range(low + f.start, low + f.start + f.numel) for f in cut)) == wanted
     assert sum(f.numel for f in cut) == len(wanted)
+
+
+def test_a_gap_and_another_key_part_runs() -> None:
+    fragments = [Fragment(i, 0, 16, start, start + 16) for i, start in enumerate((0, 16, 48, 64, 80))]
+    found = [(key, run.start, run.stop) for key, run in cut_runs(fragments, ["a", "a", "a", None, "b"])]
+    assert found == [("a", 0, 32), ("a", 48, 64), ("b", 80, 96)]
 
 
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 120))

@@ -29,14 +29,6 @@ def test_work_of_a_row_by_resource(row: Offload, expected: dict[str, int]) -> No
     assert {name: s / 8192 for name, s in work.seconds(UNIT).items() if s} == expected
 
 
-def test_further_micro_batches_gather_and_reduce_again() -> None:
-    shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))
-    plan = place(shape, STAGES[Stage.zero3], OFFLOADS[Offload.cpu], 2)
-    once, twice = work_of([plan], 0.0), work_of([plan], 0.0, micro_batches=2)
-    assert (twice.to_device, twice.to_host) == (2 * once.to_device, 2 * once.to_host)
-    assert twice.host_memory == once.host_memory
-
-
 def test_a_step_behind_the_backward_hides_behind_the_next_forward() -> None:
     shape = BucketShape(1, (100,), Itemsizes(4, 4, 4, 4))
     work = work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[Offload.optimizer_cpu], 1)], flops=0.0)
