@@ -14,10 +14,14 @@ from lightning_zero.app import train
 from lightning_zero.report import results
 from tests.harness import run_command
 
-NOT_YET = ("metrics", "checkpoint", "best_checkpoint", "next", "commit")
-RUN = dict.fromkeys(NOT_YET) | {
-    **{"task": "fit", "status": "failed: ValueError: <b>", "steps": 3, "duration_s": 1.5, "versions": {"torch": "2"}},
-    **{"setup": {"stage": "zero3", "ranks": 2, "parameters": 1234}, "command": "python -m lightning_zero.train"},
+RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit")) | {
+    "task": "fit",
+    "status": "failed: ValueError: <b>",
+    "steps": 3,
+    "setup": {"stage": "zero3", "ranks": 2, "parameters": 1234},
+    "duration_s": 1.5,
+    "command": "python -m lightning_zero.train",
+    "versions": {"torch": "2"},
 }
 METRICS = """epoch,step,train_loss,val_loss,zero/bytes/grad/device,zero/mfu,zero/tokens_per_s,zero/wait_s/gather
 ,0,,,2048,0.1,100,5.0

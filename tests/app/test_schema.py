@@ -221,7 +221,9 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
     root.setLevel(level)
 
 
-ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc"}
+SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
+WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
+ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}
 
 
 @pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
@@ -259,7 +261,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
         ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
         ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes: expected a number >= 0, got -1."]),
         ("trainer.max_steps=many", ["trainer.max_steps: expected a number, got 'many'. Change trainer.max_steps.\n"]),
-        ("-m seed=1,2 trainer.devices=2 hydra/launcher=basic", ["--multirun", "hydra/launcher=basic"]),
+        (SWEEP, ["--multirun", "hydra/launcher=basic"]),
         ("trainer.devices=0", ["trainer: ", "`Trainer(devices=0)` value is not a valid input"]),
         ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
         ("seed=-1", ["seed", "-1"]),
@@ -269,7 +271,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
         ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
         ("trainer.precision=bf17", ["got bf17. Write zero/precision=bf16."]),
         ("optimizer=sgd zero.optimizer.sharding=whole", ["expected one of [auto, slices, tensors]"]),
-        ("optimizer=adafactor zero.optimizer.state_dtype=bf16", ["drop zero.optimizer.state_dtype."]),
+        (WHOLE, ["drop zero.optimizer.state_dtype."]),
         # something that is not there
         ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
         ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
