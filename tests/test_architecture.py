@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_methods_of_lightning_that_are_overridden_for_a_run_are_listed() -> None
         assert re.search(rf"\b{theirs}\b[^:]*\b{name}\b", listed), f"trainer/adapted.py: {theirs}.{name}?"
 
 
+def test_classes_of_lightning_stay_as_they_are() -> None:
+    from lightning_zero.trainer.loops import ADAPTED
+
+    for ours in ADAPTED:
+        assert len(ours.__bases__) == 1
+        methods = [value for value in vars(ours.__bases__[0]).values() if inspect.isfunction(value)]
+        assert methods and all("lightning_zero" not in method.__code__.co_filename for method in methods)
+
+
 def test_only_entry_points_know_hydra_and_planning_no_process_group() -> None:
     assert not [path for path in in_layer("config", "planning") if "torch.distributed" in path.read_text()]
     for path in modules():
@@ -175,3 +185,16 @@ def test_the_engine_asks_for_placements_and_not_for_stages() -> None:
             if isinstance(node, ast.Compare):
                 text = ast.unparse(node)
                 assert not re.search(r"\bstage\b", text), f"{name_of(path)} asks: {text}"
+
+
+def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
+    """The checks above look for something: each finds its own example."""
+    example = tmp_path / "example.py"
+    example.write_text(
+        "import hydra.core\nfrom lightning.pytorch import Trainer\nimport torch.distributed as dist\n"
+        "dist.all_reduce(x)\n"
+    )
+    assert imports_package(example, "hydra") and imports_package(example, "lightning")
+    calls = list(calls_of(example))
+    assert COLLECTIVES.match(calls[0][1]) and calls[0][0] == "dist"
+    assert layer_of("engine.units.unit") == "engine" and layer_of("train") == "app"

@@ -126,6 +126,16 @@ def made() -> ModuleType:
     return module
 
 
+def test_mappings_for_the_command_line_are_as_hydra_reads_them() -> None:
+    register_schema()
+    files = [*PAGES, *(ROOT / "lightning_zero").rglob("*.py")]
+    found = [each for file in files for each in re.findall(r"'(\+?zero\.[\w.]+=\{[^'\n]*)'", file.read_text())]
+    assert len(found) >= 2
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        for override in found:
+            assert compose("train", [override]).zero.tensor_plan
+
+
 def test_the_table_of_settings_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert made().with_made(page) == page, "python docs/made.py writes it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from lightning_zero.app import train
 from lightning_zero.report import results
 from tests.harness import run_command
+
+BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+
 
 RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit")) | {
     "task": "fit",
@@ -55,6 +59,31 @@ def test_metrics_from_before_a_restart_are_drawn_too(tmp_path: Path) -> None:
     (tmp_path / "metrics-1.csv").write_text("epoch,step,train_loss\n0,0,9.0\n0,1,8.0\n")
     (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n0,1,7.0\n0,2,6.0\n")
     assert results.logged([tmp_path, tmp_path]) == {"train_loss": [(0, 9.0), (1, 7.0), (2, 6.0)]}
+
+
+def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:
+    """Open the page in a browser with a light (1) or dark (0) scheme. Return ground and ink, and console messages."""
+    script = "<script>const s = getComputedStyle(document.body); document.title = s.backgroundColor + '; ' + s.color"
+    probe = folder / f"probe-{scheme}.html"
+    probe.write_text((folder / "report.html").read_text() + script + "</script>")
+    user = f"--user-data-dir={folder / f'user-{scheme}'}"
+    chosen = f"--blink-settings=preferredColorScheme={scheme}"
+    done = run_command(*BROWSER, user, chosen, "--dump-dom", probe.as_uri())
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title is not None, done.stderr
+    return title[1], [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_opens_in_a_browser_in_both_colour_schemes(tmp_path: Path) -> None:
+    written(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert len(page) < 2_000_000 and "&lt;b&gt;" in page
+    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]*", page.replace("xlink:", ""))  # it is one file
+    light, dark = colours(tmp_path, 1), colours(tmp_path, 0)
+    assert light == ("rgb(255, 255, 255); rgb(28, 34, 48)", [])
+    assert dark == ("rgb(20, 23, 30); rgb(228, 231, 238)", [])
+    assert "currentColor" in page and "#1c2230" not in page[page.index("<svg") :]
 
 
 def test_without_matplotlib_or_logs_there_is_a_page(

@@ -221,6 +221,16 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
     root.setLevel(level)
 
 
+def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.engine.whole.whole_params.available_host_memory", lambda: 1000)
+    code, said = command_line(
+        "experiment=tiny", "trainer.accelerator=cpu", "zero.gather_after_fit=true", "data=synthetic"
+    )
+    assert code == 2, said
+    assert "zero.gather_after_fit=true: expected room for a whole copy of the module, " in said
+    assert "on this host, got 1,000 bytes" in said and "Set zero.gather_after_fit=null" in said
+
+
 SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
 WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
 ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}

@@ -140,6 +140,14 @@ def test_a_container_wraps_the_command() -> None:
     assert " --nv " not in text_of(slurm(**settings, gpus_per_node=0, tasks_per_node=1))
 
 
+def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
+    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert (tmp_path / "outcome").read_text() == "refused\n"
+
+
 @pytest.mark.parametrize(
     ("code", "does", "earlier", "comes_back"),
     [
@@ -224,6 +232,47 @@ def test_a_site_and_a_run_folder_of_ones_own_reach_the_job(command: Any, fake_sb
 
 
 ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt", "machine.gpu_memory=2MB"}
+
+
+@pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
+        (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
+        (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
+        (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
+        (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
+        (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
+        (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
+        (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
+        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
+        (["cluster.node=4"], "node"),
+        (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
+        (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
+        (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
+        (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
+        (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
+        (["data.path=other.txt"], "data.path: expected a file"),
+        (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
+        (["model.n_head=3"], "model.d_model"),
+        (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses these settings"),
+        (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
+        (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
+        (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
+        (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+    ],
+)
+def test_mistakes_end_before_sbatch(
+    command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    fake_sbatch()
+    code, _, err = command(*SMALL, *overrides)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "script").exists()
 
 
 @pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)

@@ -236,6 +236,15 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_zero.train")
+    done = run(tmp_path, "experiment=tiny", "trainer.accelerator=cpu", "trainer.max_steps=4", module=launch)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "outputs" / "train").iterdir())) == 1
+    bits_per_byte(done.stdout)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_main_job_learns_its_text(tmp_path: Path) -> None:
     """As ``make train`` runs it. The bound is that of two cores; the time of a busy machine is not checked."""

@@ -157,6 +157,25 @@ def test_a_folder_that_is_being_written_stays(tmp_path: Path) -> None:
         assert part.path.is_dir()
 
 
+def test_a_link_that_was_not_renamed_goes_and_its_process_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / durable.part_name("last.ckpt")).symlink_to("folder")
+    assert len(durable.remove_leftovers(tmp_path)) == 1
+    replace, taken = os.replace, list[str]()
+
+    def late(source: Path, target: Path) -> None:
+        if not taken:
+            taken.extend(durable.remove_leftovers(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    durable.link(tmp_path / "last.ckpt", tmp_path / "folder")
+    assert len(taken) == 1 and os.readlink(tmp_path / "last.ckpt") == "folder"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "last.ckpt"]
+
+
 def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks")

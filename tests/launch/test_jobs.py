@@ -6,6 +6,7 @@ import csv
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,6 +149,52 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
     assert_same_weights(tmp_path, undisturbed)
 
 
+@pytest.mark.full
+def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
+    def job() -> tuple[str, ...]:
+        return "--rdzv-id=job", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-backend=c10d"
+
+    first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
+    assert first.returncode != 0
+    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
+    assert again.returncode == 0, again.stderr
+    assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
+    assert "ranks: 3 of 3" in again.stdout
+    found, whole = losses(tmp_path), losses(undisturbed)
+    assert list(found) == list(range(8, STEPS))
+    assert float(found[STEPS - 1]) < float(whole[7])
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """Two nodes of one process; one is killed with its torchrun, and the other goes on alone."""
+    port = free_port()
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+
+    def node(first: bool) -> tuple[Sequence[str], dict[str, object]]:
+        launch = (
+            *TORCHRUN,
+            "--nnodes=1:2",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=elastic",
+            f"--rdzv-endpoint=localhost:{port}",
+            f"--rdzv-conf=is_host={int(first)},{conf}",
+        )
+        return (*launch, *TRAIN, *SMALL), {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1, "KILL_AGENT": int(not first)}
+
+    # Which of them becomes rank 1 is torchrun's affair; the one that is rank 0 of the rendezvous holds the store.
+    command, kill = node(True)
+    kill["KILL_AGENT"] = ""
+    (code, out), (other, _) = together(tmp_path, [(command, kill), node(False)])
+    if other == -signal.SIGKILL:
+        assert "torchrun-elastic has started again: it goes on from run/checkpoints/step-8.ckpt" in out
+        assert "Starting with 1 processes" in out
+    assert code == 0, out
+    assert STEPS - 1 in losses(tmp_path)
+
+
 # -- ranks that die ---------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +238,35 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.full
+def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
+    started = time.monotonic()
+    overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
+    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, *overrides, **place)
+    assert done.returncode == 2
+    assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launch", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpiexec.hydra"])
+def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
+    """Open MPI's and MPICH's; a rank that is killed ends the job."""
+    program, *options = launch.split()
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+    mpirun = (program, *options, "-n", "2", sys.executable, *TRAIN, *SMALL)
+    done = run(tmp_path, *mpirun)
+    assert done.returncode == 0, done.stderr
+    assert "ranks: 2 of 2 on 1 node" in done.stdout
+    assert losses(tmp_path) == losses(undisturbed)
+    done = run(tmp_path, *mpirun, "hydra.run.dir=again", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
+    assert done.returncode != 0
+    assert not (tmp_path / "again" / "checkpoints" / f"step-{STEPS}.ckpt").exists()
+
+
+@pytest.mark.full
 def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     """Processes with the variables of Open MPI's mpirun."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -202,3 +278,11 @@ def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     for code, out in together(tmp_path, commands):
         assert code == 0, out
     assert losses(tmp_path) == losses(undisturbed)
+
+
+@pytest.mark.full
+def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, overrides=["trainer.num_nodes=2"])
+    assert done.returncode != 0
+    assert "trainer.num_nodes x trainer.devices: expected the 2 processes that torchrun has started" in done.stderr
+    assert "torchrun --nnodes=2 --nproc-per-node=1" in done.stderr

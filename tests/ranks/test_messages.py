@@ -8,6 +8,7 @@ import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, open_waits
 from lightning_zero.config import Stage
 from lightning_zero.planning.boxes import Box
+from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.trainer.memory.auto_row import Decision
 from tests.engine.support import assert_equal
@@ -86,6 +88,28 @@ def test_what_a_stranger_sends_is_not_run(tmp_path: Path) -> None:
 
 class Unknown:
     pass
+
+
+@on_ranks(2)
+def test_what_lies_in_the_store_is_not_run(tmp_path: Path) -> None:
+    mail = Mailbox(1, dist.get_rank(), 2)
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="expected a message of another rank"):
+            mail.collect(lambda *_: "")
+    else:  # a stranger, who reaches the store as well
+        dist.distributed_c10d._get_default_store().set("lightning_zero/mail/1/1", pickle.dumps(Runs(tmp_path / "ran")))
+    dist.barrier()
+    assert not (tmp_path / "ran").exists()
+
+
+@on_ranks(2)
+def test_what_comes_from_a_socket_is_not_run(tmp_path: Path) -> None:
+    waits = open_waits(dist.group.WORLD, torch.device("cpu"), 30)
+    evil = mock.patch("lightning_zero.comm.agreements.dumps", lambda _: pickle.dumps(Runs(tmp_path / "ran")))
+    with evil, pytest.raises(ValueError, match="expected a message of another rank"):
+        gather_objects(dist.group.WORLD, 1, waits, "a test")
+    assert not (tmp_path / "ran").exists()
+    waits.close()
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,10 +19,34 @@ from lightning_zero.ranks import peers as peers_module
 from lightning_zero.ranks import watchdog as module
 from lightning_zero.ranks.peers import is_alive
 from lightning_zero.ranks.watchdog import EXIT_CODE, Watchdog
+from tests.harness import free_port
 
 FOREVER_S = 60.0
 LONG_S = 1.2  # one that stands still and is watched has ended by then
 NUMBER = 10**6
+
+
+PROGRAM = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_zero.ranks import watchdog as module
+
+class Comm:
+    world_size, place, issued, stall_timeout_s, waiting = 3, "gather of unit blocks.1", 7, 30.0, ""
+
+module.EVERY_S, module.STANDSTILL_S = 0.1, 1.0
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+comm = Comm()
+comm.rank = rank
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
+dog = module.Watchdog(comm, store, number=1, notices_broken_connections=False)
+time.sleep(0.5)
+print("here", flush=True)
+time.sleep(60)  # as in a kernel that never ends
+"""
+
+
 SLOW_STORE = """
 import time
 from datetime import timedelta
@@ -258,3 +284,34 @@ def test_process_exits_cleanly_while_its_watchdog_asks_the_store() -> None:
     """C++ aborts a process whose interpreter goes while a thread of Python's is inside the store."""
     ended = subprocess.run([sys.executable, "-c", SLOW_STORE], cwd=Path(__file__).parents[2], capture_output=True)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 2])
+def test_processes_that_wait_for_a_killed_one_end_and_name_it(killed: int, tmp_path: Path) -> None:
+    """Rank 0 holds the store, so that its end is seen in another way."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "here\n", process.stderr
+        ranks[killed].send_signal(signal.SIGKILL)
+        others = [p for rank, p in enumerate(ranks) if rank != killed]
+        for process in others:
+            _, said = process.communicate(timeout=50)
+            assert process.returncode == EXIT_CODE, said
+            assert f"rank {killed} (" in said and "ends: it has stood still" in said, said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

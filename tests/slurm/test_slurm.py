@@ -228,6 +228,37 @@ def test_a_mistake_in_the_run_does_not_come_back(folder: Path) -> None:
     assert "zero.offload.nvme_path" in job.log
 
 
+def test_a_sweep_of_jobs(folder: Path, tmp_path: Path) -> None:
+    """Two runs of two nodes; one of them gets the signal, goes back to the queue and on."""
+    disturb = (DISTURB, "+callbacks.disturb.step=7", "+callbacks.disturb.rank=1", "+callbacks.disturb.send=USR1")
+    sweep = ("cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
+    arguments = [sys.executable, "-m", "lightning_zero.train", "--multirun", "hydra.sweep.dir=sweep"]
+    arguments += [*RUN, *CLUSTER, *disturb, *sweep]
+    (tmp_path / "words.txt").write_bytes((folder / "words.txt").read_bytes())
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(arguments, cwd=tmp_path, env=environ, stdout=out, stderr=out)
+        try:
+            deadline = time.monotonic() + 400
+            while process.poll() is None and time.monotonic() < deadline:
+                start_requeued()
+                time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
+    logs = "\n".join(p.read_text() for p in sorted(tmp_path.rglob("slurm-*.log")))
+    assert process.returncode == 0, (tmp_path / "out").read_text() + logs
+    assert logs.count("interrupted: saved step 7 in ") == 2
+    found = []
+    for number in (0, 1):
+        with (tmp_path / "sweep" / str(number) / "csv" / "metrics.csv").open() as lines:
+            rows = [row for row in csv.DictReader(lines) if row["train_loss"]]
+        assert [int(row["step"]) for row in rows] == list(range(7, STEPS))
+        found.append([row["train_loss"] for row in rows])
+        assert list((tmp_path / "sweep" / str(number)).glob("slurm-*.log"))
+    assert found[0] != found[1]
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.device import accelerator_of
@@ -222,6 +224,40 @@ def test_pages_are_aligned_and_not_shared_with_forked_children() -> None:
     assert pages.bytes[0].item() == 7
 
 
+class Runtime(TorchFunctionMode):
+    """CUDA's: an error stays its last until torch finds it behind a kernel, and raises it there."""
+
+    def __init__(self, **codes: int) -> None:
+        super().__init__()
+        self.codes, self.last = codes, 0
+        self.called: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: int) -> int:
+            self.called.append((name, *arguments))
+            self.last = self.codes.get(name, 0) or self.last
+            return self.codes.get(name, 0)
+
+        return call
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.device((kwargs or {}).get("device") or "cpu").type != "cuda":
+            return function(*args, **(kwargs or {}))
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error {last}")
+        return None
+
+
+@contextmanager
+def cuda(**codes: int) -> Iterator[Runtime]:
+    with Runtime(**codes) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch.cuda, "synchronize", lambda device: runtime.called.append(("synchronize",)))
+        yield runtime
+
+
 def test_pages_for_cuda_are_pinned_and_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 0, "cudaHostUnregister.return_value": 0})
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -242,6 +278,17 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: expected no value, or a larger one, got 1"):
         accelerator_of(torch.device("cuda", 0))
+
+
+def test_pages_that_cuda_does_not_pin_break_no_kernel_of_others() -> None:
+    with cuda(cudaHostRegister=2) as runtime:
+        with pytest.raises(ConfigError, match=r"pin 8192 bytes.*CUDA error 2.*zero.offload.host_budget"):
+            HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
+        assert runtime.last == 0
+    assert [name for name, *_ in runtime.called] == ["cudaHostRegister"]
+    with cuda(cudaHostUnregister=713) as runtime:
+        HostPages(PAGE, accelerator_of(torch.device("cuda", 0))).close()
+        assert runtime.last == 0
 
 
 def test_buffers_are_aligned_apart_and_seen_as_tensors() -> None:
@@ -272,3 +319,20 @@ def test_a_ring_that_is_too_small_is_an_error_that_names_the_holders() -> None:
     ring.acquire("again")
     with pytest.raises(ValueError, match="at least one"):
         StagingRing(0, PAGE)
+
+
+def test_threads_never_share_a_buffer() -> None:
+    ring = StagingRing(3, PAGE)
+
+    def work(seed: int) -> None:
+        for _ in range(100):
+            buffer = ring.acquire()
+            tensor = buffer.tensor(torch.int64, 8)
+            tensor.fill_(seed)
+            time.sleep(0.0002)
+            assert tensor.tolist() == [seed] * 8 and len(ring._lent) <= 3
+            buffer.release()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert not ring._lent
