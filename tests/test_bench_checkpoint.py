@@ -1,16 +1,14 @@
-"""``python -m benchmarks.checkpoint``: every side saves and loads and is compared; a wrong save has no figures."""
+"""``python -m benchmarks.checkpoint``: every side saves and loads and is compared."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.checkpoint import hugging_face, measure, ranks, tables
-from benchmarks.checkpoint.measure import SIDES, Found, Save
-from benchmarks.checkpoint.ranks import Memory, Turn, Window
+from benchmarks.checkpoint import hugging_face, tables
+from benchmarks.checkpoint.measure import SIDES
 from tests.harness import run_command
 
 
@@ -37,56 +35,3 @@ def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: st
     assert [f.name for f in tmp_path.iterdir()] == ["lines"]  # nothing is left
     shown = [line for line in done.stdout.splitlines() if line.startswith("| 2 |")]
     assert len(shown) == len(saves) + len(folders)
-
-
-def a_turn(**changed: Any) -> Turn:
-    """Of one rank with a million parameters: a save of 1 s in the background, with steps of 2 s, then of 1 s."""
-    save = Save(
-        "p", 10.0, call_s=0.5, waited_s=0.25, ended=20.0, steps=[(10.5, 12.5), (12.5, 13.5), (13.5, 14.5)], load_s=2.0
-    )
-    save.nbytes, save.plain_s = 12_000_000, [1.0, 3.0]
-    found = Found("a", True, 1_000_000, 4 << 20, [5.0], [0.9], [save, save])
-    found.windows = [Window("steps", 1.0, 2.0), Window("save", 10.0, 10.5), Window("steps beside a save", 10.5, 20.0)]
-    found.windows.append(Window("load", 30.0, 32.0))
-    for name, value in changed.items():
-        setattr(found, name, value)
-    memory = Memory(0)
-    memory.times = [0.5, 1.5, 9.9, 10.2, 12.0, 29.0, 31.0]
-    memory.nbytes = [n << 20 for n in (100, 130, 100, 103, 150, 100, 107)]
-    return Turn([found], [memory], {"p": 14.0})
-
-
-def test_a_stall_is_the_call_and_what_steps_wait() -> None:
-    row = tables.row_of([a_turn()])
-    assert row["stall_s"] == 0.5 + 0.25
-    assert row["durable_s"] == 4.0
-    assert row["step_speed"] == 0.9 / 1.5  # the step that ended after the write was done is not beside it
-    assert row["of_disk"] == (12 / 4) / (12 / 2)
-    blocking = tables.row_of([a_turn(background=False, saves=[Save("p", 0, 0.5, nbytes=1, plain_s=[1])] * 2)])
-    assert blocking["stall_s"] == blocking["durable_s"] == 0.5 and "step_speed" not in blocking
-
-
-def test_memory_is_the_peak_beyond_what_was_held_or_what_steps_need() -> None:
-    row = tables.row_of([a_turn()])
-    assert row["save_mib"] == 150 - 130  # beside the write, beyond the peak of steps; the call took 3
-    assert row["load_mib"] == 7
-    assert row["bound_mib"] == 4 + 64
-
-
-class _Forgets(measure.Dcp):
-    """A save of which the last value is not loaded."""
-
-    def load(self, path: str) -> None:
-        super().load(path)
-        next(iter(self.model.parameters())).data.zero_()
-
-
-@pytest.mark.full
-def test_a_save_that_is_not_right_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.bench, "MODEL", measure.bench.TINY)
-    monkeypatch.setitem(SIDES, "forgets", _Forgets)
-    job = measure.Job("forgets", str(tmp_path), 2, 1)
-    row = tables.row_of([ranks.take_turn(measure.turn, 1, job, looked_for=job.paths)])
-    assert row["error"] == "what was loaded is not what was saved"
-    line = tables.markdown([row], tables.SAVE_COLUMNS).splitlines()[-1]
-    assert line.startswith("| 1 | forgets | what was loaded is not what was saved |") and "0." not in line

@@ -9,8 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_zero.config import (
     CommConfig,
@@ -24,7 +22,6 @@ from lightning_zero.config import (
     Transport,
     UnitConfig,
     ZeroConfig,
-    choose,
     make_config,
 )
 from lightning_zero.presets import PRESETS
@@ -53,36 +50,23 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     [
         ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
         ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
-        ({"stall_timeout_s": 0}, "zero.stall_timeout_s", "0"),
-        ({"unit": {"max_bytes": 0}}, "zero.unit.max_bytes", "0"),
-        ({"stage": "zero2", "keep_gathered_bytes": 1}, "zero.keep_gathered_bytes", "zero2"),
         ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
         ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
-        ({"stage": "zero4"}, "zero/stage", "zero4"),
         ({"precision": "fp8"}, "zero/precision", "fp8"),
-        ({"comm": {"transport": "pigeon"}}, "zero.comm.transport", "pigeon"),
         ({"precision": {"name": "fp32", "grad_dtype": "bf16"}}, "zero.precision.grad_dtype", "bf16"),
-        ({"precision": {"name": "fp32", "reduce_dtype": "bf16"}}, "zero.precision.reduce_dtype", "bf16"),
         ({"precision": {"name": "bf16_true", "grad_dtype": "fp32"}}, "zero.precision.grad_dtype", "fp32"),
-        ({"offload": {"name": "none", "nvme_path": "/a"}}, "zero.offload.nvme_path", "none"),
         ({"offload": {"name": "cpu", "nvme_path": "/a"}}, "zero.offload.nvme_path", "cpu"),
-        ({"offload": {"name": "cpu", "nvme_budget": 1}}, "zero.offload.nvme_budget", "cpu"),
         ({"offload": {"name": "cpu", "device_budget": 1}}, "zero.offload.device_budget", "cpu"),
         ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
         ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
-        ({"offload": {"name": "cpu", "host_budget": -1}}, "zero.offload.host_budget", "-1"),
         ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
         ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
-        ({"prefetch_byte": 1}, "zero.prefetch_byte", "prefetch_bytes"),
         ({"gather_after_fit": "whole"}, "zero.gather_after_fit: expected true or false or null", "'whole'"),
         ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
         ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
-        ({"unit": {"classes": [3]}}, "zero.unit.classes: expected a list of names", "[3]"),
         ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
         ({"stage": True}, "zero/stage: expected one of", "True"),
         ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
-        ({"prefetch_bytes": True}, "zero.prefetch_bytes: expected a size such as 80GB", "True"),
-        ({"prefetch_bytes": 1.5}, "zero.prefetch_bytes: expected a size such as 80GB", "1.5"),
         ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
         ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
         ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
@@ -94,8 +78,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_config(**settings)
-    assert key in str(error.value)
-    assert got in str(error.value)
+    assert key in str(error.value) and got in str(error.value)
 
 
 def test_bytes_are_taken_with_units() -> None:
@@ -113,10 +96,8 @@ def test_files_need_a_folder(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name it comes from the environment, else from the setting alone."""
     monkeypatch.delenv(NVME_PATH, raising=False)
     for asked in (row, {"name": row}):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=f"zero.offload.nvme_path.*{NVME_PATH}"):
             make_config(offload=asked)
-        assert "zero.offload.nvme_path" in str(error.value)
-        assert NVME_PATH in str(error.value)
     assert make_config(offload={"name": row, "nvme_path": "/a"}).offload.nvme_path == "/a"
     monkeypatch.setenv(NVME_PATH, "/b")
     assert make_config(offload=row).offload == OffloadConfig(name=Offload[row], nvme_path="/b")
@@ -133,11 +114,9 @@ def test_rows_of_offload_and_stages(stage: int, row: str) -> None:
     settings: dict[str, Any] = {"stage": stage, "offload": {"name": row, "nvme_path": "/a" if "nvme" in row else None}}
     if fits:
         assert make_config(**settings).offload.name is Offload[row]
-        return
-    with pytest.raises(ConfigError) as error:
-        make_config(**settings)
-    assert f"zero/offload={row}" in str(error.value)
-    assert f"zero/stage={'zero3' if stage else 'zero1'}" in str(error.value)  # the way out
+    else:  # with the way out
+        with pytest.raises(ConfigError, match=f"zero/offload={row}[: ].*zero/stage={'zero3' if stage else 'zero1'}"):
+            make_config(**settings)
 
 
 def everything(of: Any, key: str = "zero") -> list[tuple[str, Any, str]]:
@@ -179,12 +158,6 @@ def test_settings_go_on_top_of_a_base_and_leave_it_alone() -> None:
     assert base.prefetch_bytes == 10
 
 
-def test_two_configs_share_no_lists() -> None:
-    first, second = ZeroConfig(), ZeroConfig()
-    first.unit.classes.append("Block")
-    assert second.unit.classes == []
-
-
 def test_presets_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         **{f"zero{n}": (f"zero{n}", "none") for n in range(4)},
@@ -202,28 +175,3 @@ def test_presets_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> Non
         config = make_config(stage=stage, offload=offload)
         assert (config.stage.name.name, config.offload.name.name) == (stage, offload)
         assert config.offload.nvme_path == ("/b" if "nvme" in name else None)
-
-
-@given(st.text())
-def test_no_text_is_taken_for_a_stage_by_accident(text: str) -> None:
-    if text in Stage.__members__ or text in {"0", "1", "2", "3"}:
-        assert choose("stage", text).name in Stage.__members__
-    else:
-        with pytest.raises(ConfigError):
-            choose("stage", text)
-
-
-def test_every_setting_is_documented() -> None:
-    undocumented = []
-
-    def walk(cls: type) -> None:
-        text = (cls.__doc__ or "").partition("Attributes:")[2]
-        for f in fields(cls):
-            value = f.default_factory() if callable(f.default_factory) else f.default
-            if is_dataclass(value):
-                walk(type(value))
-            elif f"{f.name}:" not in text:
-                undocumented.append(f"{cls.__name__}.{f.name}")
-
-    walk(ZeroConfig)
-    assert not undocumented

@@ -79,9 +79,3 @@ def test_workers_with_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch)
     assert run(2, os.getpid) == before  # after which they ended
     monkeypatch.undo()
     assert not set(run(2, os.getpid)) & set(before)
-
-
-def test_the_end_of_a_worker_comes_before_what_others_say_of_it() -> None:
-    noticed, died = RuntimeError("rank 1 has ended"), harness.WorkerDied("the worker died with exit code 3")
-    assert harness._restored([(0, (noticed, "its traceback")), (1, (died, ""))]) is died
-    assert harness._restored([(1, (ConnectionError(), "")), (0, (noticed, ""))]) is noticed

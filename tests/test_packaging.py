@@ -18,7 +18,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import lightning_zero
 import lightning_zero.__main__ as entry_point
 from tests.harness import ROOT, run_command
 
@@ -42,9 +41,7 @@ def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
         (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
     ],
 )
-def test_the_command_calls_the_part_it_is_given(
-    arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_calls_its_part(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROJECT["project"]["scripts"] == {"lightning-zero": "lightning_zero.__main__:main"}
     found: list[list[str]] = []
     monkeypatch.setattr(called.replace("app.", "") + ".main", lambda: found.append(sys.argv[1:]))
@@ -53,9 +50,7 @@ def test_the_command_calls_the_part_it_is_given(
     assert found == [[a for a in arguments if "=" in a]]
 
 
-def test_without_a_name_it_lists_the_commands_and_a_mistake_has_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     called: list[bool] = []
     monkeypatch.setattr("lightning_zero.train.main", lambda: called.append(True))
     cases = (([], "2", "\n  plan "), (["--help"], "0", "\n  plan "), (["checkpoint", "nothing"], "2", "error"))
@@ -102,16 +97,6 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
     assert {name: file for name, file in imported.items() if name not in known} == {}
 
 
-def test_constraints_pin_an_exact_torch_within_the_bound() -> None:
-    lines = [x for x in (ROOT / "constraints-cpu.txt").read_text().splitlines() if x and not x.startswith("#")]
-    (pin,) = (Requirement(x) for x in lines)
-    (bound,) = (Requirement(x) for x in PROJECT["project"]["dependencies"] if Requirement(x).name == "torch")
-    (specifier,) = pin.specifier
-    assert pin.name == "torch"
-    assert specifier.operator == "=="
-    assert bound.specifier.contains(specifier.version)
-
-
 def test_ci_runs_both_tiers_in_its_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -125,21 +110,9 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
     done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7")
     assert done.returncode == 0, done.stderr
-    assert "-m venv no-such-venv" in done.stdout
-    assert "-m lightning_zero.train seed=7" in done.stdout
-    assert "-m pytest" in done.stdout
-    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test]'" in done.stdout
-    assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
-
-
-def test_make_help_lists_every_target() -> None:
-    done = run_command("make", "help")
-    assert done.returncode == 0, done.stderr
-    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    listed = re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE)
-    assert sorted(listed) == sorted(phony.split())
-    assert all(f"{name}=" in done.stdout for name in ("PYTHON", "VENV", "TORCH_VERSION", "TORCH_INDEX_URL", "ARGS"))
-    assert max(map(len, done.stdout.splitlines())) <= 120
+    parts = ["-m venv no-such-venv", "-m lightning_zero.train seed=7", "-m pytest", "tests/slurm/lab.sh install"]
+    parts += ["-e '.[test]'", "-m benchmarks.bench", "-m benchmarks.checkpoint"]
+    assert [part for part in parts if part not in done.stdout] == []
 
 
 @pytest.mark.parametrize(
@@ -158,16 +131,12 @@ def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
 
 
 def test_no_names_of_machines_or_indexes() -> None:
+    for file in [ROOT / ".dockerignore", *(ROOT / "docker").glob("*.*")]:
+        assert not re.search(r"https?://", file.read_text()), file
     for name in TEXT_FILES:
         text = (ROOT / name).read_text()
         assert not re.search(r"https?://", text), name
         assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text), name
-
-
-def test_version_has_one_source() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lightning_zero.__version__"
-    assert Version(lightning_zero.__version__) >= Version("0.1.0")
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +189,8 @@ def test_the_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     where = call("-c", "import lightning_zero, hydra_plugins.lightning_zero_plugin as p; print(p.__file__)")
     assert where.startswith(str(site))
     assert "n_layer: 5" in call("-m", "lightning_zero.train", "--cfg", "job", "model.n_layer=5")
-    out = call(
-        *("-m", "lightning_zero.train", "experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2"),
-        *("trainer.max_steps=3", "hydra.run.dir=run"),
-    )
-    assert "validation bits per byte: " in out
+    small = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=3")
+    assert "validation bits per byte: " in call("-m", "lightning_zero.train", *small, "hydra.run.dir=run")
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
-    entry = call(
-        "-c", "from importlib.metadata import entry_points as e; print([x.value for x in e(group='hydra.plugins')])"
-    )
-    assert "hydra_plugins.lightning_zero_plugin" in entry
+    plugins = "from importlib.metadata import entry_points; print(entry_points(group='hydra.plugins'))"
+    assert "hydra_plugins.lightning_zero_plugin" in call("-c", plugins)

@@ -21,11 +21,6 @@ def test_every_pair_occurs_in_few_cases() -> None:
     assert len(chosen) <= 12 < len(PAIRED)
 
 
-def test_of_two_parameters_all_cases_are_taken() -> None:
-    cases = [{"a": a, "b": b} for a in range(3) for b in range(2)]
-    assert sorted(pairwise_places(cases)) == list(range(6))
-
-
 FILE = """
 import pytest
 

@@ -14,8 +14,8 @@ from tests.harness import run_command
 
 @pytest.mark.full
 def test_the_command_tells_all_and_no_secret(tmp_path: Path) -> None:
-    environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "hidden", "TORCH_TOKEN": "hidden"}
-    done = run_command("python", "-m", "lightning_zero.env", "--json", "--disk", tmp_path, **environ)
+    command = ("python", "-m", "lightning_zero.env", "--json", "--disk", tmp_path)
+    done = run_command(*command, NCCL_DEBUG="INFO", WANDB_API_KEY="hidden")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     sections = {"torch", "packages", "host", "GPUs", "network", "environment", "disk"}
@@ -28,28 +28,15 @@ def test_the_command_tells_all_and_no_secret(tmp_path: Path) -> None:
 
 
 def test_variables_are_named_and_hold_no_secret() -> None:
-    given = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JWT": "hidden",
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "TORCH_AUTH": "hidden",
-        "CUDA_VISIBLE_DEVICES": "0,1",
-        "HF_TOKEN": "hidden",
-        "HOME": "hidden",
-        "TORCH_HOME": "https://user:hidden@host/path",
-        "LIGHTNING_ZERO_PASSWORD": "hidden",
-        "LOCAL_RANK": "1",
-    }
-    found = env.variables(given)
-    assert set(found) == {"SLURM_JOB_ID", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME", "LOCAL_RANK"}
-    assert found["TORCH_HOME"] == "https://host/path"
+    shown = {"SLURM_JOB_ID": "7", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1"}
+    names = ("SLURM_JWT", "TORCH_AUTH", "HF_TOKEN", "HOME", "LIGHTNING_ZERO_PASSWORD")
+    given = shown | dict.fromkeys(names, "hidden") | {"TORCH_HOME": "https://user:hidden@host/path"}
+    assert env.variables(given) == shown | {"TORCH_HOME": "https://host/path"}
 
 
 def test_what_fails_says_why_and_leaves_the_rest() -> None:
-    with (
-        mock.patch("psutil.virtual_memory", side_effect=RuntimeError("no /proc")),
-        mock.patch.object(env, "_gpus", {}),
-    ):
+    no_memory = mock.patch("psutil.virtual_memory", side_effect=RuntimeError("no /proc"))
+    with no_memory, mock.patch.object(env, "_gpus", {}):
         found = env.facts()
     assert found["host"] == {"failed": "RuntimeError: no /proc"}
     assert "failed" in found["GPUs"] and "torch" in found["packages"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import lightning.pytorch  # noqa: F401  here, because it sets environment variab
 import pytest
 import torch
 
-from lightning_zero.app import plan, plan_picture
-from lightning_zero.app.schema import MachineConfig, parse_bytes
-from lightning_zero.config import ConfigError, Offload, Stage, allowed_rows
+from lightning_zero.app import plan
+from lightning_zero.config import Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
-from lightning_zero.planning.fit import Machine, Model, best, plan_row
+from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from tests.harness import run_command
@@ -28,13 +27,9 @@ MACHINE = (PLAIN, "machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_mem
 LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-
-
 @pytest.fixture
-def command(in_process: Any) -> Callable[..., tuple[int, str, str]]:
+def command(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.setenv("COLUMNS", "120")
     return functools.partial(in_process, plan)
 
 
@@ -82,48 +77,25 @@ def test_json_has_every_row_with_the_bytes_of_the_formula(planned: Any) -> None:
     assert cpu["per_host"] >= 8 * sum(cpu["at_rest"]["host"].values())
 
 
-def test_the_table_marks_the_chosen_row(command: Any, tmp_path: Path) -> None:
+@pytest.mark.mainly(lambda columns: columns == 120)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_cuts_nothing_off(
+    command: Any, monkeypatch: pytest.MonkeyPatch, columns: int, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = command(*MACHINE, "zero/precision=bf16", "zero.offload.name=cpu")
     assert code == 0, err
-    assert max(map(len, out.splitlines())) <= 120
-    chosen, with_times = (line for line in out.splitlines() if ">" in line)
-    assert re.search(r"zero3 +. cpu .* us +. host memory", with_times)
-    assert "zero3" in chosen and " cpu " in chosen and "yes" in chosen
-    assert "858,880 parameters, bf16; 8 GPU(s) of 74.5G each, 476.8G of host memory, 1.8T of disk" in out
-    assert "Try first: zero/stage=zero0 zero/offload=none" in out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns and "\N{HORIZONTAL ELLIPSIS}" not in out
+    chosen = [line for line in lines if ">" in line]
+    assert re.search(r"zero3\W+cpu .* us\W+host memory", chosen[-1])
+    assert "zero3" in chosen[0] and " cpu " in chosen[0] and "yes" in chosen[0]
+    text = " ".join(out.split())
+    assert "858,880 parameters, bf16; 8 GPU(s) of 74.5G each, 476.8G of host memory, 1.8T of disk" in text
+    assert "Try first: zero/stage=zero0 zero/offload=none" in text
     for stage, offload in allowed_rows():
-        assert any(stage.value in line and f" {offload.value} " in line for line in out.splitlines())
+        assert any(re.match(rf"\W*>?\W*{stage.value}\W+{offload.value} .*\byes\W*$", line) for line in lines)
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("columns", [80, 100, 120])
-def test_a_narrow_terminal_cuts_nothing_off(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    small = (PLAIN, "machine.gpus=1024", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1MB")
-    budgets = ("zero/offload=auto", "zero.offload.device_budget=300000", "zero.offload.nvme_path=/tmp")
-    for machine in ((*small, *LARGE), (*MACHINE, *budgets)):
-        code, out, err = command(*machine)
-        assert code == 0, err
-        lines = out.splitlines()
-        assert max(map(len, lines)) <= columns, out
-        assert "\N{HORIZONTAL ELLIPSIS}" not in out
-        for stage, offload in allowed_rows():
-            found = [line for line in lines if re.match(rf"\W*{stage.value}\W+{offload.value} ", line)]
-            assert len(found) in ((2, 3) if columns == 120 else (3,)) and re.search(
-                r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]
-            ), out
-
-
-@pytest.mark.full
-def test_the_legend_says_when_gradients_of_stage_1_are_whole(command: Any, planned: Any) -> None:
-    accumulating = [(*MACHINE, f"trainer.accumulate_grad_batches={n}") for n in (1, 2)]
-    sliced, whole = (row_of(planned(*of), "zero1", "none")["at_rest"]["device"]["grad"] for of in accumulating)
-    assert whole > 7 * sliced
-    said = [" ".join(command(*of)[1].split()) for of in accumulating]
-    assert "at rest before the step" in said[0] and "At zero1 gradients are in slices, and whole until then" in said[0]
-    assert "at rest between micro-batches" in said[1] and "At zero1 gradients are still whole" in said[1]
 
 
 def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
@@ -145,7 +117,7 @@ def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
 
 @pytest.mark.full
 def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
-    out = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")[1]
+    _, out, _ = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")
     assert "Nothing fits" in out
     assert "auto takes nothing: zero/stage and zero/offload: expected a row that" in out.replace("\n  ", " ")
 
@@ -168,40 +140,26 @@ def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -
     assert "Traceback" not in err
 
 
-def test_sizes_are_parsed_with_their_units() -> None:
-    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "1.5 kib": 1536, "2tb": 2 * 10**12, 12345: 12345, "7B": 7}
-    assert {text: parse_bytes("key", text) for text in sizes} == sizes
-    for text in ("", "GB", "-1GB", "80G", True, "1,5GB"):
-        with pytest.raises(ConfigError, match="Change key"):
-            parse_bytes("key", text)
-    assert MachineConfig(gpu_memory="1kB").gpu_memory == 1000
-
-
 @pytest.mark.full
-def test_state_of_whole_tensors_is_counted_by_tensor(planned: Any) -> None:
+def test_states_are_those_of_the_optimizer(planned: Any) -> None:
     """Adafactor keeps a row and a column of a matrix; nothing of it is as large as the parameters."""
-    whole, by_element = (planned(*MACHINE, f"optimizer={name}") for name in ("adafactor", "adamw"))
-    assert whole["model"]["optimizer_states"] is None and by_element["model"]["optimizer_state_bytes"] is None
+    optimizers = {
+        ("optimizer=sgd",): 1,
+        ("optimizer=sgd", "optimizer.momentum=0"): 0,
+        ("optimizer=adafactor", "optimizer._target_=torch.optim.Muon"): 1,
+        ("optimizer=adafactor",): None,
+    }
+    assert {given: planned(*MACHINE, *given)["model"]["optimizer_states"] for given in optimizers} == optimizers
+    assert planned(*MACHINE, "optimizer_states=3", "optimizer=sgd")["model"]["optimizer_states"] == 3
+    whole, by_element = planned(*MACHINE, "optimizer=adafactor"), planned(*MACHINE)
     assert 0 < whole["model"]["optimizer_state_bytes"] < by_element["model"]["parameters"]
     assert row_of(whole, "zero3", "none")["per_gpu"] < row_of(by_element, "zero3", "none")["per_gpu"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("optimizer", "states"),
-    [
-        (("optimizer=sgd",), 1),
-        (("optimizer=sgd", "optimizer.momentum=0"), 0),
-        (("optimizer=adafactor", "optimizer._target_=torch.optim.Muon"), 1),
-    ],
-)
-def test_states_are_those_of_the_optimizer(planned: Any, optimizer: tuple[str, ...], states: int) -> None:
-    assert planned(*MACHINE, *optimizer)["model"]["optimizer_states"] == states
-    assert planned(*MACHINE, "optimizer_states=3", *optimizer)["model"]["optimizer_states"] == 3
-
-
-@pytest.mark.full
-def test_a_model_that_looks_at_values_while_it_is_built(command: Any, tmp_path: Path) -> None:
+def test_a_model_that_looks_at_values(
+    command: Any, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many do for the rates of stochastic depth. What raises anyway says so itself, with its traceback."""
     (tmp_path / "drops.py").write_text(
         "import torch\n"
@@ -211,22 +169,16 @@ def test_a_model_that_looks_at_values_while_it_is_built(command: Any, tmp_path: 
         "        super().__init__()\n"
         "        depth = int(torch.linspace(1, 3, 2)[-1].item()) if asks else 3\n"
         "        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(depth))\n"
-        "        self.layers[2].weight = self.layers[0].weight\n"
-        "        self.register_buffer('scale', torch.ones(4))\n"
         "        if raises:\n"
         "            raise NotImplementedError('not on this machine')\n"
         "    def training_step(self, batch, batch_idx):\n"
         "        return self.layers[0](batch[:, :8].float()).sum()\n"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        own = ("~model", "+model._target_=drops.Drops", "json=true", *MACHINE)
-        code, asking, err = command(*own)
-        assert code == 0, err
-        code, plain, _ = command(*own, "+model.asks=false")
-        assert code == 0 and json.loads(asking) == json.loads(plain)
-        code, _, err = command(*own, "+model.raises=true")
-        assert code == 1 and re.search(r'drops\.py", line 11.*\nNotImplementedError: not on this machine\n', err, re.S)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("~model", "+model._target_=drops.Drops", *MACHINE)
+    assert planned(*own) == planned(*own, "+model.asks=false")
+    code, _, err = command(*own, "+model.raises=true")
+    assert code == 1 and re.search(r'drops\.py", line 9.*\nNotImplementedError: not on this machine\n', err, re.S)
 
 
 def test_without_machine_the_one_at_hand_is_planned_for(planned: Any) -> None:
@@ -257,15 +209,15 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -
 
 
 def test_processes_without_gpus_share_the_hosts_memory() -> None:
-    shapes = (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4)),)
-    model = Model(("",), shapes, Limits(0, 0, 1))
-    machine = Machine(gpus=2, gpu_memory=0, host_memory=10**9, nvme=0, shared=True)
-    settings = plan.OffloadConfig()
-    row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, machine, settings)
-    assert row.fits
-    assert row.together <= row.per_host[Tier.device] + row.per_host[Tier.host]
-    tight = Machine(gpus=2, gpu_memory=0, host_memory=row.together - 1, nvme=0, shared=True)
-    row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, tight, settings)
+    model = Model(("",), (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4)),), Limits(0, 0, 1))
+
+    def planned(host_memory: int) -> Row:
+        machine = Machine(gpus=2, gpu_memory=0, host_memory=host_memory, nvme=0, shared=True)
+        return plan_row(model, Stage.zero1, Offload.optimizer_cpu, machine, OffloadConfig())
+
+    row = planned(10**9)
+    assert row.fits and row.together <= row.per_host[Tier.device] + row.per_host[Tier.host]
+    row = planned(row.together - 1)
     assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
     assert best([row]) is None
 
@@ -275,7 +227,7 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
 
 def whole(command: Any, planned: Any, gather_after_fit: str, host: str) -> tuple[dict[str, Any], str]:
     machine = (*MACHINE[:3], f"machine.host_memory={host}", f"zero.gather_after_fit={gather_after_fit}")
-    return planned(*machine), command(*machine)[1].replace("\n  ", " ")
+    return planned(*machine), " ".join(command(*machine)[1].split())
 
 
 @pytest.mark.full
@@ -288,10 +240,7 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert row["after_run"]["host"] == {"whole_copy": -(-nbytes // 8)} and row["fits"]
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
-    assert (
-        "After a run a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)"
-        in text
-    )
+    assert "a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)" in text
 
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
@@ -306,26 +255,6 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     document, text = whole(command, planned, "false", "3MB")
     assert row_of(document, "zero0", "none")["after_run"] is None
     assert "After a run the module stays sharded (zero.gather_after_fit=false)." in text
-
-
-def test_the_copy_does_not_add_to_the_peak_of_a_step() -> None:
-    shapes = (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4)),)
-    machine = Machine(gpus=2, gpu_memory=0, host_memory=10**9, nvme=0, shared=True)
-    rows = [
-        plan_row(
-            replace(Model(("",), shapes, Limits(0, 0, 1)), gather_after_fit=setting),
-            Stage.zero0,
-            Offload.none,
-            machine,
-            plan.OffloadConfig(),
-        )
-        for setting in (None, True, False)
-    ]
-    auto, must, sharded = rows
-    assert auto.together == must.together
-    rest = 2 * 4 * 4 * 2**20  # parameters, gradients and two states, of two processes
-    assert sum(auto.after_run.values()) * 2 == rest + 4 * 2**20
-    assert sharded.together <= auto.together == max(sharded.together, rest + 4 * 2**20)
 
 
 # -- activations, seconds, auto, pictures -----------------------------------------------------------------------------
@@ -345,17 +274,13 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
         most = max(found["counted"]["forward"], found["counted"]["backward"]) + found["counted"]["batch"]
         assert plain["per_gpu"] < row["per_gpu"] <= plain["per_gpu"] + most
         assert row["seconds_per_step"] > 0 and row["bound_by"] in row["seconds_by_resource"]
+    fewer = planned(*GPUS, "zero.activation_checkpointing=blocks")
+    assert fewer["activations"]["counted"] == found["with_checkpointing"]
+    assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
     out = command(*GPUS)[1].replace("\n  ", " ")
     choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit"
     assert re.search(choice, out, re.MULTILINE), out
     assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.MULTILINE)
-
-
-@pytest.mark.full
-def test_activations_of_checkpointed_blocks_are_fewer(planned: Any) -> None:
-    document, fewer = planned(*GPUS), planned(*GPUS, "zero.activation_checkpointing=blocks")
-    assert fewer["activations"]["counted"] == document["activations"]["with_checkpointing"]
-    assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
 
 
 @pytest.mark.full
@@ -383,22 +308,9 @@ def test_a_config_of_hugging_face_is_planned_from_its_folder(command: Any, plann
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dark", [True, False])
-def test_a_picture_has_every_row_with_numbers_on_its_ground(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dark: bool
-) -> None:
-    """Where they lie on a bar, or on the line of the memory, and in both themes; the longest bar has room behind it."""
-    axes_module = pytest.importorskip("matplotlib.axes")
-    ground, ink, _ = plan_picture.THEMES[dark]
-    seen: list[tuple[str, Any]] = []
-    text = axes_module.Axes.text
-
-    def noting(self: Any, x: float, y: float, words: str, **how: Any) -> Any:
-        seen.append((how["ha"], (how["color"], how["bbox"]["facecolor"])))
-        return text(self, x, y, words, **how)
-
-    monkeypatch.setattr(axes_module.Axes, "text", noting)
-    code, out, err = command(*GPUS, PLAIN, "picture=plan", f"dark={dark}", "machine.nvme=1GB")
+def test_a_picture_has_every_row(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = command(*GPUS, PLAIN, "picture=plan", "machine.nvme=1GB")
     assert code == 0, err
     assert f"Wrote {tmp_path / 'plan'}" in out
     assert {f.name for f in tmp_path.iterdir()} == {"plan.png", "plan.svg"}
@@ -406,19 +318,11 @@ def test_a_picture_has_every_row_with_numbers_on_its_ground(
     assert all(f"{stage.value} + {offload.value}" in picture for stage, offload in allowed_rows())
     assert "each GPU" in picture and "79.0G there" in picture and "optimizer state" in picture
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-    assert seen and {colours for _, colours in seen} == {(ink, ground)}
-    assert {side for side, _ in seen} == {"left"}
 
 
 @pytest.mark.full
 def test_a_picture_that_cannot_be_drawn_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
     code, _, err = command("picture=plan.png")
     assert code == 2 and "picture: expected matplotlib, which is not installed" in err and "lightning-zero[plot]" in err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "matplotlib" else find(name, *a))
-    for name, text in (("plan.jpg", "ends in .png or .svg"), ("no/where.png", "expected a folder that exists")):
-        code, _, err = command(f"picture={name}")
-        assert code == 2 and text in err

@@ -21,17 +21,7 @@ def test_steps_that_are_run_again_are_compared(tmp_path: Path) -> None:
     ran = run_command(*COMMAND, "train", *settings, *saves, "hydra.run.dir=run", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     saved = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*")}
-    replay = [
-        "python",
-        "-m",
-        "lightning_zero",
-        "replay",
-        "run",
-        "--from",
-        "run/checkpoints/step-3.ckpt",
-        "--steps",
-        "4",
-    ]
+    replay = (*COMMAND, "replay", "run", "--from", "run/checkpoints/step-3.ckpt", "--steps", "4")
     again = run_command(*replay, "zero/stage=zero1", folder=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "all 2 steps that both have are equal" in again.stdout  # 4 and 6
@@ -46,15 +36,12 @@ def test_steps_that_are_run_again_are_compared(tmp_path: Path) -> None:
 
 def test_the_first_difference_is_named() -> None:
     a, b = ("1", "2"), ("1", "3")
-    assert compare({1: {"x": a}, 2: {"x": a, "y": a}}, {2: {"x": a, "y": b}, 3: {}}) == (
-        f"after step 2, unit y: {a} in the run, {b} again",
-        0,
-    )
+    said = f"after step 2, unit y: {a} in the run, {b} again"
+    assert compare({1: {"x": a}, 2: {"x": a, "y": a}}, {2: {"x": a, "y": b}, 3: {}}) == (said, 0)
     assert compare({1: {"x": a}, 2: {"x": a}}, {1: {"x": a}, 2: {"x": a}}) == (None, 1)  # 1: of the checkpoint
     units = [f"blocks.{number}" for number in range(20)]
-    assert compare({1: dict.fromkeys(units, a)}, {1: dict.fromkeys(units, b)})[0] == (
-        f"after step 1, unit blocks.0: {a} in the run, {b} again"
-    )
+    said, _ = compare({1: dict.fromkeys(units, a)}, {1: dict.fromkeys(units, b)})
+    assert said == f"after step 1, unit blocks.0: {a} in the run, {b} again"
     assert compare({1: {"x": a}}, {1: {}})[1] == 0
 
 

@@ -59,10 +59,7 @@ def text_of(cluster: ClusterConfig, *arguments: str, run_dir: str | None = None)
 
 
 def test_the_whole_script() -> None:
-    cluster = slurm(cpus_per_task=12, time="24:00:00", env={"NCCL_SOCKET_IFNAME": "ib0"}, setup=["module load cuda"])
-    assert (
-        text_of(cluster, "experiment=gpt_25m", "data.path='my texts'")
-        == f"""#!/bin/bash
+    expected = f"""#!/bin/bash
 #SBATCH --job-name=lightning_zero
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -107,23 +104,16 @@ elif [ $code -ne 0 ] && [ "$outcome" != refused ]; then
 fi
 exit $code
 """
-    )
+    cluster = slurm(cpus_per_task=12, time="24:00:00", env={"NCCL_SOCKET_IFNAME": "ib0"}, setup=["module load cuda"])
+    assert text_of(cluster, "experiment=gpt_25m", "data.path='my texts'") == expected
 
 
 def test_options_of_a_site() -> None:
-    text = text_of(
-        slurm(
-            **{key: key for key in ("partition", "account", "qos", "constraint", "reservation", "job_name")},
-            mem="500G",
-            exclusive=True,
-            sbatch=["--mail-type=END", "--comment=two words"],
-            srun=["--mpi=none"],
-        )
-    )
-    for line in ("partition=partition", "account=account", "qos=qos", "constraint=constraint", "mem=500G", "exclusive"):
-        assert f"\n#SBATCH --{line}\n" in text
-    assert "\n#SBATCH --reservation=reservation\n" in text and "\n#SBATCH --job-name=job_name\n" in text
-    assert "\n#SBATCH --mail-type=END\n" in text
+    names = ("partition", "account", "qos", "constraint", "reservation", "job_name")
+    more = {"mem": "500G", "exclusive": True, "sbatch": ["--mail-type=END", "--comment=two words"]}
+    text = text_of(slurm(**dict(zip(names, names, strict=True)), **more, srun=["--mpi=none"]))
+    lines = [f"{name.replace('_', '-')}={name}" for name in names] + ["mem=500G", "exclusive", "mail-type=END"]
+    assert [line for line in lines if f"\n#SBATCH --{line}\n" not in text] == []
     assert "\nsrun --kill-on-bad-exit=1 --mpi=none \\\n" in text
 
 
@@ -150,6 +140,14 @@ def test_a_container_wraps_the_command() -> None:
     assert " --nv " not in text_of(slurm(**settings, gpus_per_node=0, tasks_per_node=1))
 
 
+def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
+    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert (tmp_path / "outcome").read_text() == "refused\n"
+
+
 @pytest.mark.parametrize(
     ("code", "does", "earlier", "comes_back"),
     [
@@ -164,9 +162,7 @@ def test_a_container_wraps_the_command() -> None:
         (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
     ],
 )
-def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
-    code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path
-) -> None:
+def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -183,14 +179,6 @@ def test_a_job_goes_back_to_the_queue_by_exit_code_and_verdict(
     assert done.returncode == code
     assert (tmp_path / "asked").exists() is comes_back
     assert not comes_back or (tmp_path / "asked").read_text() == "requeue 5\n"
-
-
-def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
-    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
-    assert (tmp_path / "outcome").read_text() == "refused\n"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -287,13 +275,40 @@ def test_mistakes_end_before_sbatch(
     assert not (tmp_path / "script").exists()
 
 
-@pytest.mark.sample
+@pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
+        (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
+        (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
+        (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
+        (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
+        (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
+        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
+        (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
+        (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
+        (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
+        (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
+        (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
+        (["data.path=other.txt"], "data.path: expected a file"),
+        (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
+        (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
+        (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
+        (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+    ],
+)
+def test_mistakes(command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path) -> None:
+    fake_sbatch()
+    code, _, err = command(*SMALL, *overrides)
+    assert code == 2 and message in err and "Traceback" not in err
+    assert not (tmp_path / "script").exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "key"),
     [
-        ("invalid partition specified: x", "cluster.partition"),
-        ("Batch job submission failed: Invalid account or account/partition combination", "cluster."),
-        ("Batch job submission failed: Requested time limit is invalid", "cluster.time"),
         ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
         ("something else", "cluster.*"),
     ],
@@ -301,15 +316,7 @@ def test_mistakes_end_before_sbatch(
 def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answer: str, key: str) -> None:
     fake_sbatch(error=f"sbatch: error: {answer}")
     code, _, err = command(*SMALL)
-    assert code == 2
-    assert f"error: sbatch refuses the job: {answer}. Change {key}" in err
-
-
-def test_without_sbatch_submit_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, err = command(*SMALL)
-    assert code == 2
-    assert "sbatch: expected the command on PATH" in err and "dry_run=true" in err
+    assert code == 2 and f"error: sbatch refuses the job: {answer}. Change {key}" in err
 
 
 def test_memory_of_processes_without_gpus(command: Any, fake_sbatch: Any) -> None:
@@ -340,15 +347,15 @@ def test_settings_without_a_cluster_are_refused() -> None:
 
 
 def test_a_run_is_fitted_to_its_cluster() -> None:
-    config = TrainConfig(cluster=slurm())
-    jobs.fit_trainer(config)
-    assert config.trainer == {"num_nodes": 2, "devices": 8, "accelerator": "gpu"}
-    config = TrainConfig(cluster=slurm(gpus_per_node=0, tasks_per_node=3), trainer={"num_nodes": 2, "devices": 3})
-    jobs.fit_trainer(config)
-    assert config.trainer["accelerator"] == "cpu"
-    untouched = TrainConfig()
-    jobs.fit_trainer(untouched)
-    assert untouched == TrainConfig()
+    on_cpus = slurm(gpus_per_node=0, tasks_per_node=3)
+    fitted = [
+        (TrainConfig(cluster=slurm()), {"num_nodes": 2, "devices": 8, "accelerator": "gpu"}),
+        (TrainConfig(cluster=on_cpus), {"num_nodes": 2, "devices": 3, "accelerator": "cpu"}),
+        (TrainConfig(), {}),
+    ]
+    for config, trainer in fitted:
+        jobs.fit_trainer(config)
+        assert config.trainer == trainer
 
 
 # -- inside a job -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -34,13 +35,7 @@ def test_each_run_is_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capf
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_entered", False)
     monkeypatch.setattr(sweep, "failed", [])
-    settings = (
-        "cluster=slurm",
-        "cluster.nodes=2",
-        "cluster.time=1:00:00",
-        "optimized_metric=bits",
-        "hydra.sweep.dir=s",
-    )
+    settings = ("cluster=slurm", "cluster.nodes=2", "cluster.time=1:00:00", "optimized_metric=bits")
     monkeypatch.setattr(sys, "argv", ["train", "--multirun", "seed=2,3", "hydra.sweep.dir=s", *settings])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit) as stop:
@@ -62,7 +57,10 @@ def test_without_sbatch_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp
         sweep.submit_job(cluster, ["seed=1"], tmp_path)
 
 
-def test_submitits_launcher_is_refused() -> None:
-    sweep.check_packages(["hydra/launcher=processes"])
+def test_a_package_that_a_sweep_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep.check_packages(["hydra/launcher=processes", "hparams_search=grid"])
     with pytest.raises(ConfigError, match=r"hydra/launcher=submitit_slurm: .* Drop hydra/launcher=submitit_slurm\."):
         sweep.check_packages(["--multirun", "hydra/launcher=submitit_slurm"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-zero\[search\]'"):
+        sweep.check_packages(["hparams_search=optuna"])

@@ -47,12 +47,9 @@ def in_child(act: Callable[[], object]) -> int | None:
 
 
 def save_and_die(folder: Path, moment: str) -> None:
-    tempfile.tempdir = "/dev/shm"  # what fsspec writes to; another file system than ``folder``
     if moment == "half of the file":
         pwrite = os.pwrite
         os.pwrite = lambda fd, data, offset: (pwrite(fd, data[: len(data) // 2], offset), killed())
-    elif moment == "half of a copy":  # none is made
-        os.sendfile = lambda out, *_: (os.write(out, b"PK half"), killed())  # type: ignore[assignment]
     elif moment == "fsync":
         os.fsync = killed
     elif moment == "rename":
@@ -63,20 +60,12 @@ def save_and_die(folder: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "ends"),
-    [
-        ("half of the file", OLD),
-        ("half of a copy", NEW),
-        ("fsync", OLD),
-        ("rename", OLD),
-        ("fsync of the folder", NEW),
-    ],
+    ("moment", "ends"), [("half of the file", OLD), ("fsync", OLD), ("rename", OLD), ("fsync of the folder", NEW)]
 )
 def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, Any], tmp_path: Path) -> None:
     io = ZeroCheckpointIO()
     io.save_checkpoint(OLD, tmp_path / "last.ckpt")
-    code = in_child(lambda: save_and_die(tmp_path, moment))
-    assert code == (0 if moment == "half of a copy" else -signal.SIGKILL)
+    assert in_child(lambda: save_and_die(tmp_path, moment)) == -signal.SIGKILL
     assert torch.equal(torch.load(tmp_path / "last.ckpt")["value"], ends["value"])
     assert not [p for p in tmp_path.glob("*.ckpt") if p.name != "last.ckpt"]
     io.save_checkpoint(NEW, tmp_path / "other.ckpt")
@@ -117,8 +106,7 @@ def write_folder_and_die(folder: Path, moment: str) -> None:
 
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize(
-    ("moment", "ends"),
-    [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")],
+    ("moment", "ends"), [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")]
 )
 def test_a_kill_leaves_the_old_folder_or_the_new_one(
     moment: str, ends: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,18 +196,11 @@ def test_the_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def sync(fd: int) -> None:
-        done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
-        fsync(fd)
-
-    def rename(*names: Path) -> None:
-        done.append("rename")
-        replace(*names)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "replace", rename)
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+    )
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
     write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     assert done == ["file", "rename", "folder"]
 
@@ -245,11 +226,6 @@ def test_what_cannot_be_written_leaves_nothing_and_names_file_and_cause(tmp_path
         io.save_checkpoint({"made": lambda: 1}, path)
     with pytest.raises(FileExistsError, match=r"below\.ckpt"):
         io.save_checkpoint(NEW, path / "below.ckpt")
-    try:
-        raise FileNotFoundError("that a checkpoint is saved on")
-    except FileNotFoundError:
-        with pytest.raises(RuntimeError, match=r"last\.ckpt: .*[Pp]ickle"):
-            io.save_checkpoint({"made": lambda: 1}, path)
     assert torch.equal(torch.load(path)["value"], OLD["value"])
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
@@ -285,12 +261,9 @@ def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypat
 
 def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node_1.cluster")
-    for name in ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120):
-        part = durable.part_name(name)
-        assert (
-            durable._PART.fullmatch(part) and "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
-        )
-        assert len(part.encode()) < 255
+    for part in map(durable.part_name, ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120)):
+        assert durable._PART.fullmatch(part) and len(part.encode()) < 255
+        assert "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
 
 
 def open_files() -> list[str]:

@@ -52,15 +52,6 @@ def test_generators_go_on_from_a_saved_state() -> None:
         assert [draw(), draw()] == expected
 
 
-def test_as_many_ranks_have_their_own_again() -> None:
-    states = [Generators.seeded(seed, CPU) for seed in (1, 2)]
-    for rank, state in enumerate(states):
-        state.restore(CPU)
-        expected = draw()
-        of_rank(table(*states), rank, 2, CPU).restore(CPU)
-        assert draw() == expected
-
-
 def drawn(saved: dict[str, Tensor], world_size: int) -> list[tuple[float, ...]]:
     found = []
     for rank in range(world_size):
@@ -69,8 +60,14 @@ def drawn(saved: dict[str, Tensor], world_size: int) -> list[tuple[float, ...]]:
     return found
 
 
-def test_other_numbers_of_ranks_have_numbers_of_their_own() -> None:
-    saved = table(*(Generators.seeded(seed, CPU) for seed in (1, 2)))
+def test_as_many_ranks_have_their_own_again_and_others_numbers_of_their_own() -> None:
+    states = [Generators.seeded(seed, CPU) for seed in (1, 2)]
+    saved = table(*states)
+    own = []
+    for state in states:
+        state.restore(CPU)
+        own.append(tuple(draw()))
+    assert drawn(saved, 2) == own
     for world_size in (1, 3, 4):
         found = drawn(saved, world_size)
         assert len(set(found)) == world_size and found == drawn(saved, world_size)
@@ -84,31 +81,19 @@ def test_ranks_that_had_the_same_numbers_have_the_same_again() -> None:
     assert len(set(drawn(saved, 3))) == 1
 
 
-@pytest.fixture
-def another_of_numpys() -> Iterator[None]:
+@pytest.mark.filterwarnings("error")
+def test_another_generator_of_numpys_stays_as_it_is() -> None:
+    """What another number of ranks goes on with, and what was saved before the user has set another, included."""
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
-    yield
-    np.random.set_bit_generator(before)
-
-
-@pytest.mark.filterwarnings("error")
-def test_another_generator_of_numpys_stays(another_of_numpys: None) -> None:
-    state = Generators.now(CPU)
-    expected = np.random.rand()
-    again = Generators.unpacked(state.packed())
-    assert again.numpy is None
-    state.restore(CPU)
-    again.restore(CPU)
-    assert np.random.rand() == expected
-
-
-def test_a_mersenne_twister_is_not_put_into_another_generator(another_of_numpys: None) -> None:
-    """What another number of ranks goes on with, and what was saved before the user has set another."""
-    state = np.random.get_state(legacy=False)
-    for generators in (Generators.seeded(3, CPU), Generators.unpacked(Generators.seeded(3, CPU).packed())):
-        generators.restore(CPU)
-    assert np.random.get_state(legacy=False) == state
+    try:
+        own, seeded = Generators.now(CPU), Generators.seeded(3, CPU)
+        state = np.random.get_state(legacy=False)
+        for generators in (own, Generators.unpacked(own.packed()), seeded, Generators.unpacked(seeded.packed())):
+            generators.restore(CPU)
+            assert np.random.get_state(legacy=False) == state
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -12,37 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import agreements, communicator, groups
+from lightning_zero.comm import agreements, groups
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.groups import GroupKind, GroupPool, Groups, backend_for, make_group
-from lightning_zero.planning.topology import flat
+from lightning_zero.comm.groups import backend_for, make_group
 from tests.harness import on_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ("cpu:gloo,cuda:nccl", ("gloo", "nccl")),
-        ("cpu:gloo,cuda:gloo", ("gloo", "gloo")),
-        ("cuda:nccl", ("gloo", "nccl")),  # what is not named has the default of the group
-    ],
-)
-def test_each_kind_of_device_may_have_a_backend_of_its_own(config: str, expected: tuple[str, str]) -> None:
-    with mock.patch.object(dist, "get_backend_config", lambda group: config):
-        assert (backend_for(dist.group.WORLD, CPU), backend_for(dist.group.WORLD, GPU)) == expected
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("in_streams", [False, True])
-def test_messages_on_streams_need_no_third_group(in_streams: bool) -> None:
-    kind = GroupKind(flat(2), "gloo", in_streams, even_alone=False, stall_timeout_s=300.0)
-    made = Groups.create(dist.group.WORLD, kind)
-    assert made.gather is not None and made.reduce is not None
-    assert (made.second_half is None) == in_streams
-    assert made.replicate is None
+def test_each_kind_of_device_may_have_a_backend_of_its_own() -> None:
+    expected = {
+        "cpu:gloo,cuda:nccl": ("gloo", "nccl"),
+        "cpu:gloo,cuda:gloo": ("gloo", "gloo"),
+        "cuda:nccl": ("gloo", "nccl"),  # what is not named has the default of the group
+    }
+    for config, backends in expected.items():
+        with mock.patch.object(dist, "get_backend_config", lambda group, config=config: config):
+            assert (backend_for(dist.group.WORLD, CPU), backend_for(dist.group.WORLD, GPU)) == backends
 
 
 @on_ranks(2)
@@ -77,37 +63,12 @@ def test_messages_on_a_device_may_wait_as_long_as_hosts_do(stall_timeout_s: floa
     set_timeout.assert_called_once_with(timedelta(seconds=expected), "group")
 
 
-@on_ranks(1)
-def test_one_rank_sends_where_it_is_asked_to() -> None:
-    os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
-    comm = Communicator(dist.group.WORLD, CPU)
-    full = torch.arange(512.0)
-    assert comm.all_gather(full.clone(), "a").wait().equal(full)
-    assert comm.reduce_scatter(full.clone(), "a").finish().equal(full)
-    assert comm.all_reduce(full.clone(), "a").finish().equal(full)
-    assert dict(comm.counts) == {("all_gather", "a"): 1, ("reduce_scatter", "a"): 1, ("all_reduce", "a"): 1}
-    comm.close()
-
-
 @on_ranks(2)
 def test_what_was_done_is_undone_where_the_other_ranks_cannot_be_asked() -> None:
     comm = Communicator(dist.group.WORLD, CPU)
     undone: list[str] = []
-    with (
-        mock.patch.object(agreements, "gather_objects", side_effect=ConnectionError),
-        pytest.raises(ConnectionError),
-    ):
+    cut_off = mock.patch.object(agreements, "gather_objects", side_effect=ConnectionError)
+    with cut_off, pytest.raises(ConnectionError):
         comm.together("a test", lambda: "a file", undo=undone.append)
     assert undone == ["a file"]
     comm.close()
-
-
-@on_ranks(2)
-def test_groups_on_which_nothing_was_sent_are_used_again() -> None:
-    found: list[Groups | None] = []
-    with mock.patch.object(communicator, "GROUP_POOL", GroupPool()):
-        for _ in range(2):
-            comm = Communicator(dist.group.WORLD, CPU)
-            found.append(comm._groups)
-            comm.close()
-    assert found[0] is found[1] is not None

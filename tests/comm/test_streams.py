@@ -43,23 +43,9 @@ def test_memory_goes_when_its_transfer_is_over_and_a_few_at_most_are_kept() -> N
     assert not streams._held
 
 
-def test_off_cuda_nothing_is_marked_or_waited_for() -> None:
-    streams = Streams(Accelerator(torch.device("cpu")))
-    with streams.on("h2d") as stream:
-        assert stream is None
-    assert streams.mark() is None
-    streams.wait(None)
-
-
 def test_a_gpu_without_a_number_is_the_current_one() -> None:
     """A thread is bound to a number, and tensors name one."""
     with mock.patch("torch.cuda.current_device", lambda: 3):
         assert accelerator_of(torch.device("cuda")).device == with_index(torch.device("cuda")) == torch.device("cuda:3")
     assert accelerator_of(torch.device("cuda:1")).device == torch.device("cuda:1")
     assert with_index(torch.device("cpu")) == torch.device("cpu")
-
-
-def test_transfers_come_before_kernels_that_fill_the_gpu() -> None:
-    with mock.patch("torch.cuda.Stream") as stream:
-        accelerator_of(torch.device("cuda:1")).new_stream()
-    stream.assert_called_once_with(torch.device("cuda:1"), priority=-1)

@@ -18,24 +18,11 @@ from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
 from tests.harness import LAUNCHERS
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "abc",
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-}
-SRUN = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS_PER_NODE": "2",
-}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+SRUN = {"JOB_ID": "17", "PROCID": "3", "NTASKS": "4", "LOCALID": "1", "NODEID": "1", "NNODES": "2"}
+SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()} | {"SLURM_NTASKS_PER_NODE": "2"}
+UNEVEN = SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
 OPEN_MPI = dict(zip(MPI_VARIABLES[0], ["3", "4", "1", "2"], strict=True))
 MPICH = dict(zip(MPI_VARIABLES[2], ["3", "4", "1", "2"], strict=True))
 PLACE = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "nodes": 2}
@@ -70,10 +57,7 @@ def environ() -> Iterator[Any]:
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
             Launched(by="srun", rank=0, world_size=6, local_world_size=2, nodes=3),
         ),
-        (
-            SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"},  # uneven nodes
-            Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1}),
-        ),
+        (UNEVEN, Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1})),
     ],
 )
 def test_each_launcher_tells_the_place_of_a_rank(environ: dict[str, str], expected: Launched | None) -> None:
@@ -93,6 +77,7 @@ def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> Non
 @pytest.mark.parametrize(
     ("environment", "variables", "nodes", "devices", "words"),
     [
+        (SLURMEnvironment, UNEVEN, 1, 3, ["as many processes on every node, got 1 on this one and 3 on 2 nodes"]),
         (TorchElasticEnvironment, TORCHRUN, 1, 2, ["4 processes", "torchrun", "1 x 2 = 2", "trainer.num_nodes=2"]),
         (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
         (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),
@@ -106,13 +91,15 @@ def test_a_wrong_allocation_says_expected_found_and_what_to_change(
     with pytest.raises(ConfigError) as caught:
         allocation.check_allocation(environment(), nodes=nodes, devices=devices)
     assert all(word in str(caught.value) for word in words), caught.value
-    allocation.check_allocation(environment(), nodes=2, devices=2)
+    if variables is not UNEVEN:
+        allocation.check_allocation(environment(), nodes=2, devices=2)
 
 
-def test_uneven_nodes_are_refused(environ: Any) -> None:
-    environ(**SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
-    with pytest.raises(ConfigError, match="as many processes on every node, got 1 on this one and 3 on 2 nodes"):
-        allocation.check_allocation(SLURMEnvironment(), nodes=1, devices=3)
+def test_srun_without_tasks_per_node() -> None:
+    with pytest.raises(ConfigError, match="srun --nodes=2 --ntasks-per-node=2"):
+        allocation.check_srun({k: v for k, v in SRUN.items() if k != "SLURM_NTASKS_PER_NODE"})
+    allocation.check_srun(SRUN)
+    allocation.check_srun({})
 
 
 @pytest.mark.parametrize(
@@ -132,14 +119,6 @@ def test_nodes_that_are_started_by_hand_are_told_where_they_are(variables: dict[
     allocation.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
 
 
-def test_srun_without_tasks_per_node() -> None:
-    tasks = {k: v for k, v in SRUN.items() if k != "SLURM_NTASKS_PER_NODE"}
-    with pytest.raises(ConfigError, match="srun --nodes=2 --ntasks-per-node=2"):
-        allocation.check_srun(tasks)
-    allocation.check_srun(SRUN)
-    allocation.check_srun({})
-
-
 # -- mpirun without mpi4py --------------------------------------------------------------------------------------------
 
 
@@ -156,11 +135,7 @@ def test_mpirun_is_recognised_by_its_variables(environ: Any) -> None:
         allocation.check_allocation(found, nodes=2, devices=2)
     environ(**OPEN_MPI, **TORCHRUN)
     assert own_environment() is None
-    environ()
-
-
-def test_mpirun_needs_no_address_on_one_node_and_a_local_rank(environ: Any) -> None:
-    environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))
+    environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))  # of one node
     found = own_environment()
     assert found is not None and found.main_address == "127.0.0.1"
     environ(PMI_RANK="0", PMI_SIZE="2")
@@ -193,20 +168,21 @@ def checkpoint(path: Path, written: float) -> Path:
 
 
 def test_a_job_has_one_name_on_all_ranks_and_restarts(environ: Any) -> None:
-    environ(**TORCHRUN)
-    assert resume.job_name() == "torchrun-abc"
-    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "my job/1"})
-    assert resume.job_name() == "torchrun-my-job-1"
-    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
+    unnamed = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    names = [
+        (TORCHRUN, "torchrun-abc"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "my job/1"}, "torchrun-my-job-1"),
+        (SRUN, "slurm-17-0"),
+        (unnamed | {"SLURM_JOB_ID": "17"}, "slurm-17"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-a-1@1"}, "mpirun-prterun-a-1-1"),
+        ({}, None),
+    ]
+    for variables, name in names:
+        environ(**variables)
+        assert resume.job_name() == name
+    environ(**unnamed)
     named = resume.job_name()
     assert named == resume.job_name() and named is not None and named.endswith(f"-{os.getppid()}")
-    environ(**SRUN)
-    assert resume.job_name() == "slurm-17-0"
-    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "17"})
-    assert resume.job_name() == "slurm-17"
-    environ(PMIX_NAMESPACE="prterun-a-1@1", **OPEN_MPI)
-    assert resume.job_name() == "mpirun-prterun-a-1-1"
-    assert resume.job_name({}) is None
 
 
 def test_a_job_goes_on_from_its_own_newest_checkpoint(environ: Any, tmp_path: Path) -> None:

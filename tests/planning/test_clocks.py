@@ -30,9 +30,3 @@ def test_the_truth_is_within_the_error(clocks: list[float], rounds: list[list[tu
         assert abs(offset.seconds + clock) <= offset.error + max(offset.error, 1e-6)
         if clock == 0:
             assert offset.seconds == 0
-
-
-def test_an_offset_is_that_of_the_tightest_round() -> None:
-    found = offsets([[0.0, 10.0], [100.0, 110.0]], [[5.0, 10.002], [105.0, 110.001]])
-    assert abs(found[1].seconds + 100) < 0.002 and found[1].error < 0.002
-    assert found[0].seconds == 0

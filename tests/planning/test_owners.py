@@ -7,15 +7,7 @@ import random
 import pytest
 
 from lightning_zero.planning.layout import lay_out
-from lightning_zero.planning.owners import (
-    MESSAGE_ALIGN,
-    Transfer,
-    choose_owners,
-    find_route,
-    matrix_work,
-    split_windows,
-    step_peak,
-)
+from lightning_zero.planning.owners import Transfer, choose_owners, find_route, matrix_work, split_windows, step_peak
 
 
 @pytest.mark.parametrize(
@@ -40,11 +32,8 @@ def test_windows_are_whole_units_up_to_the_limit_and_parts_of_larger_ones() -> N
 
 
 def test_blocks_are_divided_evenly_in_all_and_in_each_window() -> None:
-    width, blocks = 64, 8
-    shapes = [
-        s for _ in range(blocks) for s in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
-    ]
-    costs = [matrix_work(shape) for shape in shapes]
+    blocks = 8
+    costs = [matrix_work(shape) for shape in ((192, 64), (64, 64), (256, 64), (64, 256))] * blocks
     windows = [[4 * block + n for n in range(4)] for block in range(blocks)]
     for ranks in (1, 2, 3, 4, 8):
         owners = choose_owners(costs, windows, ranks, [None] * len(costs))
@@ -60,48 +49,6 @@ def test_owners_stay_and_new_tensors_go_where_there_is_room() -> None:
     assert sorted(first[:2]) == [0, 1]
     kept = choose_owners(costs, [[0, 1], [2, 3]], 2, [1, 1, 0, None])
     assert kept == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_element_travels_once_and_both_ends_know_where_it_lies(ranks: int) -> None:
-    numels = [[700, 33, 1, 4000], [5, 256], [31]]
-    layouts = [lay_out(sizes, ranks) for sizes in numels]
-    keys = [(b, s) for b, sizes in enumerate(numels) for s in range(len(sizes))]
-    window = [Transfer(b, s, (3 * b + s) % ranks, 4 if b else 8, (0, 2, 4)[s % 3]) for b, s in keys]
-    routes = [find_route(window, layouts, rank) for rank in range(ranks)]
-    seen: dict[int, list[tuple[int, int]]] = {}
-    for owner in range(ranks):
-        for piece in routes[owner].kept:
-            assert window[piece.transfer].owner == owner
-            seen.setdefault(piece.transfer, []).append((piece.offset, piece.numel))
-        for sender in range(ranks):
-            sent, got = routes[sender], routes[owner]
-            assert sent.own_sizes[owner] == got.owned_sizes[sender]
-            assert sent.own_back[owner] == got.owned_back[sender]
-            base_there = sum(sent.own_sizes[:owner]), sum(got.owned_sizes[:sender])
-            base_back = sum(sent.own_back[:owner]), sum(got.owned_back[:sender])
-            ours = [p for p in sent.own if window[p.transfer].owner == owner]
-            low, high = base_there[1], base_there[1] + got.owned_sizes[sender]
-            theirs = [p for p in got.owned if low <= p.value < high]
-            assert len(ours) == len(theirs) and (sender != owner or not ours)
-            for own, other in zip(ours, theirs, strict=True):
-                assert (own.transfer, own.offset, own.numel, own.start) == (
-                    other.transfer,
-                    other.offset,
-                    other.numel,
-                    other.start,
-                )
-                assert own.value - base_there[0] == other.value - base_there[1]
-                assert own.grad - base_there[0] == other.grad - base_there[1]
-                assert own.back - base_back[0] == other.back - base_back[1]
-                assert own.value % MESSAGE_ALIGN == own.grad % MESSAGE_ALIGN == own.back % MESSAGE_ALIGN == 0
-                seen.setdefault(own.transfer, []).append((own.offset, own.numel))
-    for index, transfer in enumerate(window):
-        end = 0
-        for offset, numel in sorted(seen[index]):
-            assert offset == end
-            end += numel
-        assert end == numels[transfer.bucket][transfer.slot]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -31,11 +31,13 @@ def test_every_stage_shards_one_role_more() -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("stays", [False, True])
 def test_logical_collectives_are_those_of_the_table(k: int, stays: bool) -> None:
-    table = {
-        Stage.zero0: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1},
-        Stage.zero1: {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 0},
-        Stage.zero2: {"all_gather": 1, "reduce_scatter": k, "all_reduce": 0},
-        Stage.zero3: {"all_gather": k if stays else 2 * k, "reduce_scatter": k, "all_reduce": 0},
+    table = {  # all-gathers, reduce-scatters, all-reduces
+        Stage.zero0: (0, 0, 1),
+        Stage.zero1: (1, 1, 0),
+        Stage.zero2: (1, k, 0),
+        Stage.zero3: (k if stays else 2 * k, k, 0),
     }
+    names = ("all_gather", "reduce_scatter", "all_reduce")
     for stage, counts in table.items():
-        assert logical_collectives(STAGES[stage], k, stays_gathered=stays) == counts
+        found = logical_collectives(STAGES[stage], k, stays_gathered=stays)
+        assert found == dict(zip(names, counts, strict=True))

@@ -7,7 +7,6 @@ import pytest
 from lightning_zero.planning.state_dtype import (
     BLOCK,
     BUFFERS,
-    DEVICE_CHUNK,
     HOST_CHUNKS,
     MAX_CHUNK,
     TABLE_NBYTES,
@@ -28,10 +27,3 @@ def test_pieces_end_between_blocks_and_fit_in_what_is_planned(numel: int, thread
     pieces = -(-numel // piece)
     if numel >= HOST_CHUNKS:
         assert pieces % taken == 0 or pieces > 8 * taken, f"{pieces} pieces for {taken} threads: some wait for others"
-
-
-def test_a_small_run_is_stepped_by_one_thread_and_a_large_one_by_as_many_as_memory_allows() -> None:
-    assert pieces_of(10_000, 16) == (10_240, 1)
-    assert pieces_of(4 << 20, 2) == (MAX_CHUNK, 2)
-    assert pieces_of(64 << 20, 16) == (HOST_CHUNKS // 8, 8)
-    assert pieces_of(64 << 20, None) == (DEVICE_CHUNK, 1)

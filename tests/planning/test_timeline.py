@@ -1,4 +1,4 @@
-"""The time of a schedule, and the least time of a step."""
+"""The least time of a step."""
 
 from __future__ import annotations
 
@@ -8,40 +8,8 @@ from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.placement import OFFLOADS, STAGES
 from lightning_zero.planning.speed import Rates, least_seconds, work_of
-from tests.device.timeline import Task, busy, ends
 
-
-def test_a_party_does_one_thing_after_the_other() -> None:
-    assert ends([Task(0, 1.0), Task(0, 2.0), Task(1, 5.0)]) == [1.0, 3.0, 5.0]
-
-
-def test_a_task_waits_for_those_before_it() -> None:
-    assert ends([Task(0, 1.0), Task(1, 2.0, after=(0,)), Task(0, 1.0, after=(1,))]) == [1.0, 3.0, 4.0]
-
-
-def test_a_resource_serves_who_came_first() -> None:
-    tasks = [Task(0, 2.0, "link"), Task(1, 1.0), Task(1, 3.0, "link"), Task(2, 1.0, "link"), Task(3, 1.0, "disk")]
-    assert ends(tasks) == [2.0, 1.0, 6.0, 3.0, 1.0]  # party 2 comes at 0, party 1 at 1
-    assert busy(tasks) == {"link": 6.0, "disk": 1.0}
-
-
-def test_what_two_parties_do_for_each_other_overlaps() -> None:
-    """Three pieces are copied into two buffers by turns and then used: a pipeline."""
-    copy, use = 0, 1
-    tasks = [
-        Task(copy, 2.0),
-        Task(copy, 2.0),
-        Task(use, 3.0, after=(0,)),
-        Task(copy, 2.0, after=(2,)),
-        Task(use, 3.0, after=(1,)),
-        Task(use, 3.0, after=(3,)),
-    ]
-    assert ends(tasks)[-1] == 2 + 3 * 3
-
-
-UNIT = Rates(
-    compute=1.0, device_memory=1.0, host_memory=1.0, to_device=1.0, to_host=1.0, disk_read=1.0, disk_write=2.0
-)  # fmt: skip
+UNIT = Rates(compute=1, device_memory=1, host_memory=1, to_device=1, to_host=1, disk_read=1, disk_write=2)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +27,6 @@ def test_work_of_a_row_by_resource(row: Offload, expected: dict[str, int]) -> No
     shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))
     work = work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[row], 1)], flops=0.0)
     assert {name: s / 8192 for name, s in work.seconds(UNIT).items() if s} == expected
-
-
-def test_further_micro_batches_gather_and_reduce_again() -> None:
-    shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))
-    plan = place(shape, STAGES[Stage.zero3], OFFLOADS[Offload.cpu], 2)
-    once, twice = work_of([plan], 0.0), work_of([plan], 0.0, micro_batches=2)
-    assert (twice.to_device, twice.to_host) == (2 * once.to_device, 2 * once.to_host)
-    assert twice.host_memory == once.host_memory
 
 
 def test_a_step_behind_the_backward_hides_behind_the_next_forward() -> None:

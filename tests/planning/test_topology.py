@@ -8,23 +8,14 @@ from lightning_zero.config import ConfigError
 from lightning_zero.planning.topology import by_node, flat, is_even
 
 
-def test_flat_has_one_group_of_shards() -> None:
+def test_flat_has_one_group_of_shards_and_by_node_one_each() -> None:
     topology = flat(3)
-    assert topology.shard_groups == ((0, 1, 2),) and topology.shard_size == 3
-    assert topology.replicate_group_of(2) == (2,)
-
-
-def test_by_node_whatever_the_order_of_ranks() -> None:
+    assert topology.shard_groups == ((0, 1, 2),) and topology.replicate_group_of(2) == (2,)
+    assert by_node(["a", "b"]).shard_groups == ((0,), (1,)) and by_node(["a", "b"]).replicate_group_of(1) == (0, 1)
     topology = by_node(["a", "b", "a", "b", "a", "b"])
     assert topology.shard_groups == ((0, 2, 4), (1, 3, 5))
     assert [topology.replicate_group_of(rank) for rank in range(6)] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
-    for rank in range(6):
-        assert rank in topology.shard_group_of(rank)
-
-
-def test_one_rank_on_each_node_holds_everything() -> None:
-    topology = by_node(["a", "b"])
-    assert topology.shard_size == 1 and len(topology.shard_groups) == 2 and topology.replicate_group_of(1) == (0, 1)
+    assert all(rank in topology.shard_group_of(rank) for rank in range(6))
 
 
 def test_uneven_nodes_are_refused_with_their_ranks() -> None:

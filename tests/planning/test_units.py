@@ -35,6 +35,16 @@ def choose(module: nn.Module, **settings: object) -> list[str]:
     return choose_units(module, UnitConfig(**settings))  # type: ignore[arg-type]
 
 
+def wide(into: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(into, out), nn.ReLU(), nn.Linear(out, into))
+
+
+def under(name: str, part: nn.Module) -> nn.Module:
+    model = nn.Module()
+    setattr(model, name, part)
+    return model
+
+
 NESTED = ["blocks.0", "blocks.0.inner.0", "blocks.0.inner.2", "head"]
 CASES: dict[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
     "repeated blocks": (Stack(), {}, ["blocks.0", "blocks.1", "blocks.2"]),
@@ -47,6 +57,11 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any], list[str]]] = {
     "the class of the model itself": (Stack(), {"classes": ["Stack"]}, []),
     "large, without blocks": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), {"max_bytes": 100}, ["0", "1"]),
     "cannot be divided": (nn.Sequential(nn.GRU(128, 256, num_layers=3), nn.Linear(256, 10)), {}, ["0", "1"]),
+    "hints of Hugging Face": (Hinted(), {}, [f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2)] + ["head"]),
+    "large blocks": (Stack(), {"max_bytes": 100}, [f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2)]),
+    "containers": (under("parts", nn.ModuleDict({"a": nn.Linear(4, 4)})), {"max_bytes": 70}, ["parts.a"]),
+    "most in blocks": (nn.Sequential(nn.Embedding(4096, 256), *(Block(512) for _ in range(4))), {}, list("1234")),
+    "small": (wide(64, 512), {}, []),
     "without parameters": (nn.ModuleList(nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(3)), {}, []),
 }
 
@@ -57,23 +72,9 @@ def test_units_are_repeated_blocks_or_what_settings_name(case: str) -> None:
     assert choose(model, **settings) == expected
 
 
-def test_hints_of_hugging_face_models_come_first() -> None:
-    assert set(choose(Hinted())) == {"head", *(f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2))}
-
-
 def test_an_unknown_class_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"zero\.unit\.classes.*'Blok'.*Block"):
         choose(Stack(), classes=["Blok"])
-
-
-def test_large_blocks_are_divided() -> None:
-    names = choose(Stack(), max_bytes=100)
-    assert names[:2] == ["blocks.0.inner.0", "blocks.0.inner.2"]
-    assert not {"blocks.0", "embed", "head"} & set(names)
-
-
-def wide(into: int, out: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(into, out), nn.ReLU(), nn.Linear(out, into))
 
 
 def test_a_model_without_repeated_blocks_is_divided_by_size() -> None:
@@ -100,35 +101,12 @@ def test_where_repeated_blocks_are_the_smaller_part_the_rest_is_divided_too() ->
     ]
 
 
-def test_most_of_a_model_in_repeated_blocks_and_small_models_stay_as_they_are() -> None:
-    large = nn.ModuleDict({"embed": nn.Embedding(4096, 256), "blocks": nn.ModuleList(Block(512) for _ in range(4))})
-    assert choose(large) == [f"blocks.{i}" for i in range(4)]
-    assert choose(nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))) == []
-
-
 def test_what_two_modules_share_stays_with_the_root() -> None:
     model = nn.Module()
     model.embed, model.middle, model.head = nn.Embedding(2000, 256), wide(256, 1024), nn.Linear(256, 2000, bias=False)
     assert choose(model) == ["embed", "middle.0", "middle.2", "head"]
     model.head.weight = model.embed.weight
     assert choose(model) == ["middle.0", "middle.2"]
-
-
-def test_containers_that_are_never_called_are_no_units() -> None:
-    model = nn.Module()
-    model.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 8)})
-    assert choose(model, max_bytes=100) == ["parts.a", "parts.b"]
-
-
-def test_owner_is_the_lowest_unit_above_all_users() -> None:
-    units = ["blocks.0", "blocks.0.inner", "blocks.1"]
-    assert owner_of(["blocks.0.inner.a"], units) == "blocks.0.inner"
-    assert owner_of(["blocks.0.inner.a", "blocks.0.b"], units) == "blocks.0"
-    assert owner_of(["blocks.0.inner.a", "blocks.1"], units) == ""
-    assert owner_of(["blocks.0"], units) == "blocks.0"
-    assert owner_of(["blocks.0", "blocks.0.inner"], units) == "blocks.0"
-    assert owner_of([""], units) == ""
-    assert owner_of(["blocks.00"], units) == ""  # a name is not a prefix of its neighbour's
 
 
 paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)

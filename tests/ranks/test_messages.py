@@ -20,6 +20,7 @@ from lightning_zero.planning.boxes import Box
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.trainer.memory.auto_row import Decision
+from tests.engine.support import assert_equal
 from tests.harness import on_ranks
 
 VALUES = [
@@ -39,20 +40,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    found = loads(dumps(value))
-    assert found == value
-    assert repr(found) == repr(value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
-@pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
-def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    value = torch.randn(shape).to(dtype)
-    found = loads(dumps({"x": value.t() if value.dim() == 2 else value}))["x"]
-    assert torch.equal(found, value.t() if value.dim() == 2 else value)
-    assert found.dtype is dtype
+def test_a_value_comes_back_as_it_was() -> None:
+    for value in VALUES:
+        found = loads(dumps(value))
+        assert found == value and repr(found) == repr(value)
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+        tensors = {"0-d": torch.randn(()), "empty": torch.randn(0, 2), "strided": torch.randn(3, 2).t()}
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        assert_equal(loads(dumps(tensors)), tensors)
 
 
 class Runs:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -27,46 +26,22 @@ CPU = torch.device("cpu")
 @on_ranks(2, 3)
 def test_a_stall_names_the_operation_the_ranks_and_their_places() -> None:
     with places_posted_often():
-        _stall()
+        comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.0)
+        last = comm.world_size - 1
+        comm.waits.place = f"at work on {comm.rank}"
+        time.sleep(0.3)
+        started = time.monotonic()
+        if comm.rank == last:
+            time.sleep(2.0)  # never comes
+        else:
+            with pytest.raises(StallError) as caught:
+                comm.all_gather(torch.zeros(512 * comm.world_size), "blocks.1#0").wait()
+            assert 0.9 < time.monotonic() - started < 1.9
+            said = ("blocks.1#0", "zero.dynamic_graph", "zero.stall_timeout_s", f"rank {last}: at work on {last}")
+            assert all(part in str(caught.value) for part in (*said, f"rank {comm.rank} waited")), caught.value
+        comm.waits.close()  # messages were lost on these groups: they are not given back to the pool
 
-
-def _stall() -> None:
-    comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.0)
-    last = comm.world_size - 1
-    comm.waits.place = f"at work on {comm.rank}"
-    time.sleep(0.3)
-    started = time.monotonic()
-    if comm.rank == last:
-        time.sleep(2.0)  # never comes
-    else:
-        with pytest.raises(StallError) as caught:
-            comm.all_gather(torch.zeros(512 * comm.world_size), "blocks.1#0").wait()
-        assert 0.9 < time.monotonic() - started < 1.9
-        text = str(caught.value)
-        assert "blocks.1#0" in text and "zero.dynamic_graph" in text and "zero.stall_timeout_s" in text
-        assert f"rank {last}: at work on {last}" in text
-        assert f"rank {comm.rank} waited" in text
-    comm.waits.close()
     # Messages were lost on these groups: they are not given back to the pool.
-
-
-class Never:
-    """A message that nobody answers."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, timeout: timedelta) -> None:
-        time.sleep(timeout.total_seconds())
-        raise RuntimeError("timed out")
-
-
-def test_a_rank_that_hears_of_nobody_names_its_own_place_alone() -> None:
-    with pytest.raises(StallError) as caught:
-        Waits(None, stall_timeout_s=0.1).wait_work(Never(), "blocks.1")
-    first, place, change = str(caught.value).splitlines()
-    assert "'blocks.1' and the other ranks did not come." in first
-    assert place == "  rank 0: starting" and change.startswith("If ranks")
 
 
 @on_ranks(2)
@@ -86,11 +61,8 @@ def test_a_small_agreement_stalls_too() -> None:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    with (
-        places_posted_often(),
-        mock.patch.object(watchdog, "STILL_S", 0.1),
-        mock.patch.object(peers, "ROLL_CALL_S", 0.3),
-    ):
+    still, roll_call = mock.patch.object(watchdog, "STILL_S", 0.1), mock.patch.object(peers, "ROLL_CALL_S", 0.3)
+    with places_posted_often(), still, roll_call:
         yield
 
 
@@ -106,9 +78,8 @@ def test_a_patient_wait_lasts_as_long_as_a_rank_is_at_work() -> None:
             own.place = "downloading"
             time.sleep(4.0)
         barrier(dist.group.WORLD, own, "the data")
-        assert broadcast_object(dist.group.WORLD, {"of": own.rank}, own.world_size - 1, own) == {
-            "of": own.world_size - 1
-        }
+        last = own.world_size - 1
+        assert broadcast_object(dist.group.WORLD, {"of": own.rank}, last, own) == {"of": last}
         own.close()
 
 
@@ -150,16 +121,16 @@ def _one_ends(gone: int) -> None:
 # -- refusing together ------------------------------------------------------------------------------------------------
 
 
-FAILURES: dict[str, tuple[Exception, type[Exception], str]] = {
-    "refusal": (ConfigError("zero.x: expected 1, got 2."), ConfigError, r"zero\.x: expected 1, got 2\."),
-    "error": (KeyError("y"), RuntimeError, "rank 1 failed with KeyError: 'y'"),
-}
-
-
 @on_ranks(2, 3)
-@pytest.mark.parametrize("kind", list(FAILURES))
-def test_what_fails_on_one_rank_fails_on_all(kind: str) -> None:
-    error, expected, message = FAILURES[kind]
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (ConfigError("zero.x: expected 1, got 2."), ConfigError, r"zero\.x: expected 1, got 2\."),
+        (KeyError("y"), RuntimeError, "rank 1 failed with KeyError: 'y'"),
+    ],
+    ids=["refusal", "error"],
+)
+def test_what_fails_on_one_rank_fails_on_all(error: Exception, expected: type[Exception], message: str) -> None:
     own = waits(30.0)
     undone: list[int] = []
 
@@ -173,8 +144,7 @@ def test_what_fails_on_one_rank_fails_on_all(kind: str) -> None:
     if own.rank != 1:
         caught.match(message)
     assert undone == ([] if own.rank == 1 else [own.rank])
-    succeeds: Callable[[], int] = lambda: 7  # noqa: E731
-    assert together(dist.group.WORLD, own, "a try", succeeds) == 7
+    assert together(dist.group.WORLD, own, "a try", lambda: 7) == 7
     own.close()
 
 

@@ -24,6 +24,8 @@ from tests.harness import free_port
 FOREVER_S = 60.0
 LONG_S = 1.2  # one that stands still and is watched has ended by then
 NUMBER = 10**6
+
+
 PROGRAM = """
 import sys, time
 from datetime import timedelta
@@ -43,6 +45,7 @@ time.sleep(0.5)
 print("here", flush=True)
 time.sleep(60)  # as in a kernel that never ends
 """
+
 
 SLOW_STORE = """
 import time
@@ -97,6 +100,9 @@ class Side:
         self.dog.stop()
 
 
+Sides = Callable[..., list[Side]]
+
+
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]]:
     monkeypatch.setattr(module, "EVERY_S", 0.05)
@@ -137,37 +143,18 @@ def die(ranks: list[Side], rank: int) -> int:
     return child.pid
 
 
-def test_ranks_that_wait_for_a_killed_one_end_and_name_it(
-    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_wait_for_a_killed_one_end_and_name_it(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(4)
     pid = die(ranks, 2)
-    others = [ranks[r] for r in (0, 1, 3)]
-    assert seen_within(5, lambda: all(side.ended for side in others))
-    assert [side.ended for side in others] == [[EXIT_CODE]] * 3
+    assert seen_within(5, lambda: all(ranks[r].ended for r in (0, 1, 3)))
+    assert [side.ended for side in ranks] == [[EXIT_CODE], [EXIT_CODE], [], [EXIT_CODE]]
     said = capfd.readouterr().err
     for rank in (0, 1, 3):
         assert f"rank {rank}: rank 2 (on here, process {pid}) has ended without a word (killed?); this rank is" in said
         assert f"rank {rank} (at: place of {rank}) ends: it has stood still for " in said
 
 
-def test_rank_0_that_has_not_quite_ended_when_its_store_is_gone(
-    sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = sides(2)
-    looks = iter([False, False])
-    monkeypatch.setattr(peers_module.Peers, "holder_is_dead", property(lambda _: next(looks, True)))
-
-    def gone() -> None:
-        raise ConnectionError("the store is gone")
-
-    monkeypatch.setattr(ranks[1].dog.peers, "answer", gone)
-    assert seen_within(5, lambda: bool(ranks[1].ended))  # without another look: 36 s
-
-
-def test_a_rank_that_gets_on_is_told_and_goes_on(
-    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_gets_on_is_told_and_goes_on(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2)
     die(ranks, 1)
     deadline = time.monotonic() + 1.5
@@ -179,29 +166,25 @@ def test_a_rank_that_gets_on_is_told_and_goes_on(
     assert seen_within(3, lambda: bool(ranks[0].ended))
 
 
-def test_gloo_hears_of_a_killed_rank_by_itself(sides: Callable[..., list[Side]]) -> None:
-    ranks = sides(2, hears=True)
+@pytest.mark.parametrize("why", ["gloo hears by itself", "it has said goodbye", "the session is interactive"])
+def test_nobody_ends_of_a_killed_rank(why: str, sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = sides(2, limit_s=0.5 if "goodbye" in why else 30.0, hears="gloo" in why)
+    if "goodbye" in why:
+        ranks[1].dog.stop()
+    elif "interactive" in why:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     die(ranks, 1)
     assert not seen_within(LONG_S, lambda: bool(ranks[0].ended))
 
 
-def test_a_rank_that_has_said_goodbye_is_not_missed(sides: Callable[..., list[Side]]) -> None:
-    ranks = sides(2, limit_s=0.5)
-    ranks[1].dog.stop()
-    die(ranks, 1)
-    assert not seen_within(LONG_S, lambda: bool(ranks[0].ended))
-
-
-def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Callable[..., list[Side]]) -> None:
+def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Sides) -> None:
     ranks = sides(2, limit_s=0.5, hears=True)
     ranks[1].dog._watched = lambda: None  # type: ignore[assignment]  # collected
     ranks[1].dog._stop.set()
     assert not seen_within(LONG_S, lambda: ranks[0].dog._gone is not None)
 
 
-def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
-    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_at_a_clean_end_nothing_is_said(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2)
     ranks[1].dog.leave()  # at exit; rank 0, which holds the store, came there first
     ranks[1].dog._store = ranks[1].dog.peers._store = None  # what is asked raises
@@ -210,9 +193,7 @@ def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_failed_by_itself_is_quoted(
-    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_failed_by_itself_is_quoted(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2)
     ranks[1].dog.peers.tell(KeyError("planned"))
     ranks[1].dog.peers.leave()  # on the way out, and yet nothing is well
@@ -224,7 +205,7 @@ def test_a_rank_that_failed_by_itself_is_quoted(
 
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_rank_of_another_machine_is_missed_after_the_timeout(
-    hears: bool, sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    hears: bool, sides: Sides, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = iter(range(10))
     monkeypatch.setattr(peers_module, "machine", lambda: f"machine {next(names)}")
@@ -238,7 +219,7 @@ def test_a_rank_of_another_machine_is_missed_after_the_timeout(
     assert "rank 2: rank 1 (on " in said  # and not rank 0, which ended before it, of the same cause
 
 
-def test_a_slow_rank_is_taken_back(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_taken_back(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = sides(2, limit_s=1.0)
     beats, ranks[1].dog.peers._store = ranks[1].dog.peers._store, Silent(ranks[1].dog.peers._store)
     assert seen_within(5, lambda: ranks[0].dog._gone is not None)
@@ -261,13 +242,6 @@ class Silent:
         return getattr(self._store, name)
 
 
-def test_an_interactive_session_is_not_ended(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    ranks = sides(2)
-    die(ranks, 1)
-    assert not seen_within(LONG_S, lambda: bool(ranks[0].ended))
-
-
 class Stuck:
     """A store behind a network that is cut: it neither answers nor fails."""
 
@@ -284,9 +258,7 @@ def cut_off(side: Side) -> Stuck:
     return store
 
 
-def test_a_store_that_does_not_answer_ends_a_rank_that_waits(
-    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_does_not_answer_ends_a_rank_that_waits(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2, limit_s=1.0)
     assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
     store = cut_off(ranks[1])
@@ -295,7 +267,7 @@ def test_a_store_that_does_not_answer_ends_a_rank_that_waits(
     store.network.set()
 
 
-def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[..., list[Side]]) -> None:
+def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Sides) -> None:
     ranks = sides(2)
     assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
     store = cut_off(ranks[1])

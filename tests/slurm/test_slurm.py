@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,9 @@ import lightning.pytorch  # noqa: F401  here, because it sets environment variab
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.engine.support import assert_equal
+from tests.harness import ROOT
+
 LAB = Path(__file__).parent / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 STEPS = 20
@@ -59,8 +61,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where jobs are submitted: with a text of several epochs in a run, so that runs go on inside of one."""
     folder = tmp_path_factory.mktemp("jobs")
-    words = " ".join(f"word{i * i}" for i in range(1000))
-    (folder / "words.txt").write_text(words)
+    (folder / "words.txt").write_text(" ".join(f"word{i * i}" for i in range(1000)))
     return folder
 
 
@@ -156,9 +157,7 @@ def assert_same_run(job: Job, whole: Job, resumed_at: int) -> None:
     assert list(again) == list(range(resumed_at, STEPS))
     assert again == {step: loss for step, loss in whole.losses().items() if step >= resumed_at}
     assert job.validation() == whole.validation()  # of the weights at the end
-    expected = whole.weights()
-    for name, value in job.weights().items():
-        assert torch.equal(value, expected[name]), name
+    assert_equal(job.weights(), whole.weights())
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -177,10 +176,8 @@ def test_the_main_job_by_submit(undisturbed: tuple[int, Job]) -> None:
 def test_a_killed_task(undisturbed: tuple[int, Job], folder: Path) -> None:
     """The task of one node dies: the job ends, goes back to the queue and on from the last checkpoint."""
     tasks, whole = undisturbed
-    last = 2 * tasks - 1
-    job = ended(
-        folder, submitted(folder, tasks, DISTURB, "+callbacks.disturb.step=13", f"+callbacks.disturb.rank={last}")
-    )
+    disturb = (DISTURB, "+callbacks.disturb.step=13", f"+callbacks.disturb.rank={2 * tasks - 1}")
+    job = ended(folder, submitted(folder, tasks, *disturb))
     assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
     (failure,) = (job.folder / "failures").read_text().splitlines()
     assert re.search(r"exit code (137|143) on vn\[0-1\]$", failure)
@@ -265,23 +262,11 @@ def test_a_sweep_of_jobs(folder: Path, tmp_path: Path) -> None:
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def srun(folder: Path, options: Sequence[str], *overrides: str) -> subprocess.CompletedProcess[str]:
-    """The main job without submit."""
-    text = shlex.join(["srun", *options, sys.executable, "-m", "lightning_zero.train", *RUN, *overrides])
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(["bash", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
-
-
-def test_srun_without_tasks_per_node(folder: Path) -> None:
-    done = srun(folder, ["-N2", "-n2"])
-    assert done.returncode == 2, done.stderr
-    assert "error: srun: expected --ntasks-per-node, got 2 tasks on 2 node(s) without it." in done.stderr
-    assert "srun --nodes=2 --ntasks-per-node=1" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_plain_srun_is_enough(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.max_steps=2")
+    job = [sys.executable, "-m", "lightning_zero.train", *RUN, "trainer.max_steps=2"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    text = shlex.join(["srun", "-N2", "--ntasks-per-node=1", *job])
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "validation bits per byte: " in done.stdout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,15 +36,3 @@ def test_regions_do_not_overlap_and_holes_are_whole(steps: list[tuple[int, int]]
     for region in taken:
         regions.give_back(*region)
     assert regions.end == 0 and not regions.holes
-
-
-def test_what_cannot_grow_stays_as_it_was() -> None:
-    regions = Regions()
-    regions.take(8, lambda _: None)
-
-    def full(nbytes: int) -> None:
-        raise OSError(nbytes)
-
-    with pytest.raises(OSError, match="24"):
-        regions.take(16, full)
-    assert regions.end == 8 and not regions.holes

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -31,13 +31,11 @@ from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pages import PAGE, StagingRing
+from lightning_zero.tiers.pages import PAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
-FEW = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64]
 NAMES = ["host", "nvme"]
 
@@ -98,11 +96,8 @@ def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObj
     batches = data.draw(st.lists(st.lists(sizes, max_size=4), min_size=1, max_size=3))
     ring = {"ring_count": data.draw(st.integers(1, 3)), "ring_nbytes": PAGE * data.draw(st.integers(1, 20))}
     with closing(make(name, tmp_path, **ring)) as tier:
-        extents = [
-            extent
-            for batch in batches
-            for extent in tier.reserve([Wanted(f"e{i}", *size) for i, size in enumerate(batch)])
-        ]
+        wanted = [[Wanted(f"e{i}", *size) for i, size in enumerate(batch)] for batch in batches]
+        extents = [extent for batch in wanted for extent in tier.reserve(batch)]
         assert [(e.numel, e.dtype) for e in extents] == [size for batch in batches for size in batch]
         values = [noise(e.numel, e.dtype, seed) for seed, e in enumerate(extents)]
         outs = [noise(e.numel, e.dtype, 99) for e in extents]
@@ -111,35 +106,13 @@ def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObj
                 put(tier, e, value)
             outs = [tier.resident(e) for e in extents]
         else:
-            for futures in (
-                [tier.stage_out(e, value) for e, value in zip(extents, values, strict=True)],
-                [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)],
-            ):
-                for future in futures:
+            for stage, tensors in ((tier.stage_out, values), (tier.stage_in, outs)):
+                for future in [stage(e, tensor) for e, tensor in zip(extents, tensors, strict=True)]:
                     future.result()
         assert all(same_bits(out, value) for out, value in zip(outs, values, strict=True))
         tier.free(extents)
         assert tier.nbytes == 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_main_thread_and_a_worker_may_use_a_tier_together(name: str, tmp_path: Path) -> None:
-    def work(extents: Sequence[Extent]) -> None:
-        for step in range(15):
-            for seed, extent in enumerate(extents):
-                value = noise(extent.numel, extent.dtype, seed + step)
-                put(tier, extent, value)
-                assert same_bits(get(tier, extent), value)
-            tier.free(tier.reserve([Wanted("scratch", 100 + step, torch.float32)]))
-
-    with closing(make(name, tmp_path, ring_count=1)) as tier, ThreadPoolExecutor(1) as pool:
-        extents = tier.reserve([Wanted(f"e{i}", 5000, torch.bfloat16) for i in range(6)])
-        worker = pool.submit(work, extents[:3])
-        work(extents[3:])
-        worker.result(timeout=20)
-        tier.free(extents)
-        assert tier.nbytes == 0
 
 
 # -- host -------------------------------------------------------------------------------------------------------------
@@ -157,11 +130,8 @@ def rss() -> int:
 
 def test_a_slab_takes_its_bytes_at_once_and_frees_them_with_its_last_extent() -> None:
     start, tier = rss(), HostTier()
-    wanted = [
-        Wanted("a", 8 * MIB, torch.float32),
-        Wanted("b", 16 * MIB - 3, torch.bfloat16),
-        Wanted("c", 3, torch.bool),
-    ]
+    sizes = {"a": (8 * MIB, torch.float32), "b": (16 * MIB - 3, torch.bfloat16), "c": (3, torch.bool)}
+    wanted = [Wanted(name, *size) for name, size in sizes.items()]
     extents = tier.reserve(wanted)
     assert tier.nbytes == 64 * MIB + 64  # each at a multiple of 64 bytes, and no power of two on top
     assert all(tier.resident(e).data_ptr() % 64 == 0 for e in extents)
@@ -221,6 +191,7 @@ def under(folder: str, files: dict[str, str]) -> dict[str, str]:
 
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V2_PARENT = under(f"{V2}/job", cgroup(2, 80_000, 70_000))  # one above has less left
 V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
 
 
@@ -228,17 +199,9 @@ V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
     ("files", "expected"),
     [
         ({}, 1_024_000),  # no cgroup: the machine's
-        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000))}, 30_000),
         ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000, 700, 5000))}, 35_700),
         ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, "max", 60_000))}, 1_024_000),
-        (  # one above it has less left
-            {
-                "proc/self/cgroup": "0::/job/a\n",
-                **under(f"{V2}/job", cgroup(2, 80_000, 70_000)),
-                **under(f"{V2}/job/a", cgroup(2, 90_000, 60_000)),
-            },
-            10_000,
-        ),
+        ({"proc/self/cgroup": "0::/job/a\n", **V2_PARENT, **under(f"{V2}/job/a", cgroup(2, 90_000, 60_000))}, 10_000),
         # in a container the path is the host's, the mount our own
         ({"proc/self/cgroup": "0::/docker/0ab1\n", **under(V2, cgroup(2, 90_000, 50_000))}, 40_000),
         ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 90_000, 60_000, 500, 20))}, 30_520),
@@ -251,10 +214,6 @@ def test_available_memory_is_the_cgroups(tmp_path: Path, files: dict[str, str], 
     assert available_host_memory(fake_system(tmp_path, files)) == expected
 
 
-def test_available_memory_here_is_plausible() -> None:
-    assert 64 * MIB < available_host_memory() <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-
-
 # -- nvme -------------------------------------------------------------------------------------------------------------
 
 
@@ -264,33 +223,11 @@ def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier,
         yield tier, tier.reserve(wanted)
 
 
-def test_a_tensor_at_rest_is_a_copy(tmp_path: Path) -> None:
-    with nvme(tmp_path, Wanted("w", 8, torch.float32)) as (tier, (extent,)):
-        value = torch.ones(8, requires_grad=True)  # detached on the way
-        put(tier, extent, value)
-        with torch.no_grad():
-            value.fill_(2)
-        assert get(tier, extent).tolist() == [1] * 8
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0], torch.empty(8, device="meta")],
-    ids=["number", "dtype", "strides", "device"],
-)
-def test_a_tensor_that_does_not_match_is_refused(tmp_path: Path, tensor: Tensor) -> None:
-    with nvme(tmp_path, Wanted("layers.3/master", 8, torch.float32)) as (tier, (extent,)):
-        for stage in (tier.stage_in, tier.stage_out):
-            with pytest.raises(ValueError, match="'layers.3/master': expected a contiguous tensor of 8 elements"):
-                stage(extent, tensor)
-
-
 def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path: Path) -> None:
-    most = 0
+    lent: list[int] = []
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        nonlocal most
-        most = max(most, len(tier.ring._lent))
+        lent.append(len(tier.ring._lent))
         time.sleep(0.002)
         return os.preadv(fd, buffers, offset)
 
@@ -304,33 +241,18 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
         outs = [noise(5000, torch.float32, 0) for _ in range(4)]
         for future in [tier.stage_in(extents[0], out) for out in outs]:
             future.result()
-        assert most == 2 and not tier.ring._lent
-
-
-def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
-    user = StagingRing(2, 16 * PAGE)
-    with nvme(tmp_path, Wanted("a", 16 * PAGE // 4, torch.float32), ring_count=1) as (tier, (extent,)):
-        all_of_it = tier.ring.acquire()
-        value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
-        value.copy_(noise(extent.numel, torch.float32, 1))
-        tier.stage_out(extent, value).result()
-        tier.stage_in(extent, out).result()
-        all_of_it.release()
-        assert same_bits(out, value) and same_bits(get(tier, extent), value)
+        assert max(lent) == 2 and not tier.ring._lent
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_operations_on_an_extent_keep_their_order_under_random_delays(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
 
-    def late(call: Callable[..., int]) -> Callable[..., int]:
-        def delayed(*args: Any) -> int:
-            time.sleep(rng.random() * 0.004)
-            return call(*args)
+    def late(call: Callable[..., int], *args: Any) -> int:
+        time.sleep(rng.random() * 0.004)
+        return call(*args)
 
-        return delayed
-
-    calls = Syscalls(preadv=late(os.preadv), pwritev=late(os.pwritev))
+    calls = Syscalls(preadv=partial(late, os.preadv), pwritev=partial(late, os.pwritev))
     wanted = [Wanted(f"e{i}", 3000, torch.float32) for i in range(4)]
     with nvme(tmp_path, *wanted, syscalls=calls) as (tier, extents):
         seen: list[tuple[Tensor, float]] = []
@@ -361,7 +283,8 @@ def test_freed_places_are_used_again_and_free_waits(tmp_path: Path) -> None:
 
 
 def test_an_nvme_budget_and_a_full_disk_are_refused_before_training(tmp_path: Path) -> None:
-    def fallocate(*_: Any) -> None:
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, offset, nbytes // 2)  # as file systems do: some of it is there
         raise OSError(errno.ENOSPC, "no space")
 
     big = [Wanted("b", 4096, torch.float32)]
@@ -371,7 +294,7 @@ def test_an_nvme_budget_and_a_full_disk_are_refused_before_training(tmp_path: Pa
         tier._file.syscalls.fallocate = fallocate
         free = f"needed {4 * PAGE} more bytes"
         refused(lambda: tier.reserve(big), "zero.offload.nvme_path", str(tmp_path), free, "are free", "nvme_budget")
-        assert tier.nbytes == PAGE
+        assert tier.nbytes == os.stat(tier._file.path).st_size == PAGE
         put(tier, extent, torch.ones(1024))  # what was there before still works
         assert get(tier, extent).tolist() == [1] * 1024
 
@@ -410,8 +333,6 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     with nvme(tmp_path):
         assert not (folder / "rank00000.bin").is_symlink()
     assert mine.read_text() == "mine"
-    folder.mkdir()
-    folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     refused(lambda: NvmeTier(tmp_path, rank=0), "zero.offload.nvme_path", "nothing can be written or locked (Not a dir")
@@ -431,34 +352,13 @@ def test_a_folder_of_files_is_for_one_user(tmp_path: Path, monkeypatch: pytest.M
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def broken(name: str, at: int) -> Callable[..., int]:
-    def call(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if offset <= at < offset + len(buffers[0]):
-            raise OSError(errno.EIO, "broken")
-        result: int = getattr(os, name)(fd, buffers, offset)
-        return result
-
-    return call
-
-
-def test_a_read_that_fails_names_file_offset_and_label_and_spares_the_rest(tmp_path: Path) -> None:
-    wanted = [Wanted("layers.0/optim_state", 5120, torch.float32), Wanted("layers.1/optim_state", 5120, torch.float32)]
-    calls = Syscalls(preadv=broken("preadv", 7 * PAGE), sleep=lambda _: None)
-    with nvme(tmp_path, *wanted, syscalls=calls) as (tier, extents):
-        for extent in extents:
-            put(tier, extent, torch.ones(5120))
-        assert get(tier, extents[0]).tolist() == [1] * 5120
-        with pytest.raises(DiskError) as caught:
-            get(tier, extents[1])  # in its second piece of two pages
-        for part in ("reading", "rank00000.bin", f"offset {7 * PAGE}", "'layers.1/optim_state'", "4 attempts"):
-            assert part in str(caught.value)
-        assert not tier.ring._lent
-        calls.preadv = os.preadv
-        assert get(tier, extents[1]).tolist() == [1] * 5120
-
-
 def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Path) -> None:
-    calls = Syscalls(pwritev=broken("pwritev", PAGE), sleep=lambda _: None)
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= PAGE < offset + len(buffers[0]):
+            raise OSError(errno.EIO, "broken")
+        return os.pwritev(fd, buffers, offset)
+
+    calls = Syscalls(pwritev=broken, sleep=lambda _: None)
     with nvme(tmp_path, Wanted("layers.0/master", 5120, torch.float32), syscalls=calls) as (tier, (extent,)):
         written = tier.stage_out(extent, unaligned(torch.ones(5120)))
         read = tier.stage_in(extent, torch.empty(5120))  # asked for before the write has failed
@@ -469,20 +369,6 @@ def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Pat
         calls.pwritev = os.pwritev
         put(tier, extent, torch.ones(5120))
         assert get(tier, extent).tolist() == [1] * 5120
-
-
-def test_the_rest_of_an_extent_is_not_tried_after_an_error(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(offset)
-        raise OSError(errno.ENXIO, "gone")
-
-    with nvme(tmp_path, Wanted("a", 20480, torch.float32), ring_count=1) as (tier, (extent,)):
-        tier._file.syscalls.pwritev = pwritev
-        with pytest.raises(DiskError, match=f"offset {extent.offset} "):
-            put(tier, extent, torch.ones(20480))
-        assert len(calls) < 5  # of 10 pieces
 
 
 def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> None:
@@ -588,9 +474,7 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_path(tmp_path: Pat
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
-def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_tier_of_this_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     with nvme(tmp_path):
         refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
