@@ -254,6 +254,16 @@ class WarmsUp(torch.optim.AdamW):
         return super().step(closure)
 
 
+class NormOverLarge(_Toy):
+    """Couples tensors by a norm over those that are matrices with sides of more than 64."""
+
+    def update(self) -> None:
+        large = {id(p) for _, p in self.used() if p.dim() == 2 and min(p.shape) > 64}
+        norms = [p.grad.norm() for _, p in self.used() if id(p) in large]
+        for _, p in self.used():
+            p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
+
+
 def matrices_and_rest(params: Any) -> list[dict[str, Any]]:
     """Param groups of :class:`MuonAndAdam`."""
     params = list(params)
