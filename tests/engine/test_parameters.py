@@ -340,7 +340,7 @@ def test_buffers_of_every_kind_start_as_on_rank_0(expanded: bool) -> None:
             "int16": torch.full((3,), mark, dtype=torch.int16),
             "boolean": torch.tensor([mark == 1, mark == 2]),
             "complex": torch.full((3,), complex(mark, -mark)),
-            "row": torch.full((1, 3), float(mark)).expand(4 if expanded else 1, 3),
+            "row": torch.full((1, 3), float(mark)).expand(2 if expanded else 1, 3),
             "transposed": torch.arange(6.0).view(2, 3).mul(mark).t(),
             "every_second": torch.arange(8.0).mul(mark)[::2],
             "empty": torch.empty(0, 3),

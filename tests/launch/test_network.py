@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
 STALL_S = 15
 
 
 def ip(*words: str, check: bool = True) -> bool:
     return subprocess.run(["ip", *words], check=check, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """The names of two namespaces, 10.77.0.1 and 10.77.0.2."""
+    names = [f"zero{os.getpid()}-{i}" for i in range(2)]
+    if shutil.which("ip") is None or os.geteuid() != 0 or not ip("netns", "add", names[0], check=False):
+        pytest.skip("needs root, and ip netns")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "zv0", "netns", names[0], "type", "veth", "peer", "name", "zv1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"zv{i}")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", f"zv{i}", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name, check=False)
 
 
 def start(machine: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
