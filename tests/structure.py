@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 39_622,
+    "lines of the package": 39_727,
     "lines of the engine": 11_118,
     "files of the engine": 44,
     "lines of the longest file": 600,
@@ -45,7 +45,7 @@ BUDGETS = {
     "keys of zero": 44,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 25_871,
+    "words of README and docs": 26_080,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,
