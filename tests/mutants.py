@@ -274,7 +274,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="breaks at a time")
     parser.add_argument("--map", nargs="*", metavar="ARG", help="make the map anew; arguments for pytest")
     options = parser.parse_args()
-    if options.map is not None or not REACHED.exists():
+    written = max((ROOT / finder.file).stat().st_mtime for finder in find())
+    if options.map is not None or not REACHED.exists() or REACHED.stat().st_mtime < written:
         make_map(options.jobs, options.map or [])
     tests: Reached = json.loads(REACHED.read_text())
     breaks, until = draw(options.seed, options.count), time.monotonic() + 60 * options.minutes

@@ -129,7 +129,8 @@ class Check:
             worker.close()
         wrong = [key for key in ("other_bits", "other_bits_late", "races") if found.get(key)]
         said = "; ".join(f"{key}: {found[key]}" for key in wrong)
-        return {"status": "error" if wrong else "ok", **found, **({"error": said} if wrong else {})}
+        status = "error" if wrong else "cut" if found.get("late_runs") == 0 else "ok"
+        return {"status": status, "estimate_s": part.estimate_s, **found, **({"error": said} if wrong else {})}
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,6 @@ class Check:
             self._found[row.size.name, row.name] = found
             found |= self._judge(row, found)
             found |= self._extras(row, worker, found["step_ms"] / 1e3, deadline)
-            self._found[row.size.name, row.name] = found
             stays = row.is_peer and row.size.together and "extras_error" not in found
         finally:
             if stays:
@@ -211,11 +211,12 @@ class Check:
             judged["of_matmul"] = round(size.flops / step_s / self._rates["matmul"], 3)
         for peer in ("fsdp2", "bare"):
             other = self._found.get((size.name, f"{peer}+compiled" if row.compiled else peer))
-            if other is not None and peer != row.name and f"vs_{peer}" not in found:
+            if other is not None and peer != row.side and f"vs_{peer}" not in found:
                 judged[f"vs_{peer}"] = round(other["step_ms"] / found["step_ms"], 3)
         bare = self._found.get((size.name, "bare"))
         compute = bare["forward_backward_ms"] / 1e3 if bare else None
-        judged |= phi(bounds(row, self._rates, compute), step_s, overlap=self.device == "cuda")
+        if not row.compiled:  # the bound is of the bare module as it is
+            judged |= phi(bounds(row, self._rates, compute), step_s, overlap=self.device == "cuda")
         losses = self._losses[size.name, row.name]
         judged["losses"] = {step: float(f"{losses[step]:.6g}") for step in (min(losses), max(losses))}
         if not all(map(math.isfinite, losses.values())):

@@ -1,7 +1,8 @@
 """Whether all stages and rows end with the same bits, also while streams are late; and what torch's sanitizer says.
 
-Runs in a process of its own, under deterministic algorithms: torch then fills new memory with NaN, so that who still
-reads what has been freed, or reads what has not been written yet, ends with other bits.
+Runs in a process of its own, under deterministic algorithms: torch then fills memory that it allocates with NaN (not
+the buffers of gathered parameters). So who reads what is not written yet, or still reads what another one has now, ends
+with other bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.cuda._sanitizer
 from torch import nn
 
 import lightning_zero.device
@@ -134,13 +136,11 @@ def sanitize(size: Size, device: str) -> dict[str, Any]:
     """Run the rows under torch's CUDA sanitizer, which knows streams, events and kernels of torch, not NCCL's. Return
     the races that it finds, by row."""
     if device == "cuda":
-        import torch.cuda._sanitizer
-
         torch.cuda._sanitizer.enable_cuda_sanitizer()
     found: dict[str, str] = {}
     for row in ON_DEVICE + ON_HOST:
         try:
             digest_of(size, device, *row)
-        except Exception as error:  # CUDASanitizerErrors has no base class of its own
-            found["+".join(row)] = f"{type(error).__name__}: {error}"[:1500]
+        except torch.cuda._sanitizer.CUDASanitizerErrors as error:
+            found["+".join(row)] = str(error)[:1500]
     return {"races": found}

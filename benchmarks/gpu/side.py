@@ -7,6 +7,7 @@ cached memory, so that another row can take its turn on the same device.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import tempfile
@@ -128,6 +129,8 @@ class Side:
         return exact.sanitize(self._asked_for(), self.device)
 
     def trainer(self, seconds: float) -> dict[str, Any]:
+        if importlib.util.find_spec("lightning") is None:
+            return {"status": "not run", "why": "lightning is not installed"}
         return fit.measure(self._asked_for(), self.device, self.spec["folder"])
 
     def _asked_for(self) -> Size:

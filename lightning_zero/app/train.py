@@ -176,7 +176,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def check_checkpoint(path: str | None) -> None:
-    if path is not None and not os.path.exists(path):
+    if path is not None and "://" not in path and not os.path.exists(path):
         raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
 
 

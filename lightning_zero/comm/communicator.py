@@ -313,7 +313,8 @@ class Communicator:
         ``what``: the purpose, in words; the same on all ranks."""
         if self._groups is None:
             return [value]
-        return gather_on(self._groups.control, value, self.waits, what)
+        with self._noting_exceptions():
+            return gather_on(self._groups.control, value, self.waits, what)
 
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
@@ -467,21 +468,30 @@ class Communicator:
         if self._groups is None:
             return tensor
         host = tensor.device.type == "cpu"
-        kind = "control" if host else "control on the device"
-        self._note("control", str(op), issued=kind)
+        self._note("control", str(op), issued="control" if host else "control on the device")
         if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
         # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
         groups = self._groups.rounds if host else [self._groups.reduce, self._groups.replicate]
-        for number, group in enumerate(groups):
+        for group in groups:
             if group is not None:
-                self._groups.issued[kind] += number > 0  # an exception may end the messages in their midst
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
         return tensor
 
     def _agree(self, work: Any, label: str) -> None:
-        with recording.stands("agree", label, on_host=True):
+        with recording.stands("agree", label, on_host=True), self._noting_exceptions():
             self.waits.wait_work(work, label)
+
+    @contextlib.contextmanager
+    def _noting_exceptions(self) -> Iterator[None]:
+        """If the body raises, give this rank another count of issued operations than any other rank has: of several
+        messages only the first may have been sent, and an older one must not be taken for the next."""
+        try:
+            yield
+        except BaseException:
+            if self._groups is not None:
+                self._groups.issued["control"] += (1 + self.rank) << 20
+            raise
 
     def _count(
         self,

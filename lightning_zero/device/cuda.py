@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_zero.config import ConfigError
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.host_threads import allowed_cores, bind_to
 
 
 class Cuda(Accelerator):
@@ -137,6 +139,13 @@ def near_cores(device: torch.device, system: Path = Path("/sys")) -> set[int]:
         return set()
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def bind_near(device: torch.device, devices: Iterable[torch.device]) -> None:
+    """Let this process run only on those of its cores that are near ``device``, if all are near one of ``devices``, the
+    GPUs of this host's ranks: cores that are near none would have nothing to do."""
+    if allowed_cores() <= set().union(*map(near_cores, devices)):
+        bind_to(near_cores(device))
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -23,9 +23,14 @@ def set_own_threads(count: int) -> None:
             torch.set_num_threads(count)
 
 
+def allowed_cores() -> set[int]:
+    """Return the cores on which this thread may run; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 def bind_to(cores: Collection[int]) -> None:
     """Let this process run only on those of its cores that are among ``cores``. Changes nothing if none is."""
-    if hasattr(os, "sched_setaffinity") and (common := os.sched_getaffinity(0).intersection(cores)):
+    if common := allowed_cores().intersection(cores):
         for thread in os.listdir("/proc/self/task"):  # later threads run where the one runs that starts them
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), common)

@@ -1,5 +1,5 @@
-"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train. And prints
-for all ranks what each of them has to say."""
+"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train. Also prints
+once a text that all ranks have."""
 
 from __future__ import annotations
 
@@ -61,21 +61,24 @@ def say_once(text: str) -> None:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
 
+    wait_s = SAID_S if rank else 2 * SAID_S  # a launcher may end the others with rank 0, where its store is
+
     def meet() -> bool:
+        until = time.monotonic() + wait_s
         with contextlib.suppress(RuntimeError):  # rank 0 is gone, and its store
             store = connection_of_its_own(dist.distributed_c10d._get_default_store())
             if not rank:
                 store.set(key, "")
-                store.get(f"{key}/all")  # the store ends with this process
-            else:
-                store.get(key)
-                if store.add(f"{key}/heard", 1) == ranks - 1:
-                    store.set(f"{key}/all", "")
+            while not store.check([key if rank else f"{key}/all"]):  # not get: it would keep the watchdog from asking
+                if time.monotonic() > until:
+                    return False
+                time.sleep(EVERY_S)
+            if rank and store.add(f"{key}/heard", 1) == ranks - 1:
+                store.set(f"{key}/all", "")
             return True
         return False
 
     if not rank:
         print(text, file=sys.stderr, flush=True)
-    # Rank 0 stays longer: a launcher may end the others with it, and they print what it has not said.
-    if ranks > 1 and not within(SAID_S if rank else 2 * SAID_S, meet, False) and rank:
+    if ranks > 1 and not within(2 * wait_s, meet, False) and rank:
         print(text, file=sys.stderr, flush=True)

@@ -33,8 +33,10 @@ from lightning_zero.lightning_api import (
     ForkingLauncher,
     ScriptLauncher,
     TrainerFn,
+    is_local,
     pl,
 )
+from lightning_zero.trainer.saves.checkpoint_io import writes_files
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
@@ -99,14 +101,15 @@ class Forking:
 
 class StartLauncher(ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        if not self.cluster_environment.creates_processes_externally:
-            _check_checkpoint(function, args, kwargs)
+        if trainer is not None and not self.cluster_environment.creates_processes_externally:
+            _check_checkpoint(trainer, function, args, kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class ForkLauncher(Forking, ForkingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        _check_checkpoint(function, args, kwargs)
+        if trainer is not None:
+            _check_checkpoint(trainer, function, args, kwargs)
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None
         if engine is not None:
@@ -133,13 +136,16 @@ class ForkLauncher(Forking, ForkingLauncher):
 TRAINERS = (StartLauncher, ForkLauncher)
 
 
-def _check_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Raise ConfigError if ``function``, such as the body of ``Trainer.fit``, would load a file that is not there."""
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-    if path is None or str(path) in ("best", "last", "hpc") or str(path).startswith("registry") or "://" in str(path):
+    if path is None or not is_local(path) or not writes_files(trainer.strategy.checkpoint_io):
         return
-    if not os.path.exists(path):
-        raise ConfigError(f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path.")
+    if str(path) not in ("best", "last", "hpc") and "registry" not in str(path).lower() and not os.path.exists(path):
+        raise ConfigError(
+            f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path, or make the "
+            "file before the call, not in prepare_data or setup."
+        )
 
 
 def _refuse_fork() -> None:

@@ -21,8 +21,7 @@ from lightning_zero.comm.agreements import barrier, broadcast_object, gather_obj
 from lightning_zero.comm.groups import even_alone
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
-from lightning_zero.device.cuda import default_device, near_cores
-from lightning_zero.device.host_threads import bind_to
+from lightning_zero.device.cuda import bind_near, default_device
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
 from lightning_zero.planning.topology import check_groups
@@ -156,8 +155,8 @@ class Processes:
         super().setup_environment()  # type: ignore[misc]
         self._set_world_ranks()
         device = self.root_device
-        if device.type == "cuda" and self.num_processes > 1:  # a lone rank has the cores of all nodes for its data
-            bind_to(near_cores(device))
+        if device.type == "cuda":
+            bind_near(device, self.parallel_devices)
         known = dist.Backend.default_device_backend_map
         self._process_group_backend = self._process_group_backend or known.get(device.type, "gloo")
         if not dist.is_initialized() and (self._launcher is not None or even_alone()):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import share
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.device.cuda import near_cores
+from lightning_zero.device import cuda
 from lightning_zero.device.host_threads import bind_to
 from tests.harness import on_ranks
 
@@ -47,7 +47,20 @@ def test_the_cores_near_a_gpu_are_those_of_its_numa_node(
         folder = tmp_path / "bus/pci/devices/0000:3b:01.0"
         folder.mkdir(parents=True)
         (folder / "local_cpulist").write_text(listed)
-    assert near_cores(torch.device("cuda", 0), tmp_path) == cores
+    assert cuda.near_cores(torch.device("cuda", 0), tmp_path) == cores
+
+
+@pytest.mark.parametrize(("second", "expected"), [({1, 3}, {0, 2}), ({1}, set()), (set(), set())])
+def test_a_rank_is_bound_near_its_gpu_if_no_core_is_left_over(
+    second: set[int], expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = {torch.device("cuda", 0): {0, 2}, torch.device("cuda", 1): second}
+    bound: set[int] = set()
+    monkeypatch.setattr(cuda, "near_cores", near.__getitem__)
+    monkeypatch.setattr(cuda, "allowed_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(cuda, "bind_to", bound.update)
+    cuda.bind_near(torch.device("cuda", 0), near)
+    assert bound == expected
 
 
 @on_ranks(1)
