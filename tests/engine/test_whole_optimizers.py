@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError
+from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from tests.engine.optimizers import (
@@ -400,9 +401,17 @@ def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> N
         engine, sharded = side.engine, side.engine.optimizers[0]
         side.backward(module(torch.ones(2, 64)).square().sum())
         side.step()
-        before = engine.comm.counts.copy()
-        peaks = [peak_of(side.step)]
+        recorder = recording.listen(accelerator_of(torch.device("cpu")))
+        before, moved = engine.comm.counts.copy(), recorder.moved["reduce"]
+        try:
+            peaks = [peak_of(side.step)]
+            moved = recorder.moved["reduce"] - moved
+        finally:
+            recording.stop()
         sent = engine.comm.counts - before
+        torch.distributed.all_reduce(total := torch.tensor(moved))
+        # What an owner lacks of a matrix: its weights and gradient come, and its new weights go back.
+        assert total.item() > 0
         # A thread of the library lets go of a message when it comes to it, which may be after this one has gone on.
         peaks += [peak_of(side.step) for _ in range(7)]
         largest = min(peaks)
