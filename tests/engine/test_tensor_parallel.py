@@ -173,7 +173,7 @@ def added(engine: Engine, optimizer: Any) -> Any:
     return optimizer
 
 
-@on_ranks(4, full=(2,))
+@on_ranks(4, full=(2,), timeout=240.0)
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path: Path) -> None:
