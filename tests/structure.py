@@ -45,7 +45,7 @@ BUDGETS = {
     "keys of zero": 44,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 26_080,
+    "words of README and docs": 26_090,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,
