@@ -484,8 +484,8 @@ class Communicator:
 
     @contextlib.contextmanager
     def _noting_exceptions(self) -> Iterator[None]:
-        """If the body raises, give this rank another count of issued operations than any other rank has: of several
-        messages only the first may have been sent, and an older one must not be taken for the next."""
+        """If the body raises, make counts differ, so that no rank uses these groups again: of an agreement's messages
+        only the first may have been sent, and the next agreement must not receive it."""
         try:
             yield
         except BaseException:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError
+from lightning_zero.device.host_threads import allowed_cores
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.tiers.limits import available_cpus
@@ -24,7 +25,7 @@ class Share(NamedTuple):
 
 def share_of_machine(comm: Communicator) -> Share:
     """Find this rank's index on its machine, the number of ranks there, and this rank's cores. Collective."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = sorted(allowed_cores())
     local_rank, in_group = neighbours(comm, machine())
     # A launcher may have given each rank separate cores, or all ranks the same ones.
     _, on_these_cores = neighbours(comm, f"{machine()} {cores}")

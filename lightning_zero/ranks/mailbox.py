@@ -57,11 +57,10 @@ class Mailbox:
 
 
 def say_once(text: str) -> None:
-    """Print ``text`` on stderr, on rank 0 alone if all ranks call this within :data:`SAID_S`, else on all that do."""
+    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S`, else on each that does."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
-
-    wait_s = SAID_S if rank else 2 * SAID_S  # a launcher may end the others with rank 0, where its store is
+    wait_s = SAID_S if rank else 2 * SAID_S  # rank 0 ends last: a launcher may end the others with it
 
     def meet() -> bool:
         until = time.monotonic() + wait_s
@@ -69,7 +68,7 @@ def say_once(text: str) -> None:
             store = connection_of_its_own(dist.distributed_c10d._get_default_store())
             if not rank:
                 store.set(key, "")
-            while not store.check([key if rank else f"{key}/all"]):  # not get: it would keep the watchdog from asking
+            while not store.check([key if rank else f"{key}/all"]):  # get would keep the watchdog from asking
                 if time.monotonic() > until:
                     return False
                 time.sleep(EVERY_S)

@@ -275,37 +275,6 @@ def test_mistakes_end_before_sbatch(
     assert not (tmp_path / "script").exists()
 
 
-@pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
-        (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
-        (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
-        (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
-        (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
-        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
-        (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
-        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
-        (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
-        (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
-        (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
-        (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
-        (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
-        (["data.path=other.txt"], "data.path: expected a file"),
-        (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
-        (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
-        (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
-        (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
-    ],
-)
-def test_mistakes(command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path) -> None:
-    fake_sbatch()
-    code, _, err = command(*SMALL, *overrides)
-    assert code == 2 and message in err and "Traceback" not in err
-    assert not (tmp_path / "script").exists()
-
-
 @pytest.mark.parametrize(
     ("answer", "key"),
     [

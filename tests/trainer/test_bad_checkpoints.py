@@ -187,36 +187,6 @@ def test_trained_weights_stay_when_a_checkpoint_is_refused(form: str, tmp_path: 
 
 
 @on_ranks(2)
-def test_folder_of_another_model_or_of_other_optimizers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "odd.ckpt"
-    fit(sharded(), tmp_path, odd(), max_epochs=1).trainer.save_checkpoint(path)
-
-    class Swapped(Odd):
-        def configure_optimizers(self) -> Any:
-            trained = [p for p in self.parameters() if p.requires_grad]
-            first = [trained[-1], *trained[1:3]]
-            return torch.optim.AdamW([{"params": first}, {"params": [trained[0], *trained[3:-1]]}])
-
-    class One(Odd):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
-
-    cases: list[tuple[Any, str]] = [
-        (Lit, r"got .*odd\.ckpt: the model lacks turned"),
-        (lambda: Odd(width=6), r"got .*odd\.ckpt: first\.weight has shape"),
-        (Swapped, r"odd\.ckpt: its optimizer has no"),
-        (One, r"param groups of \[3, "),
-    ]
-    for make, says in cases:
-        of = fit(sharded(), tmp_path, seeded(make), max_epochs=1, count=12).trainer
-        before = weights(of)
-        of.fit_loop.max_epochs = 2
-        with pytest.raises((ConfigError, RuntimeError), match=says):
-            of.fit(of.lightning_module, loader(), ckpt_path=path)
-        assert_weights(weights(of), before, tolerance=0)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_read_that_the_system_fails_on_one_rank_fails_on_all_and_is_no_verdict(form: str, tmp_path: Path) -> None:
     """It is no mistake of the user's, and the script of a job starts it again."""

@@ -454,6 +454,21 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
 
 
 @on_ranks(2)
+def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
+    """Averages are in the model's place for that time."""
+
+    def averaged(at: int = -1, **more: Any) -> Any:
+        callbacks = [EMAWeightAveraging(decay=0.8)]
+        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
+
+    (of, whole), (_, cut) = averaged(), averaged(2)
+    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
+    assert cut.losses + resumed.losses == whole.losses
+    assert cut.evaluated + resumed.evaluated == whole.evaluated
+    assert_weights(weights(again), weights(of), tolerance=0)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""

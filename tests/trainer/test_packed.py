@@ -227,19 +227,6 @@ def test_adapters_of_peft_and_the_whole_model_are_exported(storage: str, tmp_pat
     assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
 
 
-@on_ranks(2)
-def test_whole_model_is_exported_with_its_bytes(tmp_path: Path) -> None:
-    saved("llama", tmp_path / "in")
-    base = base_model(tmp_path / "in", torch.float16)
-    expected = bytes_of(base)
-    engine = lightning_zero.shard(base, stage=3)
-    export(engine, tmp_path / "out", torch.bfloat16, 10**9)
-    engine.release()
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert_bytes(bytes_of(found), expected)
-    assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
-
-
 # -- under the Trainer ------------------------------------------------------------------------------------------------
 
 
