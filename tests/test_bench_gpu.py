@@ -71,7 +71,10 @@ def test_every_part_has_its_line_also_one_that_raises(tmp_path: Path) -> None:
             assert any("side.py" in line for line in row["traceback"])
             continue
         assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["tflops"] > 0
-        assert row["phi"] > 0 and row["bound_by"] in row["bounds_s"]
+        if row["side"].endswith("+compiled"):
+            assert "phi" not in row, "the bound is of the bare module as it is"
+        else:
+            assert row["phi"] > 0 and row["bound_by"] in row["bounds_s"]
         assert row["host_waits"] == 0 and row["host_rss_peak_gib"] > 0
         assert "extras_error" not in row and "left_out" not in row
         if row["side"] != "bare":
