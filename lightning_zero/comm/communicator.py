@@ -4,7 +4,8 @@ The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``
 add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends them as messages.
 
 Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes. Agreements always go over all ranks.
+message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
+always go over all ranks.
 
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
 kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
@@ -30,7 +31,7 @@ from lightning_zero.comm.agreements import collect_objects, gather_objects, gath
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for, even_alone
 from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import Members, all_gather_single, choose_transport
+from lightning_zero.comm.transports import Members, Sent, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.planning.topology import Topology, flat
@@ -58,6 +59,7 @@ class Communicator:
     Attributes:
         shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
         node_rank, node_size: the same in the group of this node that keeps slices for the backward; 0: no such group.
+        sum_rank, sum_size: the same in the group of this node that sums exchanged gradients first; 0: no such group.
         replica: index of the copy of all shards to which this rank's shard belongs.
         part: index of this rank's parameters if shard groups have parameters of their own, else 0.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
@@ -98,7 +100,9 @@ class Communicator:
         number = self.topology.shard_groups.index(shards)
         self.replica, self.part = (0, number) if self.topology.apart else (number, 0)
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
+        summing = self.topology.sum_group_of(self.rank)
+        self.sum_rank, self.sum_size = (summing.index(self.rank), len(summing)) if summing else (0, 0)
+        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not (neighbours or summing)
         self.streams: Streams = beside.streams if beside is not None else Streams(accelerator_of(device))
         self.queues = self.streams.are_there
         self.long_work = long_work
@@ -371,6 +375,11 @@ class Communicator:
         assert self._groups is not None
         if group == "node_gather":
             return Members(self.node_rank, self.node_size, self._groups.node_gather)
+        if group == "node_sum":
+            return Members(self.sum_rank, self.sum_size, self._groups.node_sum)
+        if group == "across":
+            nodes = self.shard_size // self.sum_size
+            return Members(self.shard_rank // self.sum_size, nodes, self._groups.across)
         return Members(self.shard_rank, self.shard_size, getattr(self._groups, group))
 
     def _reduce(
@@ -378,8 +387,9 @@ class Communicator:
     ) -> Reduction:
         """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it.
 
-        Those messages are a sum over replicas and, with ``whole``, a gather of all slices. The host does not wait for
-        the first sum, so all ranks issue all messages in the order of reductions."""
+        Those messages are a sum over nodes or replicas and, with ``whole``, a gather of all slices. The host does not
+        wait for the first sum, so all ranks issue all messages in the order of reductions."""
+        in_levels = total_dtype is not None and self.sum_size > 0
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
             return Reduction(Pending(self, label, [], same, kind="reduce"))
@@ -387,7 +397,9 @@ class Communicator:
             span = recording.begin("reduce", label, on_host=not self.queues)
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
-            if self._groups.reduce is not None:
+            if in_levels:
+                works, total = self._sum_in_node(full, total_dtype)
+            elif self._groups.reduce is not None:
                 works, total = self._transport.reduce(
                     full, self._members("reduce"), in_place=whole, total_dtype=total_dtype
                 )
@@ -395,7 +407,7 @@ class Communicator:
             def finish() -> Tensor:
                 shard = total() if factor == 1.0 else total().mul_(factor)
                 # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
-                return self._rest_in_stream(shard, full, label, whole) if self.queues else shard
+                return self._rest_in_stream(shard, full, in_levels, whole) if self.queues else shard
 
             # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
             # :meth:`Pending.wait` frees it.
@@ -403,15 +415,37 @@ class Communicator:
         if self.queues:
             return Reduction(first)
         later: list[Callable[[Tensor], Pending]] = []
+        if in_levels:
+            later.append(lambda sums: Pending(self, label, *self._sum_nodes(sums), kind="reduce"))
         if self._groups.replicate is not None:
             later.append(partial(self._sum_replicas, label))
         if whole:  # the sum is complete then, so nothing reads the old contents of ``full`` any more
             later.append(lambda shard: self._gather(self._spread(shard, full), label, "second_half"))
         return Reduction(first, *later)
 
-    def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+    def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
+        """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node.
+
+        The result [nodes * n] has one of these slices for each node. :meth:`_sum_nodes` gives each node its own."""
+        slices, among = full.chunk(self.shard_size // self.sum_size), self._members("node_sum")
+        send = partial(self._transport.reduce, total_dtype=total_dtype)
+        if self.queues:  # sum at once, so that the next message is received in the same memory
+            sums = [self._finish_in_stream(send(of_node, among)) for of_node in slices]
+            return Sent([], lambda: torch.cat(sums))
+        sent = [send(of_node, among) for of_node in slices]
+        return Sent([work for one in sent for work in one.works], lambda: torch.cat([one.finish() for one in sent]))
+
+    def _sum_nodes(self, sums: Tensor) -> Sent:
+        """Issue the sum over the nodes: of a column [nodes * n] that each has summed, this rank's slice [n]."""
+        assert self._groups is not None
+        self._groups.issued["across"] += 1
+        return self._transport.reduce(sums, self._members("across"), total_dtype=sums.dtype)
+
+    def _rest_in_stream(self, shard: Tensor, full: Tensor, in_levels: bool, whole: bool) -> Tensor:
         """Issue the messages that follow the sum ``shard``. Return ``shard``; if ``whole``, the sums of all shards."""
         assert self._groups is not None
+        if in_levels:
+            shard = self._finish_in_stream(self._sum_nodes(shard))
         if self._groups.replicate is not None:
             self._issue_sum(shard, async_op=False)
         if not whole:
@@ -421,6 +455,10 @@ class Communicator:
             full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
         return full
+
+    def _finish_in_stream(self, sent: Sent) -> Tensor:
+        self._wait_in_stream(sent.works)
+        return sent.finish()
 
     @staticmethod
     def _wait_in_stream(works: list[Any]) -> None:
@@ -508,11 +546,19 @@ class Communicator:
             # Bytes that one rank receives: every slice but its own, once for each half.
             others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
-                recording.moved("reduce", others * full.itemsize)
+                recording.moved("reduce", self._summed_nbytes(full, total_dtype))
             if kind != "reduce_scatter":
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
             self._note(kind, label, issued="node_gather" if of_node else kind)
+
+    def _summed_nbytes(self, full: Tensor, total_dtype: torch.dtype | None) -> int:
+        """Return the bytes that this rank receives for its slice of the sum of ``full``, without sums over replicas."""
+        if total_dtype is None or not self.sum_size:
+            return full.nbytes - full.nbytes // self.shard_size
+        column = full.numel() // self.sum_size
+        across = column - full.numel() // self.shard_size
+        return (full.numel() - column) * full.itemsize + across * total_dtype.itemsize
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:

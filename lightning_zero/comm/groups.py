@@ -27,6 +27,7 @@ OPERATIONS = (
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
+    "across",
     "second_half",
     "replicate",
     "exchange",
@@ -59,6 +60,8 @@ class Groups:
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
     replicate: Any  # ranks with the same shards on other nodes
     node_gather: Any  # ranks of this node, which share the slices that units keep until the backward
+    node_sum: Any  # ranks of this node, which sum exchanged gradients first
+    across: Any  # one rank of each node, which add up these sums
     control: Any  # host-side, all ranks
     rounds: list[Any]  # host-side, for a maximum or sum over all ranks: see ``rounds_of``
     issued: Counter[str] = field(default_factory=Counter)  # operations of this rank, each of :data:`OPERATIONS`
@@ -78,6 +81,8 @@ class Groups:
         shards = [ranks[r] for r in kind.topology.shard_group_of(rank)]
         replicas = [ranks[r] for r in kind.topology.replicate_group_of(rank)]
         neighbours = [ranks[r] for r in kind.topology.node_group_of(rank)]
+        first = [ranks[r] for r in kind.topology.sum_group_of(rank)]
+        then = [ranks[r] for r in kind.topology.across_group_of(rank)] if first else []
 
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
             wanted = len(members) > 1 or kind.even_alone
@@ -92,6 +97,8 @@ class Groups:
             None if kind.in_streams else new(shards, "second half"),
             new(replicas, "replicate") if len(replicas) > 1 else None,
             new(neighbours, "node gather") if neighbours else None,
+            new(first, "node reduce") if first else None,
+            new(then, "across reduce") if first else None,
             control,
             [new(some, "round", host_backend(parent)) for some in rounds] if len(rounds) > 1 else [control],
         )

@@ -136,7 +136,9 @@ def plan_row(
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
     kept_by = machine.gpus if machine.hybrid_shard is HybridShard.node_backward else 0
-    limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
+    several = bool(buckets) and buckets[0].layout.world_size > machine.gpus > 1
+    summed_by = machine.gpus if several else 0
+    limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by, sum_ranks=summed_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     states = _states(model, buckets)
     rest = memory.planned_bytes(buckets, state_tensors=states, moment=waiting)

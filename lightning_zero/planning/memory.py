@@ -159,6 +159,7 @@ class Limits:
     micro_batches: int = 1  # backwards per step
     has_link: bool = True  # the device is not the host, so transfers use pinned buffers
     node_ranks: int = 0  # ranks of a node that together keep each unit until the end of the backward; 0: none do
+    sum_ranks: int = 0  # ranks of a node that sum exchanged gradients before nodes do; 0: all sum them at once
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
@@ -263,10 +264,15 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     shards = (under_way * b.itemsizes.reduce // b.wire_itemsize(count) // b.layout.world_size for b in brought)
     filling = max(by_unit(trainable, filled), default=0)
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if bucket.reduces_apart(count)]
-    # The largest reduction by all-to-all receives all before the local sum.
-    exchanged = (size for size, bucket in zip(sizes, trainable, strict=True) if bucket.exchanges(count))
-    received = limits.has_link * max(exchanged, default=0)
-    return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + received
+
+    def received(bucket: BucketPlan, size: int) -> int:
+        """Compute what an all-to-all receives before the local sum; in two levels, with the sums for each node."""
+        sums = bucket.layout.numel * bucket.itemsizes.reduce // max(1, limits.sum_ranks)
+        return sums + max(sums, size * limits.sum_ranks // bucket.layout.world_size) if limits.sum_ranks else size
+
+    exchanged = [received(b, size) for b, size in zip(trainable, sizes, strict=True) if b.exchanges(count)]
+    largest = limits.has_link * max(exchanged, default=0)
+    return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + largest
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:

@@ -7,10 +7,14 @@
     replicas : -                 replicas : 0 2 | 1 3      reduced shards are summed across nodes
 
 Under ``node_backward`` all ranks share shards, and each node keeps a copy of every dropped unit for the backward.
+
+Where ranks of several nodes share shards, exchanged gradients are summed in two levels: by the ranks of a node, then
+between nodes (the design of ZeRO++: Wang et al. 2023, arXiv:2306.10209).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,11 +25,12 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, and those that together keep gathered units for the backward."""
+    """The groups of ranks that share shards, that together keep gathered units, and that sum gradients first."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
     apart: bool = False  # each shard group has parameters of its own; False: a copy of the same parameters
+    sum_groups: tuple[tuple[int, ...], ...] = ()  # adjacent ranks of a shard group, on one node; empty: one level
 
     @property
     def shard_size(self) -> int:
@@ -43,6 +48,15 @@ class Topology(NamedTuple):
         place = self.shard_group_of(rank).index(rank)
         return (rank,) if self.apart else tuple(group[place] for group in self.shard_groups)
 
+    def sum_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of this node that sum exchanged gradients first; empty if all sum them at once."""
+        return next((group for group in self.sum_groups if rank in group), ())
+
+    def across_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks, one of each node, that add up what the ranks of their nodes have summed."""
+        place, shards = self.sum_group_of(rank).index(rank), self.shard_group_of(rank)
+        return tuple(group[place] for group in self.sum_groups if group[0] in shards)
+
     @property
     def same_params(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that have the same parameters: one of all ranks, unless ``apart``."""
@@ -53,9 +67,23 @@ def flat(world_size: int) -> Topology:
     return Topology((tuple(range(world_size)),))
 
 
-def by_part(world_size: int, parts: int) -> Topology:
+def by_part(all_ranks: Topology, parts: int) -> Topology:
     """Let each ``parts``-th rank share shards, for parameters of which adjacent ranks have different parts."""
-    return Topology(tuple(tuple(range(part, world_size, parts)) for part in range(parts)), apart=True)
+    (ranks,) = all_ranks.shard_groups
+    sum_groups = [group[part::parts] for part in range(parts) for group in all_ranks.sum_groups]
+    return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
+
+
+def in_levels(topology: Topology, names: Sequence[str]) -> Topology:
+    """Let ranks that share shards sum exchanged gradients within nodes first. ``names``: the node of each rank."""
+    found = [tuple(g) for shards in topology.shard_groups for _, g in itertools.groupby(shards, key=names.__getitem__)]
+    return topology._replace(sum_groups=_levels(found) if len(found) > len(topology.shard_groups) else ())
+
+
+def _levels(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return ``groups`` if all have the same number of ranks, more than one; else nothing."""
+    sizes = {len(group) for group in groups}
+    return tuple(groups) if len(sizes) == 1 and sizes != {1} else ()
 
 
 def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from lightning_zero.comm.transports import (
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.planning.topology import by_part, flat, in_levels
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
@@ -265,3 +267,27 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
             full = inputs[rank].to(dtype, copy=True)
             total = comm.all_reduce(full, "x", factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(total, expected)
+
+
+@on_ranks(4, 6, full=(8,))
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, host: bool) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    parts = 2 if world == 8 else 1  # where tensor parallelism splits parameters, every second rank shares shards
+    topology = by_part(in_levels(flat(world), [f"node {r // (2 * parts)}" for r in range(world)]), parts)
+    group = topology.shard_group_of(rank)
+    nodes, own = len(group) // 2, slice(group.index(rank) * 512, (group.index(rank) + 1) * 512)
+    terms = {r: _input(r, len(group), dtype).float() for r in group}
+    sums = [(terms[first] + terms[second]) * 0.25 for first, second in zip(group[::2], group[1::2], strict=True)]
+    expected = functools.reduce(torch.add, sums)
+    with communicator(topology=topology) as comm:
+        transport = HostTransport(comm._transport) if host else comm._transport
+        with mock.patch.object(comm, "_transport", mock.Mock(wraps=transport, waits_on_host=host)) as sent:
+            for send in (comm.reduce_scatter, comm.all_reduce):
+                full = terms[rank].to(dtype, copy=True)
+                total = send(full, "x", factor=0.25, total_dtype=torch.float32).finish()
+                assert torch.equal(total, expected if send == comm.all_reduce else expected[own])
+        # Each node gets the sums of its slices alone, in fp32; all that is narrower stays within a node.
+        reduced = [(call.args[0].dtype, call.args[0].numel(), call.args[1].size) for call in sent.reduce.mock_calls]
+        assert reduced == 2 * [*[(dtype, 2 * 512, 2)] * nodes, (torch.float32, nodes * 512, nodes)]

@@ -23,7 +23,7 @@ import lightning_zero
 from lightning_zero.engine.units import capacity
 from lightning_zero.planning.memory import on_tier, peak_bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.topology import by_node, within_nodes
+from lightning_zero.planning.topology import by_node, flat, in_levels, within_nodes
 from lightning_zero.trainer.memory.held_bytes import limits_of
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
@@ -42,6 +42,7 @@ class Step(NamedTuple):
     looks: bool = False
 
 
+FLAT = {"comm": {"hybrid_shard": "flat"}}
 PLAIN = (Step(),) * 3
 # Each number of micro-batches with clipping and without; the last two repeat what has been learned by then.
 MIXED = (Step(), Step(clips=True), Step(2), Step(2, clips=True), Step(), Step(2))
@@ -54,7 +55,7 @@ class Case:
     Attributes:
         row: of offload.
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
-        nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
+        nodes: on which the ranks are; with several, shards are divided inside of a node, unless ``settings`` differ.
         even_alone: one rank sends its messages all the same.
         settings: arguments of ``lightning_zero.shard``, beside those.
         fp32_modules: classes that keep fp32; None: as by default.
@@ -197,8 +198,9 @@ def train_step(
 def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callable[..., None] | None = None) -> Found:
     """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step."""
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
-    divided = within_nodes if case.settings.get("comm", {}).get("hybrid_shard") == "node_backward" else by_node
-    topology = divided([str(rank * case.nodes // case.ranks) for rank in range(case.ranks)])
+    names = [str(rank * case.nodes // case.ranks) for rank in range(case.ranks)]
+    ways = {"node": by_node, "node_backward": within_nodes, "flat": lambda names: flat(len(names))}
+    topology = in_levels(ways[case.settings.get("comm", {}).get("hybrid_shard", "node")](names), names)
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:

@@ -13,7 +13,7 @@ import pytest
 from lightning_zero.config import Offload
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from tests.device.machine import Wait
-from tests.device.simulate import PLAIN, Case, Step
+from tests.device.simulate import FLAT, PLAIN, Case, Step
 from tests.device.test_races import SMALL, Trained
 from tests.rows import OFFLOADED
 
@@ -154,6 +154,13 @@ def test_the_peak_is_the_planned_one(
 
 def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
     assert_peak(trained, SMALL | {"comm": {"hybrid_shard": "node_backward"}}, 2, nodes=2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_peak_with_sums_in_two_levels_is_the_planned_one(stage: int, micro_batches: int, trained: Trained) -> None:
+    how: dict[str, Any] = {"stage": stage, "precision": "bf16", "nodes": 2}
+    assert_peak(trained, SMALL | FLAT, micro_batches, **how)
 
 
 def assert_peak(trained: Trained, settings: dict[str, Any], micro_batches: int, **how: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.device.simulate import MIXED, Case, Found
+from tests.device.simulate import FLAT, MIXED, Case, Found
 
 Trained = Callable[..., Found]
 
@@ -18,6 +18,7 @@ CASES = [
     Case(0, nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, settings={"comm": {"hybrid_shard": "node_backward"}}),
+    *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=FLAT) for stage in (0, 3)),
     Case(3, precision="bf16", settings={"optimizer": {"sharding": "tensors"}}),
 ]
 

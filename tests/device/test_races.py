@@ -18,7 +18,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.values import FakeTensors
-from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
+from tests.device.simulate import FLAT, MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
 from tests.rows import IN_FILES, PLACES
 
@@ -91,6 +91,7 @@ OTHERS = [
     Case(3, "auto", steps=MIXED),
     *(Case(stage, nodes=nodes, steps=MIXED) for stage in (0, 1, 3) for nodes in (2, 4)),
     *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL) for stage in (0, 3)),
+    *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL | FLAT) for stage in (0, 3)),
     Case(3, "optimizer_cpu", nodes=2, settings=SMALL),
     *(
         Case(3, row, "bf16", nodes=2, steps=MIXED, settings={"comm": {"hybrid_shard": "node_backward"}} | settings)

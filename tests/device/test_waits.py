@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
@@ -20,7 +21,7 @@ from lightning_zero.engine.units.grad_store import Arrived, Claimed, Landing, _w
 from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
-from tests.device.simulate import Case, Step, loss_of
+from tests.device.simulate import FLAT, Case, Step, loss_of
 from tests.device.test_races import Trained, gathers, saves_and_loads, serves_others, steps_twice, trains_without_scopes
 
 issue_sum = Communicator._issue_sum
@@ -81,11 +82,17 @@ def reduce_elsewhere(self: PlainTransport, full: Tensor, among: Members, **optio
     return Sent([], lambda: out)
 
 
-def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, levels: bool, whole: bool) -> Tensor:
     assert self._groups is not None
     full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
     all_gather_single(full, full.view(self.shard_size, -1)[self.shard_rank], group=self._groups.reduce, async_op=True)
     return full
+
+
+def sum_nodes_elsewhere(self: Communicator, sums: Tensor) -> Sent:
+    parts = torch.empty_like(sums)
+    dist.all_to_all_single(parts, sums, group=self._groups.across, async_op=True)  # type: ignore[union-attr]
+    return Sent([], lambda: parts.view(2, -1).sum(0))
 
 
 def sum_alone(self: Communicator, shard: Tensor, *, async_op: bool = True) -> None:
@@ -209,6 +216,11 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "compute, for the sum of a norm": (COMMUNICATOR + "_run", run_without_waiting, Case(steps=CLIPPED)),
     "the second half of an all-reduce": (COMMUNICATOR + "_rest_in_stream", gather_what_is_not_summed, Case(0)),
     "the sum over the nodes": (COMMUNICATOR + "_issue_sum", sum_alone, Case(3, nodes=2)),
+    "the sum over nodes, for those within them": (
+        COMMUNICATOR + "_sum_nodes",
+        sum_nodes_elsewhere,
+        Case(3, precision="bf16", nodes=2, settings=FLAT),
+    ),
     "others, for a unit arriving here": (UNITS + "unit.Unit.serve", serve_what_is_on_its_way, DEVICE, serves_others),
     "a comparison, for own parameters": (BUCKET + "own_compute_params", own_params_at_once, HOST, writes_weights),
     "whoever looks at a gradient": (GRADS + "_wait", take_what_is_on_its_way, LOOKS),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,10 +24,9 @@ from lightning_zero.comm.transports import choose_transport
 from lightning_zero.config import ConfigError, Transport, make_config
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
-from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
-from lightning_zero.trainer.memory.held_bytes import plan_of
+from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -151,9 +151,10 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         side.zero_grad()
         moved = recorder.moved["reduce"] - before
         recording.stop()
-        limits = Limits(1 << 28, 0, 1 << 28, micro_batches, has_link=False)
         replicas = side.engine.comm.world_size // side.engine.comm.shard_size
-        return moved, sent_by(plan_of(side.engine), limits, replicas=replicas).reductions
+        limits = replace(limits_of(side.engine, micro_batches), node_ranks=0)
+        sent = sent_by(plan_of(side.engine), limits, replicas=replicas)
+        return moved, sent.reductions + sent.in_node
 
 
 @pytest.mark.sample
@@ -315,19 +316,22 @@ def test_transports_have_the_same_bits(stage: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
-    node = f"node {dist.get_rank() // 2}"
-    found, sent = [], []
-    for wire in WIRES:
-        kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-        with sent_dtypes(kinds):
-            found.append(trained(Model, accumulated(), wire, stage=stage, node=node, comm={"hybrid_shard": "node"}))
-        sent.append({dtype for dtype, total in kinds if total is not None})
-    assert_equal(*found)
-    assert sent == [{torch.float32}, {torch.bfloat16}]
-    moved, planned = _moved(stage, "auto", 1, node=node, comm={"hybrid_shard": "node"})
-    assert moved == planned > 0
+def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to_shard() -> None:
+    """Ranks of a node add what autograd makes, in rank order; nodes add sums in fp32."""
+    found = []
+    for way, stage in (("flat", 0), ("flat", 3), ("node", 0), ("node", 3), ("node_backward", 3)):
+        node = {"node": f"node {dist.get_rank() // 2}", "comm": {"hybrid_shard": way}}
+        sent = []
+        for wire in WIRES:
+            kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
+            with sent_dtypes(kinds):
+                found.append(trained(Model, accumulated(), wire, stage=stage, precision=WHOLE_BF16, **node))
+            sent.append({dtype for dtype, total in kinds if total is not None})
+        assert sent == [{torch.float32}, {torch.bfloat16}]
+        moved, planned = _moved(stage, "auto", 1, **node)
+        assert moved == planned > 0
+    for other in found[1:]:
+        assert_equal(found[0], other)
 
 
 @pytest.mark.parametrize(

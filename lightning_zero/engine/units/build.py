@@ -223,7 +223,7 @@ def build_units(
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
             if part.parts > 1:  # expert parallelism sums over ranks with batches of their own, tensor parallelism not
-                among = comm.over(by_part(comm.world_size, part.parts), comm.world_size // config.tensor_parallel)
+                among = comm.over(by_part(comm.topology, part.parts), comm.world_size // config.tensor_parallel)
             bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)

@@ -36,7 +36,7 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
-from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, is_even, within_nodes
+from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, in_levels, is_even, within_nodes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
@@ -307,7 +307,7 @@ def find_topology(
     kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
     topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
     check_exchange(topology, config.comm)
-    return topology
+    return in_levels(topology, names)
 
 
 def _fits_half(

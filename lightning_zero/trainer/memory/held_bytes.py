@@ -100,6 +100,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
         micro_batches,
         has_link=engine.comm.streams.are_there,
         node_ranks=engine.comm.node_size,
+        sum_ranks=engine.comm.sum_size,
     )
 
 
