@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from lightning_zero.config import (
 )
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import Context, Recomputation, UnitForward, check_blocks
+from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.units import (
@@ -67,7 +66,8 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
     as ``config`` asks. Return the objects that these new forwards share."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
-        keeping = partial(save_on_cpu, pin_memory=passes.comm.streams.are_there)
+        streams = passes.comm.streams
+        keeping = InputsOnHost(streams) if streams.are_there else save_on_cpu
     vertical = Vertical(config.vertical_chunks, module, passes, keeping)
     names = [unit.name for unit in units]
     in_chunks, around = set[str](), set[str]()

@@ -97,6 +97,7 @@ class BucketPlan:
     trainable: bool = True
     even_alone: bool = False  # run collectives on a single rank too
     beside: int = 0  # bytes that decode packed parameters, whole on each rank's device
+    whole: bool = False  # replicated and on the device at every stage
 
     @property
     def _divided(self) -> bool:
@@ -240,4 +241,5 @@ def place(
         shape.trainable,
         even_alone,
         shape.beside,
+        shape.whole,
     )

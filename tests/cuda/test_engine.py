@@ -46,13 +46,14 @@ def in_order(order: str) -> Iterator[None]:
         LATE.late_cuda_set_early(0)
 
 
-def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "fp32") -> None:
+def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "fp32", **settings: Any) -> None:
     """Nobody looks at values between steps, which would wait for what is late."""
     torch.default_generator.manual_seed(3)
-    module = Model()
+    module = Model(depth=6 if settings else 2)
     twin = Twin(module, precision=precision, each=stage >= 2)
     losses: list[list[torch.Tensor]] = [[], []]
-    with in_order(order), Sharded(module, stage=stage, precision=precision, offload=offload(row, folder)) as sharded:
+    settings |= {"stage": stage, "precision": precision, "offload": offload(row, folder)}
+    with in_order(order), Sharded(module, **settings) as sharded:
         for side, found in zip((sharded, twin), losses, strict=True):
             for step in range(4):
                 with autocast(precision):
@@ -77,6 +78,38 @@ def test_training_equals_the_twin(row: str, stage: int, precision: str, order: s
     trains(row, stage, tmp_path, order, precision=precision)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("order", EARLY)
+@pytest.mark.parametrize("settings", [{}, {"vertical_chunks": 2}], ids=str)
+@pytest.mark.parametrize(("row", "stage"), [("none", 0), ("none", 3), ("cpu", 3)])
+def test_training_with_inputs_on_the_host_equals_the_twin(
+    row: str, stage: int, settings: dict[str, Any], order: str, tmp_path: Path
+) -> None:
+    trains(row, stage, tmp_path, order, activation_checkpointing="offload", **settings)
+
+
+@on_ranks(1)
+def test_inputs_on_the_host_serve_a_second_backward_and_no_change() -> None:
+    with Sharded(Model(depth=6), stage=3, activation_checkpointing="offload") as side, in_order("all late"):
+        loss = language_loss(side.module, tokens(0))
+        for _ in range(2):
+            side.backward(loss, retain_graph=True)
+        found = side.clip(1e9)
+        side.zero_grad()
+        side.backward(2 * language_loss(side.module, tokens(0)))
+        torch.testing.assert_close(found, side.clip(1e9))
+
+        def change(_: torch.nn.Module, inputs: Any, __: Any) -> None:
+            inputs[0].detach().mul_(2)
+
+        with (
+            side.module.blocks[2].register_forward_hook(change),
+            pytest.raises(RuntimeError, match=r"changed in place .*activation_checkpointing=blocks"),
+        ):
+            side.backward(language_loss(side.module, tokens(0)))
+        side.engine.passes.abort()
+
+
 # -- where the host waits ---------------------------------------------------------------------------------------------
 
 NEVER = [
@@ -87,13 +120,19 @@ NEVER = [
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("row", "stage"), [("none", 0), ("none", 1), ("none", 3), ("optimizer_cpu", 2), ("cpu", 3), ("nvme", 3)]
+    ("row", "stage", "kept"),
+    [
+        *(("none", stage, "none") for stage in (0, 1, 3)),
+        *(("none", stage, "offload") for stage in (0, 3)),
+        *(("optimizer_cpu", 2, "none"), ("cpu", 3, "none"), ("cpu", 3, "offload"), ("nvme", 3, "none")),
+    ],
 )
-def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, tmp_path: Path) -> None:
+def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, kept: str, tmp_path: Path) -> None:
     count = LATE.late_cuda_count
     count.restype = ctypes.c_long
     batches = [tokens(step) for step in range(8)]
-    with Sharded(Model(), stage=stage, offload=offload(row, tmp_path)) as side:
+    settings = {"offload": offload(row, tmp_path), "activation_checkpointing": kept}
+    with Sharded(Model(depth=6), stage=stage, **settings) as side:
         for step, batch in enumerate(batches):
             if step == 4:
                 before = {name: count(name.encode()) for name in [*NEVER, "cudaEventSynchronize", "kernels"]}

@@ -87,17 +87,15 @@ def test_gradients_go_to_the_host_once_and_parameters_come_back_as_often_as_they
         assert sum(nbytes for copy, nbytes in step.copied.items() if copy.to_host is to_host) == expected
 
 
-# For a block in one step, with one unit gathered ahead. Without fp32 modules a block is one bucket, as it is one group
-# of FSDP2's; by default norms keep fp32, and it has two. Under bf16 a rank receives the parts of its slice, and adds
-# them. What is gathered of two buckets is one message, after a step too; each is reduced by itself, at stage 0 by two.
+# For a block in one step, with one unit gathered ahead. A block is one bucket, as it is one group of FSDP2's: norms
+# that keep fp32 lie in the root. Under bf16 a rank receives the parts of its slice, and adds them.
 NAMES = ("kernels", "collectives", "recorded", "waited", "allocations", "host_waits")
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "fp32": ({}, dict(zip(NAMES, (8, 3, 6, 6, 4, 0), strict=True))),
-    "bf16, one bucket": ({"precision": "bf16", "fp32_modules": ()}, dict(zip(NAMES, (9, 3, 6, 6, 5, 0), strict=True))),
-    "bf16": ({"precision": "bf16"}, dict(zip(NAMES, (15, 4, 8, 8, 9, 0), strict=True))),
-    "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 4, "recorded": 4}),
-    "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 3, "recorded": 6}),
-    "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 3, "recorded": 6}),
+    "bf16": ({"precision": "bf16"}, dict(zip(NAMES, (9, 3, 6, 6, 5, 0), strict=True))),
+    "bf16, zero0": ({"precision": "bf16", "stage": 0}, {"collectives": 2, "recorded": 2}),
+    "bf16, zero1": ({"precision": "bf16", "stage": 1}, {"collectives": 2, "recorded": 4}),
+    "bf16, zero2": ({"precision": "bf16", "stage": 2}, {"collectives": 2, "recorded": 4}),
     "zero1, optimizer_cpu": ({"stage": 1, "row": "optimizer_cpu"}, {"kernels": 7, "collectives": 2}),
     "optimizer_cpu": ({"row": "optimizer_cpu"}, {"kernels": 10, "collectives": 3}),
     "cpu": ({"row": "cpu"}, {"kernels": 9, "collectives": 3}),
@@ -149,7 +147,9 @@ def test_the_first_backward_of_a_kind_holds_no_more_than_the_others(micro_batche
 def test_the_peak_is_the_planned_one(
     stage: int, precision: str, micro_batches: int, reduce_bucket_bytes: int, trained: Trained
 ) -> None:
-    assert_peak(trained, {"reduce_bucket_bytes": reduce_bucket_bytes}, micro_batches, stage=stage, precision=precision)
+    """Without norms in fp32: a fifth of this small model, whose gradients would come to the end of the backward."""
+    how: dict[str, Any] = {"stage": stage, "precision": precision, "fp32_modules": ()}
+    assert_peak(trained, {"reduce_bucket_bytes": reduce_bucket_bytes}, micro_batches, **how)
 
 
 def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
@@ -159,7 +159,7 @@ def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) ->
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_peak_with_sums_in_two_levels_is_the_planned_one(stage: int, micro_batches: int, trained: Trained) -> None:
-    how: dict[str, Any] = {"stage": stage, "precision": "bf16", "nodes": 2}
+    how: dict[str, Any] = {"stage": stage, "precision": "bf16", "nodes": 2, "fp32_modules": ()}
     assert_peak(trained, SMALL | FLAT, micro_batches, **how)
 
 

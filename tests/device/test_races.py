@@ -59,6 +59,7 @@ def test_training_has_no_race(case: Case, trained: Trained) -> None:
 
 
 SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
+INPUTS = {"activation_checkpointing": "offload"}
 TENSORS: dict[str, Any] = SMALL | {"optimizer": {"sharding": "tensors"}}
 OTHERS = [
     *(Case(stage, steps=MIXED, settings=SMALL) for stage in range(4)),
@@ -73,6 +74,7 @@ OTHERS = [
         )
     ),
     *(Case(stage, ranks=1, steps=MIXED, even_alone=True) for stage in (0, 1, 3)),
+    *(Case(3, row, blocks=6, steps=MIXED, settings=INPUTS) for row in ("none", "optimizer_cpu")),
     Case(precision="bf16_true"),
     *(
         Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=TENSORS)

@@ -95,6 +95,17 @@ def sum_nodes_elsewhere(self: Communicator, sums: Tensor) -> Sent:
     return Sent([], lambda: parts.view(2, -1).sum(0))
 
 
+def leave_at_once(self: Any) -> None:
+    for kept in self._inputs:
+        kept.device = None
+
+
+def take_inputs_at_once(self: Any, kept: Any) -> Tensor:
+    self.bring()
+    tensor, kept.device = kept.device, None
+    return tensor  # type: ignore[no-any-return]
+
+
 def sum_alone(self: Communicator, shard: Tensor, *, async_op: bool = True) -> None:
     issue_sum(self, shard, async_op=True)
 
@@ -193,6 +204,8 @@ GRADS, BUCKET = f"{UNITS}grad_store.", f"{UNITS}bucket.Bucket."
 DEVICE, HOST, OFFLOADED, ALONE = Case(), Case(3, "optimizer_cpu"), Case(3, "cpu"), Case(3, "optimizer_cpu", ranks=1)
 CLIPPED, EAGER = (Step(clips=True),) * 3, Case(3, "cpu", worker="eager")
 EVALUATES = Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager")
+RECOMPUTES = Case(blocks=6, settings={"activation_checkpointing": "offload"})
+INPUTS = "lightning_zero.engine.passes.recompute._InputsOfBlock."
 LOOKS, CLIPS, ADDS, UNFILLED = (
     replace(HOST, steps=steps) for steps in ((Step(2), Step(looks=True)), CLIPPED, (Step(2),) * 2, ())
 )
@@ -221,6 +234,8 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         sum_nodes_elsewhere,
         Case(3, precision="bf16", nodes=2, settings=FLAT),
     ),
+    "inputs of a block, for their copy to the host": (INPUTS + "leave", leave_at_once, RECOMPUTES),
+    "a block that is computed again, for its inputs": (INPUTS + "unpack", take_inputs_at_once, RECOMPUTES),
     "others, for a unit arriving here": (UNITS + "unit.Unit.serve", serve_what_is_on_its_way, DEVICE, serves_others),
     "a comparison, for own parameters": (BUCKET + "own_compute_params", own_params_at_once, HOST, writes_weights),
     "whoever looks at a gradient": (GRADS + "_wait", take_what_is_on_its_way, LOOKS),

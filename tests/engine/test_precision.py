@@ -226,6 +226,32 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         side.backward(side.module(x).square().mean())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_norms_in_fp32_are_one_bucket_of_the_root_that_all_ranks_have(precision: str) -> None:
+    """Also behind a restage, and where each is a unit. A module with a matrix stays in its unit, with its bias."""
+
+    def build() -> nn.Module:
+        parts = [linear(WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]
+        act = Does(lambda m, x: m.two(x, x), two=nn.Bilinear(WIDTH, WIDTH, WIDTH))
+        return nn.Sequential(*parts, act, nn.BatchNorm1d(WIDTH, affine=False))
+
+    def names() -> list[list[str]]:
+        return [[info.fqns[0] for info in bucket.params] for bucket in engine.buckets if bucket.plan.whole]
+
+    for classes in (["Linear", "LayerNorm"], ["LayerNorm", "Bilinear"]):
+        module = build()
+        with Sharded(module, stage=3, precision=precision, unit={"classes": classes}) as side:
+            engine = side.engine
+            norms = [[f"{n}.{name}" for n in (1, 2) for name in ("weight", "bias")]] * (precision == "bf16")
+            for stage in ("zero3", "zero1", "zero3"):
+                engine.restage(stage, "none")
+                assert names() == norms
+                with autocast(precision):
+                    side.backward(module(floats(0, 4, WIDTH)).float().square().mean())
+                side.step()
+
+
 class Packed(nn.Parameter):
     """Holds bytes, as bitsandbytes' ``Params4bit`` does with ``quant_storage=torch.float16``."""
 

@@ -218,6 +218,8 @@ def test_bytes_to_the_device_are_those_that_are_sent(row: str, tmp_path: Path) -
         gathers = Counter(engine.comm.counts) - counted
         expected = 0
         for bucket in engine.buckets:
+            if bucket.plan.whole:
+                continue  # on the device already
             each = bucket.owned_numel * (bucket.dtypes.compute.itemsize if "nvme" in row else 4)
             steps_here = bucket.plan.state_numel(dist.get_rank()) > 0  # not if this rank has padding only
             expected += each * (steps_here if "optimizer" in row else gathers["all_gather", bucket.label])

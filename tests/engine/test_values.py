@@ -262,6 +262,9 @@ def test_sharded_parameters_tell_the_truth_about_everything_but_values(precision
             assert isinstance(param, nn.Parameter) and param in {param} and param.grad is None
             assert torch.zeros_like(param).shape == torch.randn(other.shape).view_as(param).shape == other.shape
             assert param.type() == torch.empty(0, dtype=param.dtype).type() and not param.is_shared()
+            if precision == "bf16" and "norm" in name:
+                assert torch.equal(param, other), "in fp32, and replicated"
+                continue
             assert "sharded" in repr(param) and "sharded" in f"{param}"
             assert_absent(param)
         assert sum(p.numel() for p in side.module.parameters()) == sum(p.numel() for p in plain.parameters())

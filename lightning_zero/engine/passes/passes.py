@@ -313,10 +313,8 @@ class Passes:
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
-        if unit.index:
+        if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
-        else:
-            unit.unshard_wait()
         if recording.recorder is not None:
             self.lane.enters(f"{unit.title} {'recompute' if self.in_backward else 'forward'}")
 

@@ -10,16 +10,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.config import Compile, ConfigError, Recompute, ZeroConfig
+from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Event
 from lightning_zero.engine.passes.containers import (
     Args,
     Kwargs,
@@ -150,6 +156,102 @@ class Recomputation:
         call = _Call(forward, passes, self._buffers, (args, kwargs), copy_containers(form), tensors)
         with self._keeping():
             return checkpoint(call, *tensors, use_reentrant=False)
+
+
+class InputsOnHost:
+    """Keeps inputs of blocks in pinned host memory from their forward to their backward. The host waits for nothing.
+
+    ::
+
+        compute : forward 1 | forward 2 | forward 3 | ...        | backward 3 | backward 2 | backward 1
+        d2h     :             inputs 1  | inputs 2  | ...
+        h2d     :                                       inputs 3 | inputs 2   | inputs 1
+
+    Inputs of the last :data:`HELD` blocks stay on the device. When a backward asks for a block's inputs, those of the
+    block before it start on their way back.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._leaving = deque[_InputsOfBlock]()  # blocks whose inputs are still on the device too
+
+    def __call__(self) -> saved_tensors_hooks:
+        """Return a context in which autograd saves the inputs of one block's call."""
+        block = _InputsOfBlock(self._streams, self._leaving[-1] if self._leaving else None)
+        self._leaving.append(block)
+        if len(self._leaving) > HELD:
+            self._leaving.popleft().leave()
+        return saved_tensors_hooks(block.pack, block.unpack)
+
+
+@dataclass(eq=False)
+class _Input:
+    host: Tensor
+    version: int
+    came: Event  # the end of the copy to the host
+    device: Tensor | None  # the input itself; later its copy, from the start of the way back until the backward has it
+    returns: Event = None  # the end of the way back
+
+
+class _InputsOfBlock:
+    """Inputs of one block's call. The graph keeps this object, so that they go with the graph."""
+
+    def __init__(self, streams: Streams, before: _InputsOfBlock | None) -> None:
+        self._streams, self._before = streams, ref(before) if before is not None else lambda: None
+        self._inputs: list[_Input] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | _Input:
+        if tensor.device.type == "cpu":
+            return tensor
+        host = self._streams.accelerator.host_memory(tensor.shape, tensor.dtype)
+        with self._streams.on("d2h"), recording.span("d2h", "activations"):
+            host.copy_(tensor.detach(), non_blocking=True)
+            came = self._streams.mark()
+        self._inputs.append(_Input(host, tensor._version, came, tensor.detach()))
+        return self._inputs[-1]
+
+    def leave(self) -> None:
+        """Free the inputs on the device, once they have been copied. Raises RuntimeError if one was changed."""
+        for kept in self._inputs:
+            if kept.device is not None:
+                _check_unchanged(kept)
+                self._streams.wait(kept.came)
+                kept.device = None
+
+    def unpack(self, kept: Tensor | _Input) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self.bring()
+        if (before := self._before()) is not None:
+            before.bring()
+        assert kept.device is not None
+        if kept.returns is None:
+            _check_unchanged(kept)
+        self._streams.wait(kept.returns or kept.came)  # whoever gets the memory next must not write over what is copied
+        tensor, kept.device = kept.device, None
+        return tensor
+
+    def bring(self) -> None:
+        """Start to copy inputs back to the device, but for those that are there or on their way."""
+        away = [kept for kept in self._inputs if kept.device is None]
+        if not away:
+            return
+        tensors = [torch.empty_like(kept.host, device=self._streams.accelerator.device) for kept in away]
+        with self._streams.on("h2d"), recording.span("h2d", "activations"):
+            for kept, tensor in zip(away, tensors, strict=True):
+                self._streams.wait(kept.came)
+                kept.device = tensor.copy_(kept.host, non_blocking=True)
+                kept.returns = self._streams.mark()
+        self._streams.hold(tensors, away[-1].returns)  # a graph that is dropped would free what is still written to
+
+
+def _check_unchanged(kept: _Input) -> None:
+    if kept.device is not None and kept.device._version != kept.version:
+        raise RuntimeError(
+            f"an input of a block ({tuple(kept.device.shape)}, {kept.device.dtype}) was changed in place behind the "
+            "block, while it was copied to the host (zero.activation_checkpointing=offload), so gradients would be "
+            "wrong. Work on a copy of the input, or set zero.activation_checkpointing=blocks."
+        )
 
 
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

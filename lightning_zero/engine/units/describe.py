@@ -95,6 +95,11 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
+    of_modules = [[*m.parameters(recurse=False)] for m in fp32_modules(module, config.precision.fp32_modules)]
+    fp32 = {id(p) for params in of_modules for p in params} | {id(p) for p in _parts_of_weights(module)}
+    # Norms lie in one bucket of the root, replicated on the device: else each unit would send tiny messages for them.
+    of_norms = [params for params in of_modules if precision in AUTOCAST_DTYPES and all(p.dim() == 1 for p in params)]
+    norms = {id(p) for params in of_norms for p in params}
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
     names_of: dict[nn.Parameter, list[str]] = {}
@@ -120,10 +125,9 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])
-        owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
-    fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
-    fp32 |= {id(p) for p in _parts_of_weights(module)}
-    return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
+        owner = owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)
+        owners["" if id(param) in norms else owner].append((param, fqns))
+    return [UnitGroup(name, _group(name, owners[name], fp32, norms, config, precision)) for name in ["", *names]]
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
@@ -182,6 +186,7 @@ def _group(
     unit: str,
     members: Sequence[tuple[nn.Parameter, list[str]]],
     fp32: set[int],
+    norms: set[int],
     config: ZeroConfig,
     precision: Precision,
 ) -> list[BucketGroup]:
@@ -189,7 +194,8 @@ def _group(
     groups: dict[tuple[Dtypes, bool, bool, int], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
-        whole = stays_whole(param)
+        # No placeholder can stand for one element, or for integers that are not packed.
+        whole = param.numel() <= 1 or not (param.is_floating_point() or is_packed(param)) or id(param) in norms
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:
             raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
@@ -205,11 +211,6 @@ def _group(
                 info.slot = slot
             buckets.append(BucketGroup(part, dtypes, trainable, whole))
     return buckets
-
-
-def stays_whole(param: nn.Parameter) -> bool:
-    """Return whether `param` stays whole on the device at every stage, because no placeholder can stand for it."""
-    return param.numel() <= 1 or not (param.is_floating_point() or is_packed(param))
 
 
 def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) -> list[list[ParamInfo]]:

@@ -21,7 +21,7 @@ from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
-from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
+from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs
 from lightning_zero.engine.units.master_storage import Tiers, opened
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.engine.whole.whole_params import gathered_buckets, take_writes_over
@@ -161,10 +161,7 @@ def _make_tiers(
     engine: Engine, config: ZeroConfig, share: Share, instances: Collection[int]
 ) -> tuple[Tiers, list[BucketPlan]]:
     groups = [
-        UnitGroup(
-            unit.name,
-            [BucketGroup(b.params, b.dtypes, b.trainable, stays_whole(b.params[0].param)) for b in unit.buckets],
-        )
+        UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.trainable, b.plan.whole) for b in unit.buckets])
         for unit in engine.units
     ]
     counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
