@@ -472,11 +472,11 @@ def scope(side: Side, key: str = "train") -> Any:
     return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
 
 
-def mean_square(side: Side, step: int, *, width: int = WIDTH) -> Tensor:
-    """One forward and backward of a module that maps [rows, width] to anything."""
+def mean_square(side: Side, step: int, *args: Any, shape: Sequence[int] = (4, WIDTH)) -> Tensor:
+    """One forward and backward of a module that maps numbers of ``shape``, and ``args``, to anything."""
     dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
-    low = dtypes == {torch.bfloat16}
-    loss = side.module(floats(step, 4, width).to(torch.bfloat16 if low else torch.float32)).float().square().mean()
+    x = floats(step, *shape).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    loss = side.module(x, *args).float().square().mean()
     side.backward(loss)
     return loss
 
@@ -503,9 +503,27 @@ def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
     return sharded, twin
 
 
-def train(side: Side, steps: Iterable[int]) -> None:
+@contextlib.contextmanager
+def with_twin(
+    build: Callable[[], nn.Module] = Model,
+    *,
+    stage: int = 3,
+    precision: str = "fp32",
+    optimizer: MakeOptimizer = adamw,
+    **config: Any,
+) -> Iterator[tuple[Sharded, Twin]]:
+    """A module that is sharded inside, and a twin with the same first values."""
+    torch.manual_seed(3)
+    module = build()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
+        yield sharded, twin
+
+
+def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
     for step in steps:
-        language_work(side, step)
+        with autocast(precision):
+            language_work(side, step)
         side.step()
         side.zero_grad()
 
