@@ -510,12 +510,13 @@ def with_twin(
     stage: int = 3,
     precision: str = "fp32",
     optimizer: MakeOptimizer = adamw,
+    shaped: bool = False,
     **config: Any,
 ) -> Iterator[tuple[Sharded, Twin]]:
     """A module that is sharded inside, and a twin with the same first values."""
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     module = build()
-    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2, shaped=shaped)
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
         yield sharded, twin
 
