@@ -513,8 +513,8 @@ def with_twin(
     shaped: bool = False,
     **config: Any,
 ) -> Iterator[tuple[Sharded, Twin]]:
-    """A module that is sharded inside, and a twin with the same first values."""
-    torch.default_generator.manual_seed(3)
+    """A module that is sharded inside, and a twin: both start with the values of rank 0."""
+    torch.default_generator.manual_seed(3 + dist.get_rank())
     module = build()
     twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2, shaped=shaped)
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:

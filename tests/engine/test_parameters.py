@@ -355,18 +355,6 @@ def test_norms_of_users_keep_fp32_and_give_back_the_dtype_of_their_input(stage: 
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, full=(3,))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@STAGES
-def test_everyone_starts_with_the_unrounded_values_of_rank_0(stage: int, precision: str) -> None:
-    torch.manual_seed(dist.get_rank())
-    module = Model()
-    torch.manual_seed(0)
-    expected = Model().state_dict()
-    with Sharded(module, stage=stage, precision=precision), lightning_zero.gather(module):
-        assert_equal(dict(module.state_dict()), dict(expected))
-
-
 @on_ranks(2)
 @STAGES
 def test_a_meta_module_is_materialised_with_its_ties(stage: int) -> None:

@@ -108,14 +108,6 @@ def test_stages_agree_to_the_bit_with_clipping(precision: str) -> None:
 
 
 @on_ranks(2, full=(3,))
-def test_accumulating_stages_agree_in_pairs_to_the_bit() -> None:
-    zero0, zero1, zero2, zero3 = (_history(stage, micro_batches=3) for stage in range(4))
-    assert_equal(zero0, zero1)
-    assert_equal(zero2, zero3)
-    assert_equal(zero0, zero2, tolerance=1e-6)
-
-
-@on_ranks(2, full=(3,))
 def test_settings_of_time_and_memory_change_nothing() -> None:
     plain = _history(3)
     for config in (
