@@ -549,8 +549,13 @@ def pairwise_selection(cases: Sequence[Any]) -> list[Any]:
     return [cases[place] for place in pairwise_places([case._asdict() for case in cases])]
 
 
-def in_pairs(cases: Sequence[Any]) -> Any:
+def in_pairs(cases_of_all: Sequence[Any]) -> Any:
     """Parametrizes a test by its ``case``: pairs of settings always run, the full matrix where it is asked for."""
-    selected = pairwise_selection(cases)
-    rest = [pytest.param(case, marks=pytest.mark.full) for case in cases if case not in selected]
-    return pytest.mark.parametrize("case", [*selected, *rest], ids=lambda case: "-".join(map(str, case)))
+    selected = pairwise_selection(cases_of_all)
+    return cases(selected, [case for case in cases_of_all if case not in selected])
+
+
+def cases(selected: Sequence[Any], more: Sequence[Any]) -> Any:
+    """Parametrizes a test by its ``case``; ``more`` are of the full tier."""
+    given = [*selected, *(pytest.param(case, marks=pytest.mark.full) for case in more)]
+    return pytest.mark.parametrize("case", given, ids=lambda case: "-".join(map(str, case)).replace(" ", ""))

@@ -27,7 +27,6 @@ from tests.engine.support import (
     IN_STAGES,
     OUTER_STAGES,
     MakeOptimizer,
-    Model,
     Sharded,
     Side,
     adamw,
@@ -44,10 +43,9 @@ from tests.engine.support import (
     tokens,
     with_twin,
 )
-from tests.engine.support import train as train_model
 from tests.engine.test_offload import offload, slow_steps
 from tests.harness import on_ranks
-from tests.models import WIDTH, Does, linear
+from tests.models import WIDTH, Does, Model, linear
 from tests.rows import PLACES as OFFLOADED
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
@@ -258,52 +256,48 @@ def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_paramet
         assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0025]
 
 
-@on_ranks(2)
-@PLACES
-def test_a_hook_before_the_step_sets_its_learning_rate(stage: int, row: str, tmp_path: Path) -> None:
-    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def work(side: Side, step: int) -> Tensor:
-        if step == 0:
-            side.optimizer.register_step_pre_hook(halve)
-        return language_work(side, step)
-
-    check(Model, work, stage=stage, optimizer=sgd, steps=3, **offload(row, tmp_path))
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, tuple[MakeOptimizer, str]] = {
+    "of torch": (sgd, "auto"),
+    "unknown, declared element-wise": (SignDescent, "slices"),
+    "with a step of its own, declared element-wise": (lambda p: WarmsUp(p, weight_decay=0.1, fused=True), "slices"),
+    "that steps whole tensors": (sgd, "tensors"),
+}
 
 
 @on_ranks(2, full=(1, 3))
 @PLACES
-def test_a_class_of_torch_s_with_a_step_of_its_own_that_is_declared_element_wise(
-    stage: int, row: str, tmp_path: Path
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_any_optimizer_run_once_a_step_and_set_what_it_takes(
+    kind: str, stage: int, row: str, tmp_path: Path
 ) -> None:
-    make = lambda params: WarmsUp(params, weight_decay=0.1, fused=True)  # noqa: E731
-    settings = {"optimizer_settings": {"sharding": "slices"}, **offload(row, tmp_path)}
-    with with_twin(stage=stage, optimizer=make, **settings) as sides:
-        sharded = sides[0]
-        scheduler = torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
-        calls: dict[Side, list[str]] = {side: [] for side in sides}
-        for side, own in calls.items():  # torch calls them twice, if the class above has been used too
-            side.optimizer.register_step_pre_hook(lambda *_, own=own: own.append("before"))
-            side.optimizer.register_step_post_hook(lambda *_, own=own: own.append("after"))
-        for step in range(4):
-            for side in sides:
-                train_model(side, [step])
-            scheduler.step()
-            assert_same(*sides)
-        assert calls[sharded] == calls[sides[1]] and type(sharded.optimizer) is WarmsUp
-    assert "step" not in sharded.optimizer.__dict__
+    calls: dict[Optimizer, list[str]] = {}
 
+    def halve(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        calls[optimizer].append("before")
 
-@on_ranks(2)
-@IN_STAGES
-def test_an_unknown_optimizer_that_is_declared_element_wise_trains(stages: tuple[int, ...]) -> None:
-    slices = {"sharding": "slices"}
-    check(Model, language_work, stage=stages, optimizer=SignDescent, optimizer_settings=slices)
+    def work(side: Side, step: int) -> Tensor:
+        optimizer = side.optimizer
+        if step == 0:
+            calls[optimizer] = []
+            optimizer.register_step_pre_hook(halve)
+            optimizer.register_step_post_hook(lambda *_: calls[optimizer].append("after"))
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # which wraps the step, too
+        if isinstance(side, Sharded):
+            listed = [p for group in optimizer.param_groups for p in group["params"]]
+            assert [id(p) for p in listed] == [id(p) for p in side.module.parameters()]
+        return language_work(side, step)
+
+    make, sharding = KINDS[kind]
+    settings = {"optimizer_settings": {"sharding": sharding}, **offload(row, tmp_path)}
+    tolerance = 1e-6 if sharding == "tensors" else 0.0
+    check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
+    (theirs, expected), (ours, found) = calls.items()
+    assert found == expected and type(ours) is type(theirs) and "step" not in ours.__dict__
 
 
 @on_ranks(1)

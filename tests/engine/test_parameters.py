@@ -22,7 +22,6 @@ from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
     OUTER_STAGES,
-    Model,
     Sharded,
     Side,
     Twin,
@@ -38,7 +37,7 @@ from tests.engine.support import (
     train,
 )
 from tests.harness import on_ranks
-from tests.models import TOKENS, WIDTH, Adapted, Block, Chain, Does, Shapes, checkpointed, linear
+from tests.models import TOKENS, WIDTH, Block, Chain, Does, Model, Shapes, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
 
@@ -138,13 +137,6 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...
     check(build, work, steps=5, stage=stages, precision=precision)
 
 
-@on_ranks(2, full=(3,))
-@IN_STAGES
-@PRECISIONS
-def test_adapters_train_beside_frozen_weights(stages: tuple[int, ...], precision: str) -> None:
-    check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), mean_square, stage=stages, precision=precision)
-
-
 # -- unused -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,17 +155,13 @@ def dampened_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
 
 
-def branch_work(side: Side, step: int, *, paths: Any) -> Tensor:
-    return mean_square(side, step, *paths(step))
-
-
 @on_ranks(2, full=(3,))
 @IN_STAGES
 @pytest.mark.parametrize("optimizer", [adamw, sgd, dampened_sgd])
 def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], optimizer: Any) -> None:
     """No decay, no state, no step count: the twin's gradient is None there."""
     paths = [((0, 2), False), ((0, 1, 2), True), ((0, 2), False), ((1,), False), ((0, 1, 2), True)]
-    work = functools.partial(branch_work, paths=lambda step: paths[step])
+    work = lambda side, step: mean_square(side, step, *paths[step])  # noqa: E731
     tolerance = 1e-6 if optimizer is dampened_sgd else 0.0
     check(branches, work, steps=5, stage=stages, optimizer=optimizer, tolerance=tolerance)
 
@@ -181,11 +169,8 @@ def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], op
 @on_ranks(2, full=(3,))
 @IN_STAGES
 def test_parameters_that_some_ranks_use_train(stages: tuple[int, ...]) -> None:
-    def paths(step: int) -> Any:
-        rank = dist.get_rank()
-        return ((0, 1, 2) if rank == 0 else (0, 2)), rank == dist.get_world_size() - 1
-
-    work = functools.partial(branch_work, paths=paths)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    work = lambda side, step: mean_square(side, step, (0, 2) if rank else (0, 1, 2), rank == last)  # noqa: E731
     small = {"reduce_bucket_bytes": 3000}  # fewer bytes may be in flight than one rank has to give at once
     for config in (
         {"stage": stages},

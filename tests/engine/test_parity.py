@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,29 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_zero
-from tests.engine.support import (
-    ALL_STAGES,
-    Model,
-    Sharded,
-    accumulate,
-    assert_equal,
-    autocast,
-    check,
-    in_pairs,
-    sgd,
-)
+from tests.engine.support import ALL_STAGES, Sharded, accumulate, assert_equal, autocast, check, in_pairs, sgd
 from tests.engine.test_offload import OPTIMIZERS
 from tests.harness import on_ranks, run
-
-
-class Case(NamedTuple):
-    world: int
-    stage: int
-    micro_batches: int
-    precision: str
-    prefetch_bytes: int
-    optimizer: str
-
+from tests.models import Model
 
 VALUES: dict[str, Sequence[Any]] = {
     "world": (2, 3),
@@ -50,6 +32,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "prefetch_bytes": (0, 256 * 1024**2),
     "optimizer": ("sgd", "adamw"),
 }
+Case = namedtuple("Case", VALUES)
 MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
 
 

@@ -15,9 +15,9 @@ from torch import nn
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of, engines
-from tests.engine.support import Model, Sharded, language_loss, language_work, sgd, tokens
+from tests.engine.support import Sharded, language_loss, language_work, sgd, tokens
 from tests.harness import on_ranks
-from tests.models import Does
+from tests.models import Does, Model
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.trainer.precision import ZeroPrecision
-from tests.engine.support import Model, Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens
+from tests.engine.support import Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens
 from tests.harness import on_ranks
+from tests.models import Model
 from tests.rows import PLACES
 from tests.trainer.toys import Lit, fit
 

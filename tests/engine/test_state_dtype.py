@@ -10,9 +10,10 @@ import copy
 import functools
 import itertools
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,7 +34,6 @@ from tests.engine.optimizers import SignDescent, WarmsUp
 from tests.engine.snapshots import KeptRanges
 from tests.engine.support import (
     MakeOptimizer,
-    Model,
     Sharded,
     Twin,
     accumulate,
@@ -41,6 +41,7 @@ from tests.engine.support import (
     assert_equal,
     assert_same,
     autocast,
+    cases,
     language_loss,
     pairwise_selection,
     tokens,
@@ -49,7 +50,7 @@ from tests.engine.support import (
 from tests.engine.test_held_bytes import settings
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
-from tests.models import VOCABULARY, Odd
+from tests.models import VOCABULARY, Model, Odd
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -70,25 +71,19 @@ def state_of(side: Sharded) -> dict[str, Any]:
 wide_model = functools.partial(Model, width=37)  # parameters of several blocks, which shards cut
 
 
-class Case(NamedTuple):
-    world: int
-    place: tuple[int, str]
-    dtype: str
-    precision: str
-    micro_batches: int
-    reduce_bucket_bytes: int
-
-    def __str__(self) -> str:
-        return "-".join(str(value).replace(" ", "") for value in self)
-
-
-def matrix(rows: Sequence[tuple[int, str]]) -> list[Case]:
-    rest = ("int8", "bf16"), ("fp32", "bf16"), (2, 1), (4_000, 2**28)
-    return [Case(*values) for values in itertools.product((1, 2, 3, 4), rows, *rest)]
+VALUES: dict[str, Sequence[Any]] = {
+    "world": (1, 2, 3, 4),
+    "place": ROWS,
+    "dtype": ("int8", "bf16"),
+    "precision": ("fp32", "bf16"),
+    "micro_batches": (2, 1),
+    "reduce_bucket_bytes": (4_000, 2**28),
+}
+Case = namedtuple("Case", VALUES)
 
 
-SELECTED = pairwise_selection(matrix(ROWS))
-MORE = pairwise_selection(matrix(MORE_ROWS))
+def selected(rows: Sequence[tuple[int, str]]) -> list[Any]:
+    return pairwise_selection([Case(*values) for values in itertools.product(*{**VALUES, "place": rows}.values())])
 
 
 def _equals_the_twin(case: Case, folder: Path, make: MakeOptimizer = adamw, moments: dict[str, bool] = MOMENTS) -> None:
@@ -114,7 +109,7 @@ def _equals_the_twin(case: Case, folder: Path, make: MakeOptimizer = adamw, mome
                 assert torch.equal(found, twin.optimizer.state[master][name][: len(found)]), (names[number], name)
 
 
-@pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
+@cases(selected(ROWS), selected(MORE_ROWS))
 def test_training_equals_the_twin(case: Case, tmp_path: Path) -> None:
     run(case.world, _equals_the_twin, case, tmp_path)
 

@@ -362,28 +362,28 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "words"),
     [
-        {"sequence_parallel": 2},
-        {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
-        {"compile": "blocks"},
-        {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
-        {"gather_after_fit": True},
-        {"comm": {"hybrid_shard": "node"}},
-        {"precision": "float8"},
+        *(
+            (settings, "zero.tensor_parallel=2: expected 1 with zero")  # what is not proved with parts
+            for settings in (
+                {"sequence_parallel": 2},
+                {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
+                {"compile": "blocks"},
+                {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
+                {"gather_after_fit": True},
+                {"comm": {"hybrid_shard": "node"}},
+                {"precision": "float8"},
+            )
+        ),
+        ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
+        ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
     ],
-    ids=lambda settings: next(reversed(settings)),
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_are_not_proved_with_parts_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with zero"):
-        make_config(ZeroConfig(), tensor_parallel=2, **settings)
-
-
-def test_plan_without_ranks_and_unknown_styles_are_refused() -> None:
-    with pytest.raises(ConfigError, match="zero.tensor_plan has no effect with zero.tensor_parallel=1"):
-        make_config(None, tensor_plan=PLAN)
-    with pytest.raises(ConfigError, match=r"zero.tensor_plan: expected a mapping of names to one of colwise, rowwise"):
-        make_config(None, tensor_parallel=2, tensor_plan={"head": "columns"})
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config(ZeroConfig(), **{"tensor_parallel": 2, **settings})
 
 
 @on_ranks(2)

@@ -25,9 +25,10 @@ from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Span
 from lightning_zero.timeline.lanes import lanes_of, outermost, without
-from tests.engine.support import Model, Sharded, assert_equal, language_work
+from tests.engine.support import Sharded, assert_equal, language_work
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 

@@ -18,7 +18,6 @@ from lightning_zero.engine.whole import state_dicts
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
-    Model,
     Sharded,
     Side,
     accumulate,
@@ -35,7 +34,7 @@ from tests.engine.support import (
     trained,
 )
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, WIDTH
+from tests.models import VOCABULARY, WIDTH, Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -292,18 +291,6 @@ def test_reads_and_writes_between_steps_are_refused_by_name() -> None:
                 with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
                     use(weight)
             train(side, [step])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("offload", ["none", "optimizer_cpu"])
-def test_parameters_that_are_on_their_way_after_a_step_are_waited_for(stage: int, offload: str) -> None:
-    sharded, twin = trained(stage=stage, offload=offload)
-    with sharded:
-        for side in (sharded, twin):
-            side.step()
-        for own, other in zip(sharded.module.parameters(), twin.module.parameters(), strict=True):
-            assert torch.equal(own, other) and torch.equal(own.data, other)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -141,16 +141,28 @@ def test_as_many_samples_as_tokens() -> None:
             backward(module, plain, torch.randn(ROWS, ROWS, WIDTH))
 
 
-def test_a_block_that_couples_samples_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("work", "k", "words"),
+    [
+        (lambda m, x: m.inner(x - x.mean(0)), 4, r"gives for 4 samples .* got a result \[2, 5, 8\] with other values"),
+        # As long as a chunk, and not.
+        (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 4, r"a result \[2\] with one that is not of samples"),
+        (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 2, r"a result \[2\] with one that is not of samples"),
+    ],
+    ids=["a mean", "a result like chunks", "a result unlike chunks"],
+)
+def test_a_block_that_couples_samples_is_refused_and_run_whole_in_an_evaluation(work: Any, k: int, words: str) -> None:
     """A mean over the batch is no table: no division gives what the whole batch gives."""
-    module = network(lambda m, x: m.inner(x - x.mean(0)), lambda m, batch: ())
-    batch = torch.randn(ROWS, LENGTH, WIDTH)
+    module, batch = network(work, lambda m, batch: ()), torch.randn(ROWS, LENGTH, WIDTH)
     expected = module(batch)
-    with released(module):
-        with torch.no_grad():
-            assert torch.allclose(module(batch), expected)
-        with pytest.raises(CannotDivide, match=r"gives for 4 samples .* got a result \[2, 5, 8\] with other values"):
+    with released(module, k=k):
+        state = torch.get_rng_state()
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.allclose(module(batch), expected)
+        with pytest.raises(CannotDivide, match=words):
             module(batch)
+        assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_table_is_found_in_bf16_too() -> None:

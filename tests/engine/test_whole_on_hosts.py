@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.engine.whole import whole_params
-from tests.engine.support import Model, Sharded, language_work
+from tests.engine.support import Sharded, language_work
 from tests.harness import on_ranks
+from tests.models import Model
 
 HOSTS: dict[str, Sequence[int]] = {"one each": (0, 1, 2), "two and one": (0, 0, 1), "the last first": (1, 0, 1)}
 

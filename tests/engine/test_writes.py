@@ -17,7 +17,6 @@ from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
-    Model,
     Sharded,
     Side,
     Twin,
@@ -36,7 +35,7 @@ from tests.engine.support import (
 )
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, write
+from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, write
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
