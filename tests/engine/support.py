@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.ranks import watchdog
 from tests.models import TOKENS as TOKENS
 from tests.models import VOCABULARY as VOCABULARY
@@ -527,6 +528,15 @@ def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
             language_work(side, step)
         side.step()
         side.zero_grad()
+
+
+def state_of(side: Sharded) -> dict[str, Any]:
+    """The whole state of the optimizer, on every rank."""
+    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+
+
+def load_state(side: Sharded, state: dict[str, Any]) -> None:
+    state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
 
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import math
 import warnings
@@ -37,9 +36,11 @@ from tests.engine.support import (
     floats,
     language_loss,
     language_work,
+    load_state,
     mean_square,
     scope,
     sgd,
+    state_of,
     tokens,
     with_twin,
 )
@@ -237,25 +238,6 @@ def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precis
     check(Model, language_work, stage=stages, precision=precision, optimizer=grouped)
 
 
-@on_ranks(2)
-@OUTER
-def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_parameters(stage: int) -> None:
-    with with_twin(stage=stage) as (sharded, twin), warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a scheduler that has seen no step
-        schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in (sharded, twin)]
-        for step in range(5):
-            language_work(twin, step)
-            twin.step()
-            assert isinstance(sharded.optimizer.step(functools.partial(language_work, sharded, step)), Tensor)
-            for side, scheduler in zip((sharded, twin), schedulers, strict=True):
-                side.zero_grad()
-                scheduler.step()
-            assert_same(sharded, twin)
-            listed = sharded.optimizer.param_groups[0]["params"]
-            assert [id(p) for p in listed] == [id(p) for p in sharded.module.parameters()]
-        assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0025]
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -270,10 +252,12 @@ KINDS: dict[str, tuple[MakeOptimizer, str]] = {
 @on_ranks(2, full=(1, 3))
 @PLACES
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_any_optimizer_run_once_a_step_and_set_what_it_takes(
+def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
     kind: str, stage: int, row: str, tmp_path: Path
 ) -> None:
+    """Hooks run once a step, and see the user's parameters."""
     calls: dict[Optimizer, list[str]] = {}
+    schedulers: dict[Optimizer, Any] = {}
 
     def halve(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -286,7 +270,9 @@ def test_hooks_of_any_optimizer_run_once_a_step_and_set_what_it_takes(
             calls[optimizer] = []
             optimizer.register_step_pre_hook(halve)
             optimizer.register_step_post_hook(lambda *_: calls[optimizer].append("after"))
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # which wraps the step, too
+            schedulers[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        else:
+            schedulers[optimizer].step()
         if isinstance(side, Sharded):
             listed = [p for group in optimizer.param_groups for p in group["params"]]
             assert [id(p) for p in listed] == [id(p) for p in side.module.parameters()]
@@ -295,9 +281,12 @@ def test_hooks_of_any_optimizer_run_once_a_step_and_set_what_it_takes(
     make, sharding = KINDS[kind]
     settings = {"optimizer_settings": {"sharding": sharding}, **offload(row, tmp_path)}
     tolerance = 1e-6 if sharding == "tensors" else 0.0
-    check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of a scheduler that has seen no step
+        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
     (theirs, expected), (ours, found) = calls.items()
     assert found == expected and type(ours) is type(theirs) and "step" not in ours.__dict__
+    assert schedulers[ours].get_last_lr() == schedulers[theirs].get_last_lr()
 
 
 @on_ranks(1)
@@ -341,14 +330,6 @@ def through_a_file(*state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file)
-
-
-def state_of(side: Sharded) -> dict[str, Any]:
-    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-
-
-def load_state(side: Sharded, state: dict[str, Any]) -> None:
-    state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
 
 
 def unused_head(side: Side, step: int) -> None:

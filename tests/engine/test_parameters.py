@@ -17,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole import state_dicts
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
@@ -31,8 +30,10 @@ from tests.engine.support import (
     floats,
     language_loss,
     language_work,
+    load_state,
     mean_square,
     sgd,
+    state_of,
     tokens,
     train,
 )
@@ -112,7 +113,7 @@ def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
         for bucket in side.engine.units[2].buckets:
             assert bucket.grad is None
             assert side.engine.comm.counts["reduce_scatter", bucket.label] == 0
-        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
+        state = state_of(side)["state"]
         params = list(side.module.parameters())
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
     with Sharded(frozen_model("embed", "blocks")) as side:
@@ -243,13 +244,13 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
     with Sharded(turned, stage=stage) as side:
         losses(side, 0)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-        states = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        states = state_of(side)
         expected = losses(side, 1, 2)
     with Sharded(straight, stage=stage) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
+        load_state(side, states)
         assert losses(side, 1, 2) == expected
 
 

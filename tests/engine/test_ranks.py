@@ -75,17 +75,12 @@ EACH_PATH = pytest.mark.parametrize("path", list(PATHS))
 
 @on_ranks(2, full=(3,))
 @EACH_PATH
-def test_dynamic_paths_train_with_the_right_gradients(path: str) -> None:
+def test_paths_that_differ_train_with_the_right_gradients(path: str) -> None:
+    """In a dynamic graph; where parameters are replicated; and in the first pass, which is recorded: a unit that any
+    rank needs in it is gathered by all."""
     paths = functools.partial(work, path_of=PATHS[path])
     for config in ({}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}):
         check(FOUR, paths, steps=4, dynamic_graph=True, stall_timeout_s=20, **config)
-
-
-@on_ranks(2, full=(3,))
-@EACH_PATH
-def test_paths_are_free_where_parameters_are_replicated_and_in_the_first_pass(path: str) -> None:
-    """It is recorded, so ranks may differ in it; a unit that any of them needs is gathered by all."""
-    paths = functools.partial(work, path_of=PATHS[path])
     check(FOUR, paths, steps=3, stage=(0, 1, 2), stall_timeout_s=20)
     check(FOUR, paths, steps=1, stall_timeout_s=20)
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.steps import runs
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.optimizers import low_bits
 from lightning_zero.optimizers.low_bits import Format, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
@@ -43,7 +42,9 @@ from tests.engine.support import (
     autocast,
     cases,
     language_loss,
+    load_state,
     pairwise_selection,
+    state_of,
     tokens,
     train,
 )
@@ -62,10 +63,6 @@ MORE_ROWS = [(1, "none"), (2, "optimizer_nvme"), (3, "cpu")]
 def side_of(build: Callable[[], nn.Module], dtype: str, *, make: MakeOptimizer = adamw, **config: Any) -> Sharded:
     torch.default_generator.manual_seed(3)
     return Sharded(build(), optimizer=make, optimizer_settings={"state_dtype": dtype}, **config)
-
-
-def state_of(side: Sharded) -> dict[str, Any]:
-    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
 
 
 wide_model = functools.partial(Model, width=37)  # parameters of several blocks, which shards cut
@@ -227,7 +224,7 @@ def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder
     values, weights, state = torch.load(saved, weights_only=True)
     with side_of(seldom_module, dtype, stage=stage, offload=settings(row, folder)) as side:
         side.engine.load_state_dict(weights)
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
+        load_state(side, state)
         assert_equal(everything(side), values)
         seldom(side, range(2, 4))
         assert_equal(everything(side), torch.load(expected, weights_only=True)[0])
@@ -307,7 +304,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
     moments = {name: value.float() for name, value in values.items() if name.endswith(tuple(MOMENTS))}
 
     def assert_loaded(side: Sharded) -> None:
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
+        load_state(side, state)
         found = everything(side)
         assert_equal({name: found[name].float() for name in moments}, moments)
 
@@ -324,7 +321,7 @@ def test_torch_takes_what_is_saved_and_its_own_is_taken(dtype: str) -> None:
         with mock.patch.object(runs, "STORE_CHUNK", 256):
             assert_loaded(side)
         assert not log.info.called
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, wide)
+        load_state(side, wide)
         assert "the optimizer state that was loaded is wider" in log.info.call_args.args[0]
         seldom(side, range(2, 3))
 

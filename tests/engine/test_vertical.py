@@ -201,15 +201,6 @@ def test_gradients_of_chunks_are_added_in_fp32() -> None:
             assert torch.allclose(grad.float().flatten(), of_blocks * exact, rtol=2.0**-9), name
 
 
-def test_a_hook_that_would_be_shown_the_gradient_of_a_chunk_is_refused() -> None:
-    module = Layers(Dropping(), Dropping()).eval()
-    with released(module, offload="cpu"):
-        weight: Any = module.blocks[1].inner.weight
-        weight.register_post_accumulate_grad_hook(lambda p: None)
-        with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\.inner\.weight"):
-            module(torch.randn(ROWS, 8)).backward()
-
-
 def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
     module = Layers(Dropping(), Dropping())
     with released(module) as engine:
@@ -424,6 +415,16 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
+def hooked() -> nn.Module:
+    """With a hook that would be shown the gradient of a chunk."""
+    module = Layers(Dropping(), Dropping()).eval()
+    module.blocks[1].inner.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
+TURNED = Does(lambda m, x: m.layers(x.transpose(0, 1)), layers=Layers(Dropping(), Dropping()))
+
+
 @pytest.mark.parametrize(
     ("module", "x", "words"),
     [
@@ -435,11 +436,13 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
         (passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
         (passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
         (passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+        (TURNED, torch.randn(4, 8, 8), r"dimension is the batch \(4\), got \[8, 4, 8\]"),
+        (hooked(), torch.randn(ROWS, 8), r"hook .* on blocks\.1\.inner\.weight"),
     ],
 )
-def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
+def test_refused_in_a_step(module: nn.Module, x: Tensor, words: str) -> None:
     with released(module, offload="cpu"), pytest.raises(RuntimeError, match=words):
-        module(x)
+        module(x).backward()
 
 
 def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
@@ -469,12 +472,6 @@ def test_an_error_in_a_chunk_says_what_was_divided() -> None:
     assert raised.value.__notes__ == [
         "unit blocks.0 was being run in 4 chunks: Of its inputs, [8, 8] are divided along their first dimension."
     ]
-
-
-def test_another_first_dimension_than_the_batch_is_refused() -> None:
-    turned = Does(lambda m, x: m.layers(x.transpose(0, 1)), layers=Layers(Dropping(), Dropping()))
-    with released(turned, k=2), pytest.raises(CannotDivide, match=r"dimension is the batch \(4\), got \[8, 4, 8\]"):
-        turned(torch.randn(4, 8, 8))
 
 
 def test_units_on_the_whole_batch_are_not_divided() -> None:

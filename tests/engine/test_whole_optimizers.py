@@ -20,7 +20,6 @@ import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of, recording
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from tests.engine.optimizers import (
     Counting,
@@ -52,7 +51,9 @@ from tests.engine.support import (
     cases,
     language_loss,
     language_work,
+    load_state,
     pairwise_selection,
+    state_of,
     tokens,
     train,
     with_twin,
@@ -131,10 +132,6 @@ def test_a_step_is_that_of_one_process(case: Case, tmp_path: Path) -> None:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def state_of(side: Sharded) -> dict[str, Any]:
-    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-
-
 @pytest.mark.sample
 @on_ranks(3, full=(1,))
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
@@ -151,7 +148,7 @@ def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
         train(side, [2])  # something else, which is to be forgotten
         vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
         side.engine.load_state_dict(weights)
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, copy.deepcopy(state))
+        load_state(side, copy.deepcopy(state))
         for each in (side, twin):
             train(each, range(2, 4))
         assert_same(side, twin)
@@ -429,15 +426,12 @@ class NeedsClosure(SignDescent):
 
 @on_ranks(2)
 def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
+    kinds = (torch.optim.LBFGS, NeedsClosure, CallsTwice)
     declared: list[dict[str, Any]] = [{}, {"sharding": "tensors"}, {"sharding": "slices"}]
-    for stage, settings in itertools.product((0, 2), declared):
-        module = Model()
-        engine = lightning_zero.shard(module, device="cpu", stage=stage, optimizer=settings)
-        for make in (torch.optim.LBFGS, NeedsClosure, CallsTwice):
-            match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
-            with pytest.raises(ConfigError, match=match):
-                engine.add_optimizer(make(module.parameters()))
-        engine.release()
+    for stage, settings, make in itertools.product((0, 2), declared, kinds):
+        match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
+        with pytest.raises(ConfigError, match=match):
+            Sharded(Model(), stage=stage, optimizer=make, optimizer_settings=settings)
 
 
 class Sending(SignDescent):
@@ -504,16 +498,17 @@ def large() -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("own", [{}, {"sharding": "slices"}])
 def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
-    for groups in (1, 2):
-        module = large()
-        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
-        params = list(module.parameters())
-        listed = [{"params": params[n::groups]} for n in range(groups)]
-        with pytest.raises(ConfigError, match="came out otherwise"):
-            engine.add_optimizer(NormOverLarge(listed))
-        engine.release()
-    for build in (large, Model):  # what couples nothing here is not refused
+    def add(make: Any, build: Any, groups: int = 1) -> None:
         module = build()
         engine = lightning_zero.shard(module, device="cpu", optimizer=own)
-        engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
-        engine.release()
+        params = list(module.parameters())
+        try:
+            engine.add_optimizer(make([{"params": params[n::groups]} for n in range(groups)]))
+        finally:
+            engine.release()
+
+    for groups in (1, 2):
+        with pytest.raises(ConfigError, match="came out otherwise"):
+            add(NormOverLarge, large, groups)
+    add(SignDescent, large)  # what couples nothing here is not refused
+    add(NormOverLarge, Model)
