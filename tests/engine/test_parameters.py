@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_zero
 from lightning_zero.config import ConfigError
+from tests import models
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
@@ -84,13 +85,6 @@ def test_tied_parameters_are_stored_once_in_the_common_unit() -> None:
         assert state["head.weight"] is state["embed.weight"]
 
 
-def frozen_model(*names: str) -> nn.Module:
-    module = Model()
-    for name in names:
-        module.get_submodule(name).requires_grad_(False)
-    return module
-
-
 BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
 
 
@@ -102,12 +96,12 @@ BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
     ids=["embedding", "one unit", "backbone", "parts of units"],
 )
 def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
-    check(functools.partial(frozen_model, *frozen), language_work, stage=stages)
+    check(functools.partial(models.frozen, *frozen), language_work, stage=stages)
 
 
 @on_ranks(2)
 def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
-    with Sharded(frozen_model("blocks.1")) as side:
+    with Sharded(models.frozen("blocks.1")) as side:
         language_work(side, 0)
         side.step()
         for bucket in side.engine.units[2].buckets:
@@ -116,7 +110,7 @@ def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
         state = state_of(side)["state"]
         params = list(side.module.parameters())
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
-    with Sharded(frozen_model("embed", "blocks")) as side:
+    with Sharded(models.frozen("embed", "blocks")) as side:
         side.module(tokens(0))
         assert not any(b.full.allocated for unit in side.engine.units[1:] for b in unit.buckets)
 
@@ -134,7 +128,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...
         blocks[1].up.requires_grad_(step != 2)
         return language_work(side, step)
 
-    build = functools.partial(frozen_model, "embed", "blocks.0")
+    build = functools.partial(models.frozen, "embed", "blocks.0")
     check(build, work, steps=5, stage=stages, precision=precision)
 
 

@@ -90,9 +90,6 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], near: float =
         assert (grad - other[name]).abs().max().item() <= near * max(largest, 1e-2), name
 
 
-Both = tuple[Any, Any, Engine]
-
-
 @contextlib.contextmanager
 def released(module: nn.Module, **settings: Any) -> Iterator[Engine]:
     engine = vertical(module, **{"stage": 3, **settings})
@@ -101,7 +98,7 @@ def released(module: nn.Module, **settings: Any) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def beside_plain(build: Callable[[], nn.Module], *, near: float = 1e-6, **settings: Any) -> Iterator[Both]:
+def beside_plain(build: Callable[[], nn.Module], *, near: float = 1e-6, **settings: Any) -> Iterator[Any]:
     """A module, a plain copy and the engine; in the end their gradients are the same, averaged over the ranks."""
     torch.manual_seed(0)
     module, plain = build(), build()

@@ -61,7 +61,7 @@ from tests.engine.support import (
 from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
-from tests.models import VOCABULARY, Does, Model, linear
+from tests.models import VOCABULARY, Does, Model, frozen, linear
 from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
@@ -277,11 +277,6 @@ def test_classes_as_people_write_them(make: Any) -> None:
 @pytest.mark.full
 @on_ranks(2)
 def test_schedules_new_groups_and_what_is_thawed() -> None:
-    def build() -> nn.Module:
-        module = Model()
-        module.blocks[1].requires_grad_(False)
-        return module
-
     def between(side: Any, step: int) -> None:
         if step == 0:
             side.optimizer.param_groups[0]["lr"] = 0.005
@@ -292,7 +287,7 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
             side.optimizer.add_param_group({"params": thawed, "lr": 0.03})
 
     make = lambda params: Lamb([p for p in params if p.requires_grad])  # noqa: E731
-    side_by_side(make, build=build, steps=4, between=between)
+    side_by_side(make, build=lambda: frozen("blocks.1"), steps=4, between=between)
 
 
 @pytest.mark.sample

@@ -35,7 +35,7 @@ from tests.engine.support import (
 )
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, write
+from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, frozen, write
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -150,11 +150,6 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
 ) -> None:
     """As in ``training_step`` with manual optimization: clamped critics, averaged targets, which are frozen."""
 
-    def build() -> nn.Module:
-        module = Model()
-        module.blocks[1].requires_grad_(False)
-        return module
-
     def work(side: Side, step: int) -> Tensor:
         with scope(side):
             loss = language_work(side, step)
@@ -165,6 +160,7 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
             keep_in_masters(side)
         return loss
 
+    build = lambda: frozen("blocks.1")  # noqa: E731
     check(build, work, stage=stage, steps=3, unit={"classes": [unit]}, **offload(row, tmp_path))
 
 
