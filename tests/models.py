@@ -47,6 +47,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def frozen(*names: str) -> Model:
+    """A model whose submodules of these names are frozen."""
+    module = Model()
+    for name in names:
+        module.get_submodule(name).requires_grad_(False)
+    return module
+
+
 class Odd(Model):
     """With a frozen unit, a parameter that stays whole, tied weights, and a buffer that counts forwards."""
 

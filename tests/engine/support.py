@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.ranks import watchdog
 from tests.models import TOKENS as TOKENS
 from tests.models import VOCABULARY as VOCABULARY
@@ -472,11 +473,11 @@ def scope(side: Side, key: str = "train") -> Any:
     return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
 
 
-def mean_square(side: Side, step: int, *, width: int = WIDTH) -> Tensor:
-    """One forward and backward of a module that maps [rows, width] to anything."""
+def mean_square(side: Side, step: int, *args: Any, shape: Sequence[int] = (4, WIDTH)) -> Tensor:
+    """One forward and backward of a module that maps numbers of ``shape``, and ``args``, to anything."""
     dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
-    low = dtypes == {torch.bfloat16}
-    loss = side.module(floats(step, 4, width).to(torch.bfloat16 if low else torch.float32)).float().square().mean()
+    x = floats(step, *shape).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    loss = side.module(x, *args).float().square().mean()
     side.backward(loss)
     return loss
 
@@ -503,11 +504,39 @@ def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
     return sharded, twin
 
 
-def train(side: Side, steps: Iterable[int]) -> None:
+@contextlib.contextmanager
+def with_twin(
+    build: Callable[[], nn.Module] = Model,
+    *,
+    stage: int = 3,
+    precision: str = "fp32",
+    optimizer: MakeOptimizer = adamw,
+    shaped: bool = False,
+    **config: Any,
+) -> Iterator[tuple[Sharded, Twin]]:
+    """A module that is sharded inside, and a twin: both start with the values of rank 0."""
+    torch.default_generator.manual_seed(3 + dist.get_rank())
+    module = build()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2, shaped=shaped)
+    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
+        yield sharded, twin
+
+
+def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
     for step in steps:
-        language_work(side, step)
+        with autocast(precision):
+            language_work(side, step)
         side.step()
         side.zero_grad()
+
+
+def state_of(side: Sharded) -> dict[str, Any]:
+    """The whole state of the optimizer, on every rank."""
+    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+
+
+def load_state(side: Sharded, state: dict[str, Any]) -> None:
+    state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
 
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
@@ -530,8 +559,13 @@ def pairwise_selection(cases: Sequence[Any]) -> list[Any]:
     return [cases[place] for place in pairwise_places([case._asdict() for case in cases])]
 
 
-def in_pairs(cases: Sequence[Any]) -> Any:
+def in_pairs(cases_of_all: Sequence[Any]) -> Any:
     """Parametrizes a test by its ``case``: pairs of settings always run, the full matrix where it is asked for."""
-    selected = pairwise_selection(cases)
-    rest = [pytest.param(case, marks=pytest.mark.full) for case in cases if case not in selected]
-    return pytest.mark.parametrize("case", [*selected, *rest], ids=lambda case: "-".join(map(str, case)))
+    selected = pairwise_selection(cases_of_all)
+    return cases(selected, [case for case in cases_of_all if case not in selected])
+
+
+def cases(selected: Sequence[Any], more: Sequence[Any]) -> Any:
+    """Parametrizes a test by its ``case``; ``more`` are of the full tier."""
+    given = [*selected, *(pytest.param(case, marks=pytest.mark.full) for case in more)]
+    return pytest.mark.parametrize("case", given, ids=lambda case: "-".join(map(str, case)).replace(" ", ""))

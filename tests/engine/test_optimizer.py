@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import math
 import warnings
@@ -27,24 +26,27 @@ from tests.engine.support import (
     IN_STAGES,
     OUTER_STAGES,
     MakeOptimizer,
-    Model,
     Sharded,
     Side,
-    Twin,
     adamw,
     assert_equal,
     assert_same,
     autocast,
     check,
+    floats,
     language_loss,
     language_work,
+    load_state,
     mean_square,
+    scope,
     sgd,
+    state_of,
     tokens,
+    with_twin,
 )
 from tests.engine.test_offload import offload, slow_steps
 from tests.harness import on_ranks
-from tests.models import WIDTH, Does, linear
+from tests.models import WIDTH, Does, Model, linear
 from tests.rows import PLACES as OFFLOADED
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
@@ -72,22 +74,19 @@ def tied_model() -> nn.Module:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.mainly(lambda stage, norm_type: stage == 3 or norm_type in (2.0, math.inf))
 def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
-    torch.manual_seed(3)
-    module = tied_model()
-    twin = Twin(module, optimizer=sgd, each=stage >= 2)
-    with Sharded(module, stage=stage, optimizer=sgd) as sharded:
+    with with_twin(tied_model, stage=stage, optimizer=sgd) as sides:
+        sharded, twin = sides
         for step in range(2):
-            for side in (sharded, twin):
+            for side in sides:
                 language_work(side, step)
-            own = lightning_zero.grad_norm(module, norm_type)
-            norms = [side.clip(0.5, norm_type) for side in (sharded, twin)]
-            assert torch.equal(own, norms[0])
-            torch.testing.assert_close(norms[0], norms[1])
+            before = lightning_zero.grad_norm(sharded.module, norm_type)
+            own, expected = (side.clip(0.5, norm_type) for side in sides)
+            assert torch.equal(before, own)
+            torch.testing.assert_close(own, expected)
             assert_same(sharded, twin, grads=True, tolerance=1e-6)
-            torch.testing.assert_close(
-                lightning_zero.grad_norm(module, norm_type), torch.tensor(0.5), rtol=1e-4, atol=0
-            )
-            for side in (sharded, twin):
+            clipped = lightning_zero.grad_norm(sharded.module, norm_type)
+            torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-4, atol=0)
+            for side in sides:
                 side.step()
                 side.zero_grad()
             assert_same(sharded, twin, tolerance=1e-6)
@@ -114,11 +113,10 @@ def test_complex_parameters_train_and_are_clipped_as_by_torch() -> None:
 @on_ranks(2)
 @OUTER
 def test_a_norm_is_that_of_some_parameters_in_one_message(stage: int) -> None:
-    module = Model()
-    twin = Twin(module)
-    with Sharded(module, stage=stage) as sharded:
+    with with_twin(stage=stage) as (sharded, twin):
         for side in (sharded, twin):
             language_work(side, 0)
+        module = sharded.module
         for name in ("blocks.1", "head", "blocks.0.up"):
             grads = [twin.grads[p] for p in twin.module.get_submodule(name).parameters()]
             expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
@@ -172,11 +170,10 @@ def test_a_backward_of_before_a_step_is_refused_as_by_torch(stage: int, row: str
 @ROWS
 def test_a_step_of_other_parameters_leaves_a_graph_as_it_was(stage: int, row: str) -> None:
     """Two optimizers, as of adversarial networks; also where their parameters lie in one bucket."""
-    torch.manual_seed(3)
     heads = lambda m, x: (m.first(x).square().mean(), m.second(x).square().mean())  # noqa: E731
     module = Does(heads, first=linear(), second=linear())  # both are of the root unit
     plain = copy.deepcopy(module)
-    x = torch.randn(4, 19, generator=torch.Generator().manual_seed(1))  # the same on all ranks: the mean is each
+    x = floats(0, 4, WIDTH, rank=0)  # the same on all ranks: the mean is each
     engine = lightning_zero.shard(module, device="cpu", stage=stage, offload=row)
     for model, act in ((module, engine.passes.backward), (plain, torch.Tensor.backward)):
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
@@ -187,8 +184,7 @@ def test_a_step_of_other_parameters_leaves_a_graph_as_it_was(stage: int, row: st
                 act(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    with lightning_zero.gather(module):
-        torch.testing.assert_close([*module.parameters()], [*plain.parameters()])
+    torch.testing.assert_close(engine.state_dict(only_rank_0=False), plain.state_dict())
     engine.release()
 
 
@@ -242,126 +238,55 @@ def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precis
     check(Model, language_work, stage=stages, precision=precision, optimizer=grouped)
 
 
-@on_ranks(2)
-@OUTER
-def test_several_optimizers_are_stepped_in_turns(stage: int) -> None:
-    """The second one's gradients wait for it."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module)
-    engine = lightning_zero.shard(module, stage=stage, device="cpu")
-    names = dict(module.named_parameters())
-    blocks = [n for n in names if n.startswith("blocks")]
-    others = [n for n in names if n not in blocks]
-    ours = [adamw([names[n] for n in part]) for part in (blocks, others)]
-    for optimizer in ours:
-        engine.add_optimizer(optimizer)
-    masters = dict(zip(names, twin.masters.values(), strict=True))
-    theirs = [adamw([masters[n].flat for n in part]) for part in (blocks, others)]
-    for step in range(4):
-        engine.passes.backward(language_loss(module, tokens(step)))
-        twin.backward(language_loss(twin.module, tokens(step)))
-        twin.show_grads()
-        which = step % 2
-        ours[which].step()
-        theirs[which].step()
-        with torch.no_grad():
-            for param, master in twin.masters.items():
-                param.copy_(master.value)
-        module.zero_grad()
-        twin.zero_grad()
-        with lightning_zero.gather(module):
-            for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
-                assert torch.equal(own, master.value)
-    engine.release()
-
-
-@on_ranks(2)
-@OUTER
-def test_schedulers_and_closures_work_and_the_optimizer_lists_the_user_s_parameters(stage: int) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module)
-    with Sharded(module, stage=stage) as sharded, warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a scheduler that has seen no step
-        schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in (sharded, twin)]
-        for step in range(5):
-            language_work(twin, step)
-            twin.step()
-            loss = sharded.optimizer.step(functools.partial(language_work, sharded, step))
-            assert isinstance(loss, Tensor)
-            for side, scheduler in zip((sharded, twin), schedulers, strict=True):
-                side.zero_grad()
-                scheduler.step()
-            assert_same(sharded, twin)
-            listed = sharded.optimizer.param_groups[0]["params"]
-            assert [id(p) for p in listed] == [id(p) for p in module.parameters()]
-        assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0025]
-
-
-@on_ranks(2)
-def test_an_optimizer_built_before_sharding_trains() -> None:
-    made: list[Optimizer] = []
-
-    def build() -> Model:
-        module = Model()
-        made.append(adamw(module.parameters()))
-        return module
-
-    check(build, language_work, optimizer=lambda params: made[-1] if len(made) == 2 else adamw(params))
-
-
-@on_ranks(2)
-@PLACES
-def test_a_hook_before_the_step_sets_its_learning_rate(stage: int, row: str, tmp_path: Path) -> None:
-    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def work(side: Side, step: int) -> Tensor:
-        if step == 0:
-            side.optimizer.register_step_pre_hook(halve)
-        return language_work(side, step)
-
-    check(Model, work, stage=stage, optimizer=sgd, steps=3, **offload(row, tmp_path))
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, tuple[MakeOptimizer, str]] = {
+    "of torch": (sgd, "auto"),
+    "unknown, declared element-wise": (SignDescent, "slices"),
+    "with a step of its own, declared element-wise": (lambda p: WarmsUp(p, weight_decay=0.1, fused=True), "slices"),
+    "that steps whole tensors": (sgd, "tensors"),
+}
 
 
 @on_ranks(2, full=(1, 3))
 @PLACES
-def test_a_class_of_torch_s_with_a_step_of_its_own_that_is_declared_element_wise(
-    stage: int, row: str, tmp_path: Path
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
+    kind: str, stage: int, row: str, tmp_path: Path
 ) -> None:
-    make = lambda params: WarmsUp(params, weight_decay=0.1, fused=True)  # noqa: E731
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, optimizer=make, each=stage >= 2)
-    calls: dict[Side, list[str]] = {twin: []}
-    settings = {"optimizer_settings": {"sharding": "slices"}, **offload(row, tmp_path)}
-    with Sharded(module, optimizer=make, stage=stage, **settings) as sharded:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
-        calls[sharded] = []
-        for side, own in calls.items():  # torch calls them twice, if the class above has been used too
-            side.optimizer.register_step_pre_hook(lambda *_, own=own: own.append("before"))
-            side.optimizer.register_step_post_hook(lambda *_, own=own: own.append("after"))
-        for step in range(4):
-            for side in (sharded, twin):
-                language_work(side, step)
-                side.step()
-                side.zero_grad()
-            scheduler.step()
-            assert_same(sharded, twin)
-        assert calls[sharded] == calls[twin] and type(sharded.optimizer) is WarmsUp
-    assert "step" not in sharded.optimizer.__dict__
+    """Hooks run once a step, and see the user's parameters."""
+    calls: dict[Optimizer, list[str]] = {}
+    schedulers: dict[Optimizer, Any] = {}
 
+    def halve(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        calls[optimizer].append("before")
 
-@on_ranks(2)
-@IN_STAGES
-def test_an_unknown_optimizer_that_is_declared_element_wise_trains(stages: tuple[int, ...]) -> None:
-    slices = {"sharding": "slices"}
-    check(Model, language_work, stage=stages, optimizer=SignDescent, optimizer_settings=slices)
+    def work(side: Side, step: int) -> Tensor:
+        optimizer = side.optimizer
+        if step == 0:
+            calls[optimizer] = []
+            optimizer.register_step_pre_hook(halve)
+            optimizer.register_step_post_hook(lambda *_: calls[optimizer].append("after"))
+            schedulers[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        else:
+            schedulers[optimizer].step()
+        if isinstance(side, Sharded):
+            listed = [p for group in optimizer.param_groups for p in group["params"]]
+            assert [id(p) for p in listed] == [id(p) for p in side.module.parameters()]
+        return language_work(side, step)
+
+    make, sharding = KINDS[kind]
+    settings = {"optimizer_settings": {"sharding": sharding}, **offload(row, tmp_path)}
+    tolerance = 1e-6 if sharding == "tensors" else 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of a scheduler that has seen no step
+        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
+    (theirs, expected), (ours, found) = calls.items()
+    assert found == expected and type(ours) is type(theirs) and "step" not in ours.__dict__
+    assert schedulers[ours].get_last_lr() == schedulers[theirs].get_last_lr()
 
 
 @on_ranks(1)
@@ -407,27 +332,20 @@ def through_a_file(*state: Any) -> Any:
     return torch.load(file)
 
 
-def state_of(side: Sharded) -> dict[str, Any]:
-    return state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-
-
-def unused_head(side: Side, step: int) -> Tensor:
+def unused_head(side: Side, step: int) -> None:
     """Leaves the head alone in odd steps, so that step counts differ."""
-    module = side.module
     if step % 2 == 0:
-        return language_work(side, step)
-    x = module.embed(tokens(step))
-    for block in module.blocks:
-        x = block(x)
-    loss = x.square().mean()
-    side.backward(loss)
-    return loss
+        language_work(side, step)
+    else:
+        x = side.module.embed(tokens(step))
+        for block in side.module.blocks:
+            x = block(x)
+        side.backward(x.square().mean())
 
 
-def train(side: Side, steps: Iterable[int], precision: str) -> None:
+def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
     for step in steps:
-        scope = side.engine.step_scope("train") if isinstance(side, Sharded) else autocast("fp32")
-        with scope, autocast(precision):
+        with scope(side), autocast(precision):
             unused_head(side, step)
         side.step()
         side.zero_grad()
@@ -439,24 +357,25 @@ def train(side: Side, steps: Iterable[int], precision: str) -> None:
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.mainly(lambda stage, optimizer: stage in (1, 3) or optimizer is adamw)
 def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: str, optimizer: MakeOptimizer) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    module.empty = nn.Parameter(torch.ones(0, 5))
-    module.register_forward_hook(lambda m, _, out: out + m.empty.sum())
-    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
-    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as sharded:
+    def build() -> nn.Module:
+        module = Model()
+        module.empty = nn.Parameter(torch.ones(0, 5))
+        module.register_forward_hook(lambda m, _, out: out + m.empty.sum())
+        return module
+
+    with with_twin(build, stage=stage, precision=precision, optimizer=optimizer) as (sharded, twin):
         for side in (sharded, twin):
             train(side, range(3), precision)
         own, expected = state_of(sharded), twin.optimizer.state_dict()
         settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
-        for number, param in enumerate(module.parameters()):
+        for number, param in enumerate(sharded.module.parameters()):
             shaped = {k: v[: param.numel()].view(param.shape) for k, v in expected["state"][number].items() if v.dim()}
             expected["state"][number] |= shaped
         assert_equal(own["state"], expected["state"])
         counts = [entry["step"].data_ptr() for entry in own["state"].values() if "step" in entry]
         assert len(set(counts)) == len(counts)  # one that several share would be counted up several times
-        state_dicts.load_optimizer_state(sharded.engine, sharded.optimizer, own)
+        load_state(sharded, own)
         assert_equal(state_of(sharded)["state"], own["state"])
         on_rank_0 = state_dicts.optimizer_state(sharded.engine, sharded.optimizer)
         assert bool(on_rank_0) == (dist.get_rank() == 0)
@@ -481,18 +400,21 @@ RESUMED: list[tuple[Place, Place]] = [
 def test_training_resumes_in_any_stage_and_row(
     source: Place, target: Place, precision: str, optimizer: MakeOptimizer, tmp_path: Path
 ) -> None:
+    def at(stage: int, row: str) -> Sharded:
+        settings: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
+        return Sharded(Model(), stage=stage, **offload(row, tmp_path), **settings)
+
     torch.manual_seed(3)
-    settings: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
-    with Sharded(Model(), stage=source[0], **offload(source[1], tmp_path), **settings) as first:
+    with at(*source) as first:
         train(first, range(3), precision)
         weights, state = through_a_file(first.engine.state_dict(only_rank_0=False), state_of(first))
         train(first, range(3, 6), precision)
         expected = first.engine.state_dict(only_rank_0=False)
-    with slow_steps(0.002), Sharded(Model(), stage=target[0], **offload(target[1], tmp_path), **settings) as second:
+    with slow_steps(0.002), at(*target) as second:
         train(second, range(1), precision)  # what was there is replaced
         second.engine.load_state_dict(weights)
         whole_params.masters_changed(second.engine)
-        state_dicts.load_optimizer_state(second.engine, second.optimizer, state)
+        load_state(second, state)
         train(second, range(3, 6), precision)
         assert_equal(second.engine.state_dict(only_rank_0=False), expected)
 
@@ -501,33 +423,30 @@ def test_training_resumes_in_any_stage_and_row(
 @pytest.mark.parametrize("row", ["none", "optimizer_cpu", "optimizer_nvme"])
 def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Path) -> None:
     """Beside the old one it would be in memory twice for a while."""
-    torch.manual_seed(3)
     with Sharded(Model(), **offload(row, tmp_path)) as side:
-        train(side, range(3), "fp32")
+        train(side, range(3))
         saved = state_of(side)
-        train(side, range(3, 5), "fp32")
+        train(side, range(3, 5))
         before = {id(state["exp_avg"]) for state in side.optimizer.state.values()}
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, saved)
+        load_state(side, saved)
         assert {id(state["exp_avg"]) for state in side.optimizer.state.values()} == before
         assert_equal(state_of(side)["state"], saved["state"])
 
 
 @on_ranks(2)
 def test_settings_of_param_groups_are_loaded_and_state_of_another_model_is_refused() -> None:
+    other, fewer = adamw(Model(width=23).parameters()), adamw(list(Model().parameters())[:-1])
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    other.step()
     with Sharded(Model()) as side:
         state = state_of(side)
         state["param_groups"][0]["lr"] = 0.123
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
+        load_state(side, state)
         assert side.optimizer.param_groups[0]["lr"] == 0.123
-        other = adamw(Model(width=23).parameters())
-        for param in other.param_groups[0]["params"]:
-            param.grad = torch.ones_like(param)
-        other.step()
-        with pytest.raises(ValueError, match=r"embed\.weight has shape"):
-            state_dicts.load_optimizer_state(side.engine, side.optimizer, other.state_dict())
-        fewer = adamw(list(Model().parameters())[:-1])
-        with pytest.raises(ValueError, match="param groups"):
-            state_dicts.load_optimizer_state(side.engine, side.optimizer, fewer.state_dict())
+        for foreign, words in ((other, r"embed\.weight has shape"), (fewer, "param groups")):
+            with pytest.raises(ValueError, match=words):
+                load_state(side, foreign.state_dict())
 
 
 # -- optimizers that were used before ---------------------------------------------------------------------------------
@@ -541,20 +460,19 @@ def test_an_optimizer_that_has_stepped_before_goes_on(kind: Any, stage: int) -> 
     torch.manual_seed(3)
     module = Model()
     plain = copy.deepcopy(module)
-    optimizers = [kind(m.parameters(), lr=0.01) for m in (module, plain)]
-    for m, optimizer in zip((module, plain), optimizers, strict=True):
-        language_loss(m, tokens(0, rank=0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = lightning_zero.shard(module, stage=stage, device="cpu")
-    engine.add_optimizer(optimizers[0])
-    assert not any(isinstance(key, nn.Parameter) for key in optimizers[0].state)
-    for step in (1, 2):
-        engine.passes.backward(language_loss(module, tokens(step, rank=0)))
-        language_loss(plain, tokens(step, rank=0)).backward()
-        for optimizer in optimizers:
+    sides = [(m, kind(m.parameters(), lr=0.01)) for m in (module, plain)]
+
+    def train_both(step: int) -> None:
+        for m, optimizer in sides:
+            language_loss(m, tokens(step, rank=0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with lightning_zero.gather(module):
-        torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-6)
+
+    train_both(0)
+    engine = lightning_zero.shard(module, stage=stage, device="cpu")
+    engine.add_optimizer(sides[0][1])
+    assert not any(isinstance(key, nn.Parameter) for key in sides[0][1].state)
+    for step in (1, 2):
+        train_both(step)
+    torch.testing.assert_close(engine.state_dict(only_rank_0=False), plain.state_dict(), rtol=1e-5, atol=1e-6)
     engine.release()

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole import state_dicts
+from tests import models
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
     OUTER_STAGES,
-    Model,
     Sharded,
     Side,
     Twin,
@@ -33,12 +31,15 @@ from tests.engine.support import (
     floats,
     language_loss,
     language_work,
+    load_state,
     mean_square,
     sgd,
+    state_of,
     tokens,
+    train,
 )
 from tests.harness import on_ranks
-from tests.models import TOKENS, WIDTH, Adapted, Block, Chain, Does, Shapes, checkpointed, linear
+from tests.models import TOKENS, WIDTH, Block, Chain, Does, Model, Shapes, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
 
@@ -78,18 +79,10 @@ def test_tied_parameters_train_across_and_inside_units(stages: tuple[int, ...]) 
 def test_tied_parameters_are_stored_once_in_the_common_unit() -> None:
     with Sharded(tied_model()) as side:
         owners = {info.fqns: unit.name for unit in side.engine.units for info in unit.infos}
-        assert owners["embed.weight", "head.weight"] == ""
-        assert owners["blocks.0.up.weight", "blocks.2.up.weight"] == ""
-        assert sum(len(fqns) for fqns in owners) == len(owners) + 2
+        tied = {fqns: unit for fqns, unit in owners.items() if len(fqns) > 1}
+        assert tied == {("embed.weight", "head.weight"): "", ("blocks.0.up.weight", "blocks.2.up.weight"): ""}
         state = side.engine.state_dict(only_rank_0=False)
         assert state["head.weight"] is state["embed.weight"]
-
-
-def frozen_model(*names: str) -> nn.Module:
-    module = Model()
-    for name in names:
-        module.get_submodule(name).requires_grad_(False)
-    return module
 
 
 BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
@@ -103,21 +96,21 @@ BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
     ids=["embedding", "one unit", "backbone", "parts of units"],
 )
 def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
-    check(functools.partial(frozen_model, *frozen), language_work, stage=stages)
+    check(functools.partial(models.frozen, *frozen), language_work, stage=stages)
 
 
 @on_ranks(2)
 def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
-    with Sharded(frozen_model("blocks.1")) as side:
+    with Sharded(models.frozen("blocks.1")) as side:
         language_work(side, 0)
         side.step()
         for bucket in side.engine.units[2].buckets:
             assert bucket.grad is None
             assert side.engine.comm.counts["reduce_scatter", bucket.label] == 0
-        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
+        state = state_of(side)["state"]
         params = list(side.module.parameters())
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
-    with Sharded(frozen_model("embed", "blocks")) as side:
+    with Sharded(models.frozen("embed", "blocks")) as side:
         side.module(tokens(0))
         assert not any(b.full.allocated for unit in side.engine.units[1:] for b in unit.buckets)
 
@@ -135,29 +128,8 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(stages: tuple[int, ...
         blocks[1].up.requires_grad_(step != 2)
         return language_work(side, step)
 
-    build = functools.partial(frozen_model, "embed", "blocks.0")
+    build = functools.partial(models.frozen, "embed", "blocks.0")
     check(build, work, steps=5, stage=stages, precision=precision)
-
-
-@on_ranks(2)
-@IN_STAGES
-def test_unfreezing_after_a_forward_that_led_nowhere_trains(stages: tuple[int, ...]) -> None:
-    """Its pass is still open, and is that of the next forward too."""
-
-    def work(side: Side, step: int) -> Tensor:
-        if step == 1:
-            side.module(tokens(step))
-            side.module.blocks[0].requires_grad_(True)
-        return language_work(side, step)
-
-    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=stages)
-
-
-@on_ranks(2, full=(3,))
-@IN_STAGES
-@PRECISIONS
-def test_adapters_train_beside_frozen_weights(stages: tuple[int, ...], precision: str) -> None:
-    check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), mean_square, stage=stages, precision=precision)
 
 
 # -- unused -----------------------------------------------------------------------------------------------------------
@@ -178,19 +150,13 @@ def dampened_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
 
 
-def branch_work(side: Side, step: int, *, paths: Any) -> Tensor:
-    loss = side.module(floats(step, 4, WIDTH), *paths(step)).square().mean()
-    side.backward(loss)
-    return loss
-
-
 @on_ranks(2, full=(3,))
 @IN_STAGES
 @pytest.mark.parametrize("optimizer", [adamw, sgd, dampened_sgd])
 def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], optimizer: Any) -> None:
     """No decay, no state, no step count: the twin's gradient is None there."""
     paths = [((0, 2), False), ((0, 1, 2), True), ((0, 2), False), ((1,), False), ((0, 1, 2), True)]
-    work = functools.partial(branch_work, paths=lambda step: paths[step])
+    work = lambda side, step: mean_square(side, step, *paths[step])  # noqa: E731
     tolerance = 1e-6 if optimizer is dampened_sgd else 0.0
     check(branches, work, steps=5, stage=stages, optimizer=optimizer, tolerance=tolerance)
 
@@ -198,16 +164,16 @@ def test_parameters_that_no_rank_uses_are_left_alone(stages: tuple[int, ...], op
 @on_ranks(2, full=(3,))
 @IN_STAGES
 def test_parameters_that_some_ranks_use_train(stages: tuple[int, ...]) -> None:
-    def paths(step: int) -> Any:
-        rank = dist.get_rank()
-        return ((0, 1, 2) if rank == 0 else (0, 2)), rank == dist.get_world_size() - 1
-
-    work = functools.partial(branch_work, paths=paths)
-    check(branches, work, stage=stages, stall_timeout_s=10)
-    # Fewer bytes may be in flight than one rank has to give at once.
-    check(branches, work, stage=(2, 3), stall_timeout_s=10, reduce_bucket_bytes=3000, prefetch_bytes=0)
-    for config in ({}, {"reduce_bucket_bytes": 3000}):
-        check(branches, work, stall_timeout_s=10, dynamic_graph=True, **config)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    work = lambda side, step: mean_square(side, step, (0, 2) if rank else (0, 1, 2), rank == last)  # noqa: E731
+    small = {"reduce_bucket_bytes": 3000}  # fewer bytes may be in flight than one rank has to give at once
+    for config in (
+        {"stage": stages},
+        {"stage": (2, 3), "prefetch_bytes": 0, **small},
+        {"dynamic_graph": True},
+        {"dynamic_graph": True, **small},
+    ):
+        check(branches, work, stall_timeout_s=10, **config)
 
 
 @on_ranks(2)
@@ -228,7 +194,7 @@ def test_unused_parts_of_a_unit_and_of_its_outputs_train(stages: tuple[int, ...]
 def test_odd_shapes_train(stages: tuple[int, ...], precision: str) -> None:
     check(pair(Shapes), mean_square, stage=stages, precision=precision)
     if precision == "fp32":  # fewer elements than ranks
-        check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=stages)
+        check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, shape=(4, 2)), stage=stages)
 
 
 def images() -> nn.Module:
@@ -245,10 +211,7 @@ def images() -> nn.Module:
     return Does(act, convs=convs).to(memory_format=torch.channels_last)
 
 
-def image_work(side: Side, step: int) -> Tensor:
-    loss = side.module(floats(step, 2, 4, 6, 6)).square().mean()
-    side.backward(loss)
-    return loss
+image_work = functools.partial(mean_square, shape=(2, 4, 6, 6))
 
 
 @on_ranks(2)
@@ -261,32 +224,28 @@ def test_weights_keep_their_order_in_memory(stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("stage", OUTER_STAGES)
 def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: int) -> None:
     """Into a module whose weights lie otherwise, by value."""
+
+    def losses(side: Sharded, *steps: int) -> list[Tensor]:
+        found = []
+        for step in steps:
+            found.append(image_work(side, step).detach())
+            side.step()
+            side.zero_grad()
+        return found
+
     torch.manual_seed(3)
-
-    def step_of(side: Sharded, step: int) -> Tensor:
-        loss = image_work(side, step).detach()
-        side.step()
-        side.zero_grad()
-        return loss
-
     turned, straight = images(), images()
-    with Sharded(turned, stage=stage, optimizer=adamw) as side:
-        step_of(side, 0)
+    with Sharded(turned, stage=stage) as side:
+        losses(side, 0)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-        states = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        expected = step_of(side, 1), step_of(side, 2)
-    with Sharded(straight, stage=stage, optimizer=adamw) as side:
+        states = state_of(side)
+        expected = losses(side, 1, 2)
+    with Sharded(straight, stage=stage) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, states)
-        assert (step_of(side, 1), step_of(side, 2)) == expected
-
-
-@on_ranks(2, full=(3,))
-@IN_STAGES
-def test_fewer_elements_than_ranks_train(stages: tuple[int, ...]) -> None:
-    check(lambda: linear(2, 1, bias=False), functools.partial(mean_square, width=2), stage=stages)
+        load_state(side, states)
+        assert losses(side, 1, 2) == expected
 
 
 @on_ranks(2)
@@ -302,19 +261,17 @@ def test_integer_parameters_survive() -> None:
 @IN_STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_several_dtypes_in_one_module_train(stages: tuple[int, ...], precision: str) -> None:
-    def build() -> nn.Module:
-        parts: list[nn.Module] = []
-        for _ in range(2):
-            wide = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
-            act = lambda m, x: (x.double() @ m.wide).to(x.dtype) * m.plain  # noqa: E731
-            inner: list[nn.Module] = [Does(act, wide=wide, plain=nn.Parameter(torch.randn(WIDTH)))]
-            if precision == "fp32":
-                low = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16))
-                inner.append(Does(lambda m, x: x * m.low.to(x.dtype), low=low))
-            parts.append(nn.Sequential(*inner))
-        return nn.Sequential(*parts)
+    def wide() -> nn.Module:
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        act = lambda m, x: (x.double() @ m.wide).to(x.dtype) * m.plain  # noqa: E731
+        return Does(act, wide=weight, plain=nn.Parameter(torch.randn(WIDTH)))
 
-    check(build, mean_square, stage=stages)
+    def low() -> nn.Module:
+        weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16))
+        return Does(lambda m, x: x * m.low.to(x.dtype), low=weight)
+
+    both = lambda: nn.Sequential(wide(), low()) if precision == "fp32" else wide()  # noqa: E731
+    check(pair(both), mean_square, stage=stages)
 
 
 @on_ranks(2)
@@ -325,8 +282,7 @@ def test_buffers_follow_the_forward(stages: tuple[int, ...]) -> None:
         return Does(lambda m, x: torch.relu(m.norm(m.conv(x))), conv=nn.Conv1d(3, 3, 3, padding=1), norm=norm)
 
     def work(side: Side, step: int) -> Tensor:
-        loss = F.mse_loss(side.module(floats(step, 4, 3, 9)), torch.ones(()))
-        side.backward(loss)
+        loss = mean_square(side, step, shape=(4, 3, 9))
         return torch.cat([loss.detach().view(1), *(b.detach().double().view(-1) for b in side.module.buffers())])
 
     check(lambda: nn.Sequential(conv(), conv()), work, stage=stages)
@@ -379,19 +335,6 @@ def test_norms_of_users_keep_fp32_and_give_back_the_dtype_of_their_input(stage: 
 # -- start ------------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, full=(3,))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@STAGES
-def test_everyone_starts_with_the_unrounded_values_of_rank_0(stage: int, precision: str) -> None:
-    torch.manual_seed(dist.get_rank())
-    module = Model()
-    torch.manual_seed(0)
-    expected = Model()
-    with Sharded(module, stage=stage, precision=precision), lightning_zero.gather(module):
-        for own, other in zip(module.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(own, other)
-
-
 @on_ranks(2)
 @STAGES
 def test_a_meta_module_is_materialised_with_its_ties(stage: int) -> None:
@@ -408,10 +351,7 @@ def test_a_meta_module_is_materialised_with_its_ties(stage: int) -> None:
         with lightning_zero.gather(module):
             assert all(p.isfinite().all() for p in module.parameters())
             assert 0.5 < module.embed.weight.std() < 1.5
-        for step in range(2):
-            language_work(side, step)
-            side.step()
-            side.zero_grad()
+        train(side, range(2))
 
 
 class Marked(nn.Parameter):
@@ -461,18 +401,6 @@ def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: in
     module[1].weight = nn.Parameter(TwoTensor(values, values), requires_grad=trainable)
     with pytest.raises(ConfigError, match=r"parameter 1\.weight is a TwoTensor, a wrapper.*after training"):
         lightning_zero.shard(module, stage=stage, device="cpu")
-
-
-def test_a_lazy_module_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
-        lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
-
-
-@on_ranks(2, full=(1,))
-def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
-    bare = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, device="meta")))
-    with pytest.raises(ValueError, match=r"module 1 \(Does\).*reset_parameters"):
-        lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), bare), device="cpu")
 
 
 # -- hooks of the user on parameters ----------------------------------------------------------------------------------

@@ -21,22 +21,21 @@ from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.engine.support import (
     IN_STAGES,
     TRUE,
-    Model,
     Sharded,
-    Side,
     Twin,
     adamw,
+    assert_equal,
     assert_same,
     autocast,
     check,
     floats,
-    language_loss,
+    language_work,
     sgd,
-    tokens,
+    with_twin,
 )
 from tests.engine.test_offload import compare, train
 from tests.harness import on_ranks
-from tests.models import Does, linear
+from tests.models import Does, Model, linear
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -77,8 +76,6 @@ def test_gradients_are_near_those_of_the_plain_module(stage: int, precision: str
     """Under autocast nearly: the plain module rounds weights at each use, we do it once."""
     torch.manual_seed(3)
     module = nn.Sequential(*(nn.Sequential(MODULES[name]()) for _ in range(2)))
-    for value in (*module.parameters(), *module.buffers()):
-        dist.broadcast(value.data, 0)
     plain = nn.Sequential(*(nn.Sequential(MODULES[name]()) for _ in range(2)))
     plain.load_state_dict(module.state_dict())
     dtype = TRUE.get(precision, torch.float32)
@@ -112,12 +109,6 @@ def test_gradients_are_near_those_of_the_plain_module(stage: int, precision: str
         side.step()
 
 
-def language_work(side: Side, step: int) -> Tensor:
-    loss = nn.functional.cross_entropy(side.module(tokens(step)).flatten(0, 1), tokens(step).roll(1, 1).flatten())
-    side.backward(loss)
-    return loss
-
-
 @on_ranks(2, full=(3,))
 @IN_STAGES
 @pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
@@ -133,15 +124,12 @@ def test_rows_of_one_dtype_train_as_a_plain_copy(stages: tuple[int, ...], precis
 @OUTER_STAGES
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_norms_under_fp64_are_not_rounded_to_fp32(stage: int, norm_type: float) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, precision="fp64", each=stage >= 2)
-    with Sharded(module, stage=stage, precision="fp64") as sharded:
-        for side in (sharded, twin):
+    with with_twin(stage=stage, precision="fp64") as sides:
+        for side in sides:
             language_work(side, 0)
-        norms = [side.clip(1e-3, norm_type) for side in (sharded, twin)]
-        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
-        assert_same(sharded, twin, grads=True, tolerance=1e-13)
+        own, expected = (side.clip(1e-3, norm_type) for side in sides)
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=0)
+        assert_same(*sides, grads=True, tolerance=1e-13)
 
 
 @on_ranks(2)
@@ -180,18 +168,11 @@ class Narrow(Twin):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) -> None:
     """Half of the bytes; what is added up over micro-batches stays in fp32."""
-    sent: list[torch.dtype] = []
-    reduce = DirectTransport.reduce
-
-    def sending(self: DirectTransport, full: Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(full.dtype)
-        return reduce(self, full, *args, **options)
-
     torch.manual_seed(3)
     module = Model()
     twin = Narrow(module, precision="bf16")
     with (
-        mock.patch.object(DirectTransport, "reduce", sending),
+        mock.patch.object(DirectTransport, "reduce", autospec=True, side_effect=DirectTransport.reduce) as reduce,
         Sharded(module, stage=stage, precision={"name": "bf16", "reduce_dtype": "bf16"}) as side,
     ):
         for grads in side.engine.passes.reducer.grads.values():
@@ -199,14 +180,14 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
         for step in range(3):
             for one in (side, twin):
                 with autocast("bf16"):
-                    one.backward(language_loss(one.module, tokens(step)))
+                    language_work(one, step)
             assert_same(side, twin, grads=True, what=f"step {step}, after backward: ")
             assert all(bucket.grad.dtype is torch.float32 for bucket in side.engine.buckets if bucket.grad is not None)
             for one in (side, twin):
                 one.step()
                 one.zero_grad()
             assert_same(side, twin, what=f"step {step}: ")
-    assert set(sent) == {torch.bfloat16}
+    assert {call.args[1].dtype for call in reduce.call_args_list} == {torch.bfloat16}
 
 
 @on_ranks(2)
@@ -273,28 +254,29 @@ def decodes() -> nn.Module:
 @OUTER_STAGES
 @pytest.mark.parametrize("precision", ["bf16", "bf16_true", "fp64"])
 def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) -> None:
+    bytes_of = lambda layer: layer.weight.detach().view(torch.uint8).clone()  # noqa: E731
     torch.manual_seed(0)
     module = nn.Sequential(decodes(), decodes())
-    before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
+    before = [bytes_of(layer) for layer in module]
+
+    def loss(step: int) -> Tensor:
+        with autocast(precision):
+            return module(floats(step, 4, WIDTH).to(TRUE.get(precision, torch.float32))).float().square().mean()
+
     with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
         for step in range(2):
-            with autocast(precision):
-                loss = module(floats(step, 4, WIDTH).to(TRUE.get(precision, torch.float32))).float().square().mean()
-            side.backward(loss)
+            side.backward(loss(step))
             side.step()
         with lightning_zero.gather(module):
-            assert all(torch.equal(n.weight.view(torch.uint8), b) for n, b in zip(module, before, strict=True))
+            assert_equal([bytes_of(layer) for layer in module], before)
         state = side.engine.state_dict(only_rank_0=False)
         assert torch.equal(state["1.weight"].view(torch.uint8), before[1])
+        seen: list[Tensor] = []
+        for layer in module:
+            layer.register_forward_hook(lambda layer, args, out: seen.append(bytes_of(layer)))
         with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
-            seen = []
-            for layer in module:
-                layer.register_forward_hook(
-                    lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone())
-                )
-            with autocast(precision):
-                module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
-        assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
+            loss(9)
+        assert_equal(seen, before)
 
 
 class Product(torch.autograd.Function):

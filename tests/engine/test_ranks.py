@@ -17,14 +17,11 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.comm.transports import Sent
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import (
-    Model,
     Sharded,
     Side,
-    Twin,
     accumulate,
     assert_same,
     check,
@@ -34,10 +31,12 @@ from tests.engine.support import (
     places_posted_often,
     sgd,
     tokens,
+    train,
+    with_twin,
 )
 from tests.engine.test_offload import late_steps
 from tests.harness import on_ranks
-from tests.models import WIDTH, Chain, Does, linear
+from tests.models import WIDTH, Chain, Does, Model, linear
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -45,9 +44,11 @@ FOUR = functools.partial(Chain, depth=4)
 
 
 def work(side: Side, step: int, *, path_of: Any) -> Tensor:
-    loss = side.module(floats(step, 4, WIDTH), path_of(step, dist.get_rank())).square().mean()
-    side.backward(loss)
-    return loss
+    return mean_square(side, step, path_of(step, dist.get_rank()))
+
+
+def all_blocks(*_: int) -> tuple[int, ...]:
+    return 0, 1, 2, 3
 
 
 def other_blocks(step: int, rank: int) -> tuple[int, ...]:
@@ -74,17 +75,12 @@ EACH_PATH = pytest.mark.parametrize("path", list(PATHS))
 
 @on_ranks(2, full=(3,))
 @EACH_PATH
-def test_dynamic_paths_train_with_the_right_gradients(path: str) -> None:
+def test_paths_that_differ_train_with_the_right_gradients(path: str) -> None:
+    """In a dynamic graph; where parameters are replicated; and in the first pass, which is recorded: a unit that any
+    rank needs in it is gathered by all."""
     paths = functools.partial(work, path_of=PATHS[path])
     for config in ({}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}):
         check(FOUR, paths, steps=4, dynamic_graph=True, stall_timeout_s=20, **config)
-
-
-@on_ranks(2, full=(3,))
-@EACH_PATH
-def test_paths_are_free_where_parameters_are_replicated_and_in_the_first_pass(path: str) -> None:
-    """It is recorded, so ranks may differ in it; a unit that any of them needs is gathered by all."""
-    paths = functools.partial(work, path_of=PATHS[path])
     check(FOUR, paths, steps=3, stage=(0, 1, 2), stall_timeout_s=20)
     check(FOUR, paths, steps=1, stall_timeout_s=20)
 
@@ -94,34 +90,33 @@ def test_paths_are_free_where_parameters_are_replicated_and_in_the_first_pass(pa
 @pytest.mark.parametrize("row", ["none", "optimizer_cpu"])
 def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row: str) -> None:
     """A rank issues the gathers that follow steps as it uses units, and those that are left at the end of its pass."""
-
-    def path(step: int, rank: int) -> tuple[int, ...]:
-        return () if rank == 0 else (0, 1, 2, 3)
-
+    path = all_blocks() if dist.get_rank() else ()
     with Sharded(FOUR(), stage=stage, offload=row, stall_timeout_s=10) as side:
         side.module.register_buffer("seen", torch.zeros(1))
         for step in range(3):
-            work(side, step, path_of=lambda *_: (0, 1, 2, 3))
+            work(side, step, path_of=all_blocks)
             side.step()
             side.zero_grad()
             with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
-                assert side.module(floats(step, 4, WIDTH), path(step, dist.get_rank())).isfinite().all()
+                assert side.module(floats(step, 4, WIDTH), path).isfinite().all()
             side.module.seen += 1
             side.engine.passes.buffers.sync()
 
 
-@on_ranks(2)
-def test_a_unit_that_one_rank_always_skips_is_gathered_in_its_place() -> None:
-    """The recorded order of the first pass holds for both."""
-    skips = functools.partial(work, path_of=lambda step, rank: (0, 3) if rank else (0, 1, 2, 3))
-    check(FOUR, skips, steps=4, stall_timeout_s=20)
+LEAVES = [all_blocks()] * 3 + [(3, 1), all_blocks()] + [(3, 2, 0)] * 4
+
+
+BESIDE = {
+    "one rank always skips a unit": lambda step, rank: (0, 3) if rank else all_blocks(),  # it is gathered in its place
+    # It costs an agreement, and a new path that comes to stay becomes the plan.
+    "all ranks leave together": lambda step, rank: LEAVES[step],
+}
 
 
 @on_ranks(2)
-def test_all_ranks_may_leave_the_plan_together() -> None:
-    """It costs an agreement, and a new path that comes to stay becomes the plan."""
-    paths = [(0, 1, 2, 3)] * 3 + [(3, 1), (0, 1, 2, 3)] + [(3, 2, 0)] * 4
-    check(FOUR, functools.partial(work, path_of=lambda step, rank: paths[step]), steps=len(paths), stall_timeout_s=20)
+@pytest.mark.parametrize("path", BESIDE)
+def test_paths_beside_the_recorded_one_train(path: str) -> None:
+    check(FOUR, functools.partial(work, path_of=BESIDE[path]), steps=len(LEAVES), stall_timeout_s=20)
 
 
 @on_ranks(2)
@@ -130,16 +125,15 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
     with places_posted_often(), mock.patch.object(passes, "ABANDON_S", 0.5):
         side = Sharded(FOUR(), stall_timeout_s=1.5, prefetch_bytes=0)
         for step in range(2):
-            work(side, step, path_of=lambda *_: (0, 1, 2, 3))
+            work(side, step, path_of=all_blocks)
             side.step()
         started = time.monotonic()
         with pytest.raises(StallError) as caught:
-            work(side, 2, path_of=lambda _, rank: path if rank == 1 else (0, 1, 2, 3))
+            work(side, 2, path_of=lambda _, rank: path if rank == 1 else all_blocks())
     assert time.monotonic() - started < 5
-    text = str(caught.value)
-    assert "zero.dynamic_graph=true" in text
-    assert "rank 0:" in text and "rank 1:" in text
-    assert "unit blocks." in text and "which the recorded order does not have here" in text
+    places = ("rank 0:", "rank 1:", "unit blocks.", "which the recorded order does not have here")
+    for words in ("zero.dynamic_graph=true", *places):
+        assert words in str(caught.value)
     side.engine.comm.waits.close()  # messages were lost: there is no release
 
 
@@ -163,16 +157,16 @@ def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() ->
 def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
     """Also where no backward follows: the ranks that are still in their call need its gathers."""
     # In a step the model is a part of what is sharded, as of a LightningModule whose ``training_step`` calls it.
-    module = Does(lambda m, *args: m.model(*args), model=FOUR()) if way == "in a step" else FOUR()
+    model = FOUR()
+    module = Does(lambda m, *args: m.model(*args), model=model) if way == "in a step" else model
+    evaluation = way == "in an evaluation"
     with Sharded(module, dynamic_graph=True, stall_timeout_s=5) as side:
         for step in range(4):
             x, blocks = floats(step, 4, WIDTH), PATHS[path](step, dist.get_rank())
-            scope: Any = contextlib.nullcontext()
-            if way != "plain":
-                scope = side.engine.step_scope("step", evaluation=way == "in an evaluation")
-            with scope, torch.set_grad_enabled(way != "in an evaluation"):
+            scope = side.engine.step_scope("step", evaluation=evaluation)
+            with contextlib.nullcontext() if way == "plain" else scope, torch.set_grad_enabled(not evaluation):
                 for _ in range(2):
-                    loss = (module.model if way == "in a step" else module)(x, blocks).square().mean()
+                    loss = model(x, blocks).square().mean()
                     total = loss.detach().clone()
                     dist.all_reduce(total)
                     assert total.isfinite()
@@ -183,15 +177,11 @@ def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path:
 
 @on_ranks(2)
 def test_a_dynamic_evaluation_has_the_outputs_of_the_plain_module() -> None:
-    with Sharded(FOUR(), dynamic_graph=True, stall_timeout_s=20) as side:
-        full = FOUR()
-        with lightning_zero.gather(side.module):
-            full.load_state_dict(side.module.state_dict())
+    with with_twin(FOUR, dynamic_graph=True, stall_timeout_s=20) as sides, torch.no_grad():
         for step in range(3):
             path = other_order(step, dist.get_rank())
-            with torch.no_grad():
-                x = floats(step, 4, WIDTH)
-                assert torch.equal(side.module(x, path), full(x, path))
+            own, expected = (side.module(floats(step, 4, WIDTH), path) for side in sides)
+            assert torch.equal(own, expected)
 
 
 # -- models that differ -----------------------------------------------------------------------------------------------
@@ -273,55 +263,47 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(slow: int)
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("slow", [0, 1])
+@SLOW
 @pytest.mark.parametrize("waits_in", ["an agreement", "a call of another's"])
 def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int, slow: int, waits_in: str) -> None:
     """The gathers that bring it up to date need both ranks, of which one waits already."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
+    with with_twin(stage=stage, **OFFLOADED) as sides:
+        comm = sides[0].engine.comm
         for step in range(3):
             with slow_on_rank(slow, 0.1):
-                for side in (sharded, twin):
-                    language_work(side, step)
-                    side.step()
-                    side.zero_grad()
+                for side in sides:
+                    train(side, [step])
             if dist.get_rank() == 0:
-                last = [list(m.parameters())[-1].detach().clone() for m in (sharded.module, twin.module)]
-                torch.testing.assert_close(*last)
-            comm = sharded.engine.comm
+                torch.testing.assert_close(*(list(side.module.parameters())[-1].detach().clone() for side in sides))
             with torch.inference_mode():  # as between the batches of a validation
                 if waits_in == "an agreement":
                     comm.max_(torch.ones(1))
                 else:
                     with comm.waits.elsewhere("a reduction"):
                         dist.all_reduce(torch.ones(1))
-        assert_same(sharded, twin)
+        assert_same(*sides)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("slow", [0, 1])
+@SLOW
 def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, **OFFLOADED) as sharded:
+    with with_twin(stage=stage, **OFFLOADED) as sides:
+        sharded, twin = sides
         for step in range(3):
             with slow_on_rank(slow, 0.1):
-                for side in (sharded, twin):
+                for side in sides:
                     language_work(side, step)
                     side.step()
             generator = torch.Generator().manual_seed(step)
-            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
+            for own, (other, master) in zip(sharded.module.parameters(), twin.masters.items(), strict=True):
                 own.data = value = torch.randn(own.shape, generator=generator)
                 other.data.copy_(value)
                 master.value.data.copy_(value)
-            lightning_zero.grad_norm(module)
-            for side in (sharded, twin):
+            lightning_zero.grad_norm(sharded.module)
+            for side in sides:
                 side.zero_grad()
-        assert_same(sharded, twin)
+        assert_same(*sides)
 
 
 @on_ranks(2)
@@ -344,19 +326,14 @@ def test_a_read_on_one_rank_says_that_it_takes_all() -> None:
 def test_a_rank_that_owns_nothing_of_a_unit_waits_for_its_step_as_the_others_do(row: str) -> None:
     """Blocks are smaller than a shard; the second is used from the third step on."""
 
-    def act(m: Any, x: Tensor) -> Tensor:
+    def act(m: Any, x: Tensor, step: int) -> Tensor:
         for i, block in enumerate(m.blocks):
-            if i != 1 or m.step > 1:
+            if i != 1 or step > 1:
                 x = x + block(x).tanh()
         return x
 
-    def work(side: Side, step: int) -> Tensor:
-        side.module.step = step
-        loss = side.module(floats(step, 2, 3)).square().mean()
-        side.backward(loss)
-        return loss
-
-    build = lambda: Does(act, blocks=nn.ModuleList(linear(3) for _ in range(4)), step=0)  # noqa: E731
+    work = lambda side, step: mean_square(side, step, step, shape=(2, 3))  # noqa: E731
+    build = lambda: Does(act, blocks=nn.ModuleList(linear(3) for _ in range(4)))  # noqa: E731
     settings = {"unit": {"classes": ["Linear"]}, "stall_timeout_s": 15, "offload": row}
     check(build, work, steps=5, optimizer=sgd, **settings)
 
@@ -384,37 +361,29 @@ class LateTransport:
 
     def __init__(self, inner: Any, chance: random.Random) -> None:
         self._inner, self._chance = inner, chance
-        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        return functools.partial(self._late, value) if name in ("gather", "reduce") else value
+
+    def _late(self, send: Any, *args: Any, **kwargs: Any) -> Sent:
+        time.sleep(self._pause())
+        sent = send(*args, **kwargs)
+        return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
 
     def _pause(self) -> float:
         return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
-
-    def gather(self, *args: Any) -> Sent:
-        time.sleep(self._pause())
-        return self._late(self._inner.gather(*args))
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Sent:
-        time.sleep(self._pause())
-        return self._late(self._inner.reduce(*args, **kwargs))
-
-    def _late(self, sent: Sent) -> Sent:
-        return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
-
-
-def delay(engine: Engine, seed: int) -> None:
-    chance = random.Random(100 * seed + dist.get_rank())
-    engine.comm._transport = LateTransport(engine.comm._transport, chance)
 
 
 @on_ranks(3, full=(2,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_random_delays_change_nothing(stage: int, precision: str) -> None:
-    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
-
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded) and step == 0:
-            delay(side.engine, stage)
+            chance, comm = random.Random(100 * stage + dist.get_rank()), side.engine.comm
+            comm._transport = LateTransport(comm._transport, chance)
         return accumulate(side, step, micro_batches=2)
 
+    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
     check(lambda: Model(depth=4), work, stage=stage, precision=precision, plain=True, steps=4, **config)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,28 +23,28 @@ from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.support import (
-    Model,
     Sharded,
-    adamw,
     assert_equal,
     autocast,
+    cases,
     language_loss,
+    language_work,
     pairwise_selection,
     tokens,
 )
-from tests.engine.test_offload import OPTIMIZERS, whole
+from tests.engine.test_offload import OPTIMIZERS, offload, whole
 from tests.harness import on_ranks, run
-from tests.models import Odd
+from tests.models import Model, Odd
 
 ROWS = [f"{stage.name} {row.name}" for stage, row in allowed_rows() if row is not Offload.auto]
 
 
-def offload_of(row: str, folder: Path) -> dict[str, Any]:
-    name = row.split()[1]
-    return {"name": name, "nvme_path": str(folder)} if "nvme" in name else {"name": name}
+def place_of(row: str, folder: Path) -> dict[str, Any]:
+    stage, name = row.split()[:2]
+    return {"stage": stage, **offload(name, folder)}
 
 
-def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] = lambda: None) -> Tensor:
+def train(side: Sharded, step: int, precision: str = "fp32", restage: Callable[[], None] = lambda: None) -> Tensor:
     """A step, in which ``restage`` is called at one of four places."""
     place = step % 4
     if place == 0:
@@ -64,36 +65,15 @@ def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] 
     return loss.detach().clone()
 
 
-class Case(NamedTuple):
-    world: int
-    precision: str
-    optimizer: str
-    part: int  # of all ways from row to row; -1: all of them
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
-
-def all_ways(rows: Sequence[str]) -> list[str]:
-    """Rows one after the other, so that every way from one to another occurs once (Hierholzer's circuit)."""
-    left = {row: [other for other in reversed(rows) if other != row] for row in rows}
-    walk: list[str] = []
-    stack = [rows[0]]
-    while stack:
-        if left[stack[-1]]:
-            stack.append(left[stack[-1]].pop())
-        else:
-            walk.append(stack.pop())
-    return walk[::-1]
-
-
-WALK = all_ways(ROWS)
+# Rows one after the other, so that every way from one to another occurs once.
+WALK = [row for pair in itertools.combinations(ROWS, 2) for row in pair] + ROWS[:1]
 VALUES: dict[str, Sequence[Any]] = {
     "world": (1, 2, 3),
     "precision": ("fp32", "bf16", "bf16_true"),
     "optimizer": ("sgd", "adamw"),
 }
-MATRIX = [Case(*values, -1) for values in itertools.product(*VALUES.values())]
+Case = namedtuple("Case", [*VALUES, "part"], defaults=[-1])  # part of all ways from row to row; -1: all of them
+MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
 # All ways once, each with some of the other settings.
 SELECTED = [case._replace(part=part) for part, case in enumerate(pairwise_selection(MATRIX))]
 PARTS = len(SELECTED)
@@ -118,13 +98,13 @@ def _check(case: Case, folder: Path) -> None:
         losses = [train(plain, step, case.precision) for step in range(len(rows))]
         expected = whole(plain)
     torch.manual_seed(3)
-    with Sharded(Odd(depth=2), stage=rows[0].split()[0], offload=offload_of(rows[0], folder), **settings) as side:
+    with Sharded(Odd(depth=2), **place_of(rows[0], folder), **settings) as side:
         optimizer, groups = side.optimizer, side.engine.comm._groups
         train(side, 0, case.precision)
         for step, row in enumerate(rows[1:], 1):
 
             def restage(row: str = row) -> None:
-                side.engine.restage(row.split()[0], offload_of(row, folder))
+                side.engine.restage(**place_of(row, folder))
                 check_held(side.engine, row)
 
             loss = train(side, step, case.precision, restage)
@@ -141,7 +121,7 @@ def test_the_walk_has_every_way_once() -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MATRIX)], ids=str)
+@cases(SELECTED, MATRIX)
 def test_every_way_from_row_to_row_keeps_the_numbers(case: Case, tmp_path: Path) -> None:
     run(case.world, _check, case, tmp_path, timeout=300)
 
@@ -154,15 +134,14 @@ def test_every_way_from_row_to_row_keeps_the_numbers(case: Case, tmp_path: Path)
     ("before", "after"),
     [("zero3 none", "zero1 none"), ("zero1 none", "zero3 cpu"), ("zero0 none", "zero2 optimizer_cpu")],
 )
-def test_one_bucket_is_in_two_places_at_a_time(before: str, after: str) -> None:
+def test_one_bucket_is_in_two_places_at_a_time(before: str, after: str, tmp_path: Path) -> None:
     """What is held between two buckets is never more than the larger plan and one bucket's worth."""
-    torch.manual_seed(3)
-    with Sharded(Model(depth=6), stage=before.split()[0], offload=before.split()[1]) as side:
-        train(side, 0, "fp32")
+    with Sharded(Model(depth=6), **place_of(before, tmp_path)) as side:
+        train(side, 0)
         engine = side.engine
         held: list[int] = []
         follow = lambda number, move: held.append(sum(held_bytes(engine).values()))  # noqa: E731
-        side.engine.restage(*after.split(), follow=[follow])
+        engine.restage(*after.split(), follow=[follow])
         whole = max(4 * b.layout.numel * 4 for b in engine.buckets)
         assert len(held) == len(engine.buckets)
         assert max(held) <= max(held[0], sum(held_bytes(engine).values())) + whole
@@ -177,14 +156,14 @@ def hooks_of(module: nn.Module) -> list[int]:
 def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
     """No hook is there twice; files, locks and threads of rows that are over are gone."""
     with Sharded(Odd(depth=2), stage=3, activation_checkpointing="blocks") as side:
-        train(side, 0, "fp32")
+        train(side, 0)
         hooks, threads = hooks_of(side.module), threading.active_count()
         rows = ["zero3 nvme", "zero3 nvme elsewhere", "zero1 optimizer_nvme", "zero3 cpu", "zero0 none", "zero3 none"]
         for step, row in enumerate(rows, 1):
             folder = tmp_path / f"{row.split()[-1]}"
             folder.mkdir(exist_ok=True)
-            side.engine.restage(row.split()[0], offload_of(row, folder))
-            train(side, step, "fp32")
+            side.engine.restage(**place_of(row, folder))
+            train(side, step)
             assert hooks_of(side.module) == hooks, row
             files = list(tmp_path.rglob(f"rank{dist.get_rank():05d}*"))
             assert bool(files) == ("nvme" in row) and all(file.is_relative_to(folder) for file in files), row
@@ -203,11 +182,11 @@ def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path:
         may_run.wait(60)
         return take(self)
 
-    with Sharded(Model(width=4), stage=0, optimizer=adamw) as side:  # a unit is smaller than a shard
-        train(side, 0, "fp32")
-        side.engine.restage("zero3", offload_of("zero3 nvme", tmp_path))
+    with Sharded(Model(width=4), stage=0) as side:  # a unit is smaller than a shard
+        train(side, 0)
+        side.engine.restage(**place_of("zero3 nvme", tmp_path))
         with mock.patch.object(StepWorker, "_take", late):
-            side.backward(language_loss(side.module, tokens(1)))
+            language_work(side, 1)
             side.step()
             owned = [bool(bucket.owned_fragments()) for bucket in side.engine.buckets]
             assert all(owned) == (dist.get_rank() == 0)
@@ -215,51 +194,56 @@ def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path:
             worker = side.engine.passes.after_step._worker
             assert (worker is not None and worker._running) == any(owned)
             may_run.set()
-            train(side, 2, "fp32")
+            train(side, 2)
             side.engine.passes.wait_for_all()
+
+
+def history(act: Callable[[Sharded, bool], list[Any]], build: Callable[[], Any] = Model, **settings: Any) -> None:
+    """``act`` finds the same whether it restages or not."""
+    found = []
+    for restages in (True, False):
+        torch.manual_seed(3)
+        with Sharded(build(), **settings) as side:
+            found.append(act(side, restages) + whole(side))
+    assert_equal(*found)
 
 
 @on_ranks(2)
 def test_rows_by_budgets() -> None:
     """``auto`` counts what the module itself holds as room."""
 
-    def losses(restage: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        with Sharded(Model(), stage=2) as side:
-            found = [train(side, 0, "fp32")]
-            if restage:
-                side.engine.restage(3, {"name": "auto", "device_budget": 20_000, "host_budget": 10**6})
-                on_host = OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device)
-                assert {bucket.plan.tiers for bucket in side.engine.buckets} == {OFFLOADS[Offload.none], on_host}
-                check_held(side.engine, "auto")
-            return found + [train(side, step, "fp32") for step in range(1, 4)]
+    def act(side: Sharded, restages: bool) -> list[Tensor]:
+        first = train(side, 0)
+        if restages:
+            side.engine.restage(3, {"name": "auto", "device_budget": 20_000, "host_budget": 10**6})
+            on_host = OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device)
+            assert {bucket.plan.tiers for bucket in side.engine.buckets} == {OFFLOADS[Offload.none], on_host}
+            check_held(side.engine, "auto")
+        return [first, *(train(side, step) for step in range(1, 4))]
 
-    assert_equal(losses(True), losses(False))
+    history(act, stage=2)
 
 
 @on_ranks(2)
 def test_frozen_parameters_are_thawed_after_it() -> None:
-    def history(restage: bool) -> Any:
-        torch.manual_seed(3)
-        with Sharded(Odd(depth=2), stage=3, precision="bf16") as side:
-            found = [train(side, 0, "bf16")]
-            if restage:
-                side.engine.restage(1, "optimizer_cpu")
-            side.module.blocks[1].requires_grad_(True)
-            found += [train(side, step, "bf16") for step in (1, 2)]
-            if restage:
-                side.engine.restage(0, "none")
-            found.append(train(side, 4, "bf16"))
-            return found, whole(side)
+    def act(side: Sharded, restages: bool) -> list[Tensor]:
+        found = [train(side, 0, "bf16")]
+        if restages:
+            side.engine.restage(1, "optimizer_cpu")
+        side.module.blocks[1].requires_grad_(True)
+        found += [train(side, step, "bf16") for step in (1, 2)]
+        if restages:
+            side.engine.restage(0, "none")
+        return [*found, train(side, 4, "bf16")]
 
-    assert_equal(history(True), history(False))
+    history(act, lambda: Odd(depth=2), precision="bf16")
 
 
 @on_ranks(2)
 def test_writes_of_users_and_graphs_of_before() -> None:
     """What was written since the last step counts. A graph of before has lost its weights, and says so."""
     with Sharded(Model(), stage=2, offload="optimizer_cpu") as side:
-        train(side, 0, "fp32")
+        train(side, 0)
         with torch.no_grad():
             side.module.head.bias.fill_(3.0)
         loss = language_loss(side.module, tokens(1))
@@ -277,20 +261,18 @@ def test_after_an_exception_it_works() -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    def history(restage: bool) -> Any:
-        torch.manual_seed(3)
-        with Sharded(Model(), stage=3) as side:
-            found = [train(side, 0, "fp32")]
-            hook = side.module.blocks[1 + dist.get_rank()].register_forward_pre_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                train(side, 1, "fp32")
-            hook.remove()
-            if restage:
-                side.engine.restage(1)
-            return [*found, train(side, 2, "fp32"), whole(side)]
+    def act(side: Sharded, restages: bool) -> list[Tensor]:
+        first = train(side, 0)
+        hook = side.module.blocks[1 + dist.get_rank()].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            train(side, 1)
+        hook.remove()
+        if restages:
+            side.engine.restage(1)
+        return [first, train(side, 2)]
 
     with mock.patch.object(passes, "ABANDON_S", 0.2):
-        assert_equal(history(True), history(False))
+        history(act)
 
 
 @on_ranks(2)
@@ -299,15 +281,15 @@ def test_settings_that_belong_to_a_row_refuse_others(settings: dict[str, Any]) -
     with Sharded(Model(), stage=3, **settings) as side:
         with pytest.raises(ConfigError, match=f"zero.{next(iter(settings))}: expected"):
             side.engine.restage(2)
-        train(side, 0, "fp32")
+        train(side, 0)
         side.engine.restage(offload="cpu")
-        train(side, 1, "fp32")
+        train(side, 1)
 
 
 @on_ranks(2)
 def test_gradients_on_some_ranks_only_are_refused() -> None:
     with Sharded(Model(), stage=3) as side:
-        side.backward(language_loss(side.module, tokens(0)))
+        language_work(side, 0)
         if dist.get_rank() == 1:
             side.zero_grad()
         with pytest.raises(ConfigError, match="expected gradients of the same parameters on all ranks"):

@@ -13,8 +13,10 @@ from torch import Tensor
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.trainer.precision import ZeroPrecision
-from tests.engine.support import Model, Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens
+from tests.engine.support import Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens, with_twin
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
+from tests.models import Model
 from tests.rows import PLACES
 from tests.trainer.toys import Lit, fit
 
@@ -47,11 +49,8 @@ def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
 def test_skipped_steps_leave_the_bits_of_a_run_without_their_batches(
     row: str, stage: int, sharding: str, tmp_path: Path
 ) -> None:
-    offload: Any = {"name": row, "nvme_path": str(tmp_path)} if "nvme" in row else row
-    module = Model()
-    twin = Twin(module, each=stage >= 2)
     settings, clips = {"skip_nonfinite": 3, "sharding": sharding}, row == "none"
-    with Sharded(module, stage=stage, offload=offload, optimizer_settings=settings) as sharded:
+    with with_twin(stage=stage, optimizer_settings=settings, **offload(row, tmp_path)) as (sharded, twin):
         trains(twin, (0, 2, 3), clips)
         trains(sharded, (0, 2, 3), clips)
         assert_same(sharded, twin, tolerance=1e-6 if sharding == "tensors" or clips else 0.0)

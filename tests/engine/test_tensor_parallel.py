@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
 from tests.engine.support import adamw, autocast, sgd
 from tests.harness import on_ranks
+from tests.models import Model
 
 WIDTH, VOCABULARY, ROWS, STEPS = 16, 32, 4, 3
 
@@ -60,23 +62,6 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(Attention(), Mlp()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
 PLAN = {
     "embed": "embedding_rowwise",
     "head": "colwise_gather_output",
@@ -87,22 +72,25 @@ PLAN = {
 }
 
 
-def parallelized(module: Net, mesh: Any) -> None:
+def parallelized(module: nn.Module, mesh: Any) -> None:
     """As users of Lightning's ModelParallelStrategy write it."""
     styles = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-        **{f"blocks.*.0.{name}": ColwiseParallel() for name in "qkv"},
-        "blocks.*.0.o": RowwiseParallel(),
-        "blocks.*.1.up": ColwiseParallel(),
-        "blocks.*.1.down": RowwiseParallel(),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
     }
-    parallelize_module(module, mesh, styles)
+    parallelize_module(module, mesh, {name: styles[style] for name, style in PLAN.items()})
 
 
-def net(*, tied: bool = False, seed: int = 0) -> Net:
+def net(*, tied: bool = False, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return Net(tied=tied)
+    module = Model(depth=0)
+    module.embed, module.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    module.blocks.extend(nn.Sequential(Attention(), Mlp()) for _ in range(2))
+    if tied:
+        module.head.weight = module.embed.weight
+    return module
 
 
 def batch(step: int, rows: slice = slice(None)) -> Tensor:
@@ -152,6 +140,12 @@ def trained(
     return found | {"losses": torch.stack(found["losses"]), "norms": torch.stack(found["norms"])}
 
 
+def alone(make: Callable[[], nn.Module], **how: Any) -> tuple[nn.Module, Found]:
+    """A module that one process has trained with the whole batch, and what was found."""
+    module = make()
+    return module, trained(module, sgd(module.parameters()), slice(None), **how)
+
+
 def assert_alike(
     engine: Engine, ours: Found, expected: nn.Module, found: Found, *, rtol: float = 2e-6, atol: float = 0.0
 ) -> None:
@@ -168,9 +162,14 @@ def damped_adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def added(engine: Engine, optimizer: Any) -> Any:
+@contextlib.contextmanager
+def sharded(module: nn.Module, make: Any = sgd, **settings: Any) -> Iterator[tuple[Engine, Any]]:
+    """The engine and the optimizer of ``module``, which is sharded inside."""
+    engine = lightning_zero.shard(module, **settings)
+    optimizer = make(module.parameters())
     engine.add_optimizer(optimizer)
-    return optimizer
+    yield engine, optimizer
+    engine.release()
 
 
 @on_ranks(4, full=(2,), timeout=240.0)
@@ -180,8 +179,9 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
     if dist.get_world_size() < parts:
         return
     rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
-    rows += [{"stage": 1, "offload": "optimizer_cpu"}, {"stage": 3, "offload": "cpu"}]
-    rows += [{"stage": 3, "offload": "optimizer_cpu"}]
+    rows += [
+        {"stage": stage, "offload": row} for stage, row in ((1, "optimizer_cpu"), (3, "cpu"), (3, "optimizer_cpu"))
+    ]
     rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
     settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
     for make, tied in ((damped_adam, False), (sgd, True)):
@@ -191,66 +191,60 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
         sums = []
         for row in rows:
             module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            engine = lightning_zero.shard(module, **settings, **row)
-            optimizer = added(engine, make(module.parameters()))
-            ours = trained(module, optimizer, own_rows(parts), micro=micro)
-            assert_alike(engine, ours, expected, found)
-            torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
-            states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
-            torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
-            sums.append(fingerprints.fingerprints(engine).tolist())
-            assert not fingerprints.differing_replicas(engine).any()
-            engine.release()
+            with sharded(module, make, **settings, **row) as (engine, optimizer):
+                ours = trained(module, optimizer, own_rows(parts), micro=micro)
+                assert_alike(engine, ours, expected, found)
+                torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
+                states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
+                torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
+                sums.append(fingerprints.fingerprints(engine).tolist())
+                assert not fingerprints.differing_replicas(engine).any()
         assert all(other == sums[0] for other in sums)
 
 
 @on_ranks(4)
-def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process(tmp_path: Path) -> None:
+def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process() -> None:
     def loss(module: nn.Module, tokens: Tensor) -> Tensor:
         with autocast("bf16"):
             return loss_of(module, tokens)
 
-    expected = net()
-    found = trained(expected, sgd(expected.parameters()), slice(None), loss=loss)
+    expected, found = alone(net, loss=loss)
+    settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
     weights = []
-    for row in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}):
+    for stage, row in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")):
         module = net()
-        settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
-        engine = lightning_zero.shard(module, **settings, **row)
-        losses = trained(module, added(engine, sgd(module.parameters())), own_rows(2), loss=loss)["losses"]
-        dist.all_reduce(losses)
-        torch.testing.assert_close(losses / 4, found["losses"], rtol=1e-2, atol=0)
-        weights.append(engine.state_dict(only_rank_0=False))
-        torch.testing.assert_close(weights[-1], weights[0], rtol=0, atol=0)
-        engine.release()
+        with sharded(module, stage=stage, offload=row, **settings) as (engine, optimizer):
+            losses = trained(module, optimizer, own_rows(2), loss=loss)["losses"]
+            dist.all_reduce(losses)
+            torch.testing.assert_close(losses / 4, found["losses"], rtol=1e-2, atol=0)
+            weights.append(engine.state_dict(only_rank_0=False))
+            torch.testing.assert_close(weights[-1], weights[0], rtol=0, atol=0)
     torch.testing.assert_close(weights[0], expected.state_dict(), rtol=0, atol=5e-3)
 
 
 @on_ranks(4, full=(2,))
-def test_state_of_one_process_goes_on_in_parts(tmp_path: Path) -> None:
-    def loaded(**settings: Any) -> tuple[nn.Module, Engine, Any]:
+def test_state_of_one_process_goes_on_in_parts() -> None:
+    @contextlib.contextmanager
+    def loaded(**settings: Any) -> Iterator[tuple[nn.Module, Engine, Any]]:
         module = net(seed=7)
-        engine = lightning_zero.shard(module, **settings)
-        optimizer = added(engine, adamw(module.parameters()))
-        engine.load_state_dict(weights)
-        load_optimizer_state(engine, optimizer, state)
-        return module, engine, optimizer
+        with sharded(module, adamw, **settings) as (engine, optimizer):
+            engine.load_state_dict(weights)
+            load_optimizer_state(engine, optimizer, state)
+            yield module, engine, optimizer
 
     expected = net()
     steps = adamw(expected.parameters())
     trained(expected, steps, slice(None))
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
-    for stage in (0, 3):
-        _, other, _ = loaded(stage=2)
-        whole = fingerprints.fingerprints(other).sum(0)
-        other.release()
-        module, engine, optimizer = loaded(stage=stage, tensor_parallel=2, tensor_plan=PLAN)
-        assert torch.equal(fingerprints.fingerprints(engine).sum(0), whole)
-        assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
-        engine.restage("zero1" if stage else "zero3", "cpu" if not stage else None)
-        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
-        engine.release()
+    with loaded(stage=2) as (_, engine, _):
+        whole = fingerprints.fingerprints(engine).sum(0)
+    for stage, later in ((0, ("zero3", "cpu")), (3, ("zero1", None))):
+        with loaded(stage=stage, tensor_parallel=2, tensor_plan=PLAN) as (module, engine, optimizer):
+            assert torch.equal(fingerprints.fingerprints(engine).sum(0), whole)
+            assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
+            engine.restage(*later)
+            torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
 
 
 class Scaled(nn.Module):
@@ -268,23 +262,22 @@ STYLES = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "ro
 
 
 @on_ranks(4)
-def test_gradients_of_whole_parameters_of_a_ranks_own_heads_are_summed(tmp_path: Path) -> None:
+def test_gradients_of_whole_parameters_of_a_ranks_own_heads_are_summed() -> None:
     torch.manual_seed(0)
     expected, x = Scaled(), torch.randn(4, WIDTH)
     expected(x).square().mean().backward()
+    norms = {name: param.grad.norm() for name, param in expected.named_parameters() if param.grad is not None}
     for stage in (0, 3):
         module = copy.deepcopy(expected)
         module.zero_grad()
-        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2, tensor_plan=STYLES)
-        module(x[own_rows(2)]).square().mean().backward()
-        for (name, param), (_, other) in zip(module.named_parameters(), expected.named_parameters(), strict=True):
-            assert param.grad is not None and other.grad is not None
-            torch.testing.assert_close(param.grad.norm(), other.grad.norm(), rtol=1e-5, atol=1e-7, msg=name)
-        engine.release()
+        with sharded(module, stage=stage, tensor_parallel=2, tensor_plan=STYLES):
+            module(x[own_rows(2)]).square().mean().backward()
+            found = {name: param.grad.norm() for name, param in module.named_parameters() if param.grad is not None}
+            torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-7)
 
 
 @on_ranks(4)
-def test_meshes_that_are_not_the_runs_are_refused(tmp_path: Path) -> None:
+def test_meshes_that_are_not_the_runs_are_refused() -> None:
     mesh = device_mesh("cpu", 2)
 
     def split(module: nn.Module, along: str = "tensor_parallel") -> nn.Module:
@@ -315,117 +308,107 @@ def test_meshes_that_are_not_the_runs_are_refused(tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-def test_writes_to_split_parameters_are_compared_between_ranks_of_one_part(tmp_path: Path) -> None:
-    expected = net()
-    module = net()
-    engine = lightning_zero.shard(module, stage=3, tensor_parallel=2, tensor_plan=PLAN)
+def test_writes_to_split_parameters_are_compared_between_ranks_of_one_part() -> None:
+    def halve(block: Any, *_: Any) -> None:
+        block[0].q.weight.data.mul_(0.5)
 
-    def halve(block: nn.Module, *_: Any) -> None:
-        block[0].q.weight.data.mul_(0.5)  # type: ignore[index]
+    def differ(block: Any, *_: Any) -> None:
+        block[0].k.weight.data.add_(float(dist.get_rank() == 3))
 
-    for one, rows in ((expected, slice(None)), (module, own_rows(2))):
-        one.blocks[0].register_forward_hook(halve)
-        loss_of(one, batch(0, rows)).backward()
-    weights = engine.state_dict(only_rank_0=False)
-    torch.testing.assert_close(weights, expected.state_dict(), rtol=0, atol=0)
-
-    def differ(block: nn.Module, *_: Any) -> None:
-        block[0].k.weight.data.add_(float(dist.get_rank() == 3))  # type: ignore[index]
-
-    module.blocks[1].register_forward_hook(differ)
-    with pytest.raises(RuntimeError, match=r"blocks.1.0.k.weight: written to in a step, with other values"):
-        loss_of(module, batch(0, own_rows(2))).backward()
-    engine.release()
+    expected, module = net(), net()
+    with sharded(module, stage=3, tensor_parallel=2, tensor_plan=PLAN) as (engine, _):
+        for one, rows in ((expected, slice(None)), (module, own_rows(2))):
+            one.blocks[0].register_forward_hook(halve)
+            loss_of(one, batch(0, rows)).backward()
+        torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=0)
+        module.blocks[1].register_forward_hook(differ)
+        with pytest.raises(RuntimeError, match=r"blocks.1.0.k.weight: written to in a step, with other values"):
+            loss_of(module, batch(0, own_rows(2))).backward()
 
 
 @on_ranks(2)
-def test_module_on_meta_gets_the_values_of_the_whole_module(tmp_path: Path) -> None:
+def test_module_on_meta_gets_the_values_of_the_whole_module() -> None:
     """Those of ``reset_parameters``, which depend on the sizes of the whole matrix."""
     found = []
     for settings in ({}, {"tensor_parallel": 2, "tensor_plan": PLAN}):
         with torch.device("meta"):
-            module = Net()
+            module = net()
         torch.manual_seed(3)
-        engine = lightning_zero.shard(module, stage=3, unit={"classes": ["Attention", "Mlp"]}, **settings)
-        found.append(engine.state_dict(only_rank_0=False))
-        engine.release()
+        with sharded(module, stage=3, unit={"classes": ["Attention", "Mlp"]}, **settings) as (engine, _):
+            found.append(engine.state_dict(only_rank_0=False))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @on_ranks(2)
-def test_module_that_its_user_has_split_keeps_its_styles(tmp_path: Path) -> None:
+def test_module_that_its_user_has_split_keeps_its_styles() -> None:
     """Also norms whose activations are split along the sequence: their gradients are partial on each rank."""
-    expected = net()
-    found = trained(expected, sgd(expected.parameters()), slice(None))
+    expected, found = alone(net)
+    along = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False)
+    styles = {
+        "norm": SequenceParallel(use_local_output=False),
+        "up": ColwiseParallel(input_layouts=SplitAlong(1)),
+        "down": RowwiseParallel(),
+    }
     for stage in (0, 3):
         module = net(seed=dist.get_rank())
         mesh = device_mesh("cpu", 2)["tensor_parallel"]
-        along = PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False
-        )
-        styles = {
-            "norm": SequenceParallel(use_local_output=False),
-            "up": ColwiseParallel(input_layouts=SplitAlong(1)),
-            "down": RowwiseParallel(),
-        }
-        for attention, mlp in module.blocks:  # type: ignore[misc]
+        for attention, mlp in module.blocks:
             parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
             parallelize_module(mlp, mesh, styles)
             parallelize_module(attention, mesh, {n: ColwiseParallel() for n in "qkv"} | {"o": RowwiseParallel()})
-        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=2)
-        assert split_of(module.blocks[0][0].q.weight) is not None  # type: ignore[index]
-        ours = trained(module, added(engine, sgd(module.parameters())), own_rows(2))
-        assert_alike(engine, ours, expected, found)
-        engine.release()
+        with sharded(module, stage=stage, tensor_parallel=2) as (engine, optimizer):
+            assert split_of(module.blocks[0][0].q.weight) is not None
+            assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "words"),
     [
-        {"sequence_parallel": 2},
-        {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
-        {"compile": "blocks"},
-        {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
-        {"gather_after_fit": True},
-        {"comm": {"hybrid_shard": "node"}},
-        {"precision": "float8"},
+        *(
+            (settings, "zero.tensor_parallel=2: expected 1 with zero")  # what is not proved with parts
+            for settings in (
+                {"sequence_parallel": 2},
+                {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
+                {"compile": "blocks"},
+                {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
+                {"gather_after_fit": True},
+                {"comm": {"hybrid_shard": "node"}},
+                {"precision": "float8"},
+            )
+        ),
+        ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
+        ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
     ],
-    ids=lambda settings: next(reversed(settings)),
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_are_not_proved_with_parts_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with zero"):
-        make_config(ZeroConfig(), tensor_parallel=2, **settings)
-
-
-def test_plan_without_ranks_and_unknown_styles_are_refused() -> None:
-    with pytest.raises(ConfigError, match="zero.tensor_plan has no effect with zero.tensor_parallel=1"):
-        make_config(None, tensor_plan=PLAN)
-    with pytest.raises(ConfigError, match=r"zero.tensor_plan: expected a mapping of names to one of colwise, rowwise"):
-        make_config(None, tensor_parallel=2, tensor_plan={"head": "columns"})
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config(ZeroConfig(), **{"tensor_parallel": 2, **settings})
 
 
 @on_ranks(2)
-def test_modules_that_cannot_be_split_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    def shard(module: nn.Module, **settings: Any) -> Engine:
-        return lightning_zero.shard(module, tensor_parallel=2, **settings)
-
-    with pytest.raises(ConfigError, match="expected a model of transformers .* or a zero.tensor_plan, got none"):
-        shard(net())
-    with pytest.raises(ConfigError, match=r"zero.tensor_plan: .*got 'layers.\*.q', which splits nothing"):
-        shard(net(), tensor_plan={"layers.*.q": "colwise"})
-    with pytest.raises(ConfigError, match="expected one split of the tied parameter weight of Embedding and Linear"):
-        shard(net(tied=True), tensor_plan={"head": "colwise_gather_output"})
-    with pytest.raises(ConfigError, match=r"zero.tensor_parallel: expected a number that divides the 2 rank\(s\)"):
-        lightning_zero.shard(net(), tensor_parallel=3, tensor_plan=PLAN)
+def test_modules_that_cannot_be_split_are_refused_on_all_ranks() -> None:
+    for module, settings, words in (
+        (net(), {}, "expected a model of transformers .* or a zero.tensor_plan, got none"),
+        (net(), {"tensor_plan": {"layers.*.q": "colwise"}}, r"zero.tensor_plan: .*got 'layers.\*.q', which splits"),
+        (
+            net(tied=True),
+            {"tensor_plan": {"head": "colwise_gather_output"}},
+            "expected one split of the tied parameter weight of Embedding and Linear",
+        ),
+        (net(), {"tensor_plan": PLAN, "tensor_parallel": 3}, r"zero.tensor_parallel: .* divides the 2 rank\(s\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            lightning_zero.shard(module, **{"tensor_parallel": 2, **settings})
     module = net()
-    engine = shard(module, tensor_plan=PLAN)
-    with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole tensors"):
-        engine.add_optimizer(torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]))
-    engine.release()
+    with sharded(module, tensor_parallel=2, tensor_plan=PLAN) as (engine, _):
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole"):
+            engine.add_optimizer(torch.optim.Muon(matrices))
 
 
 @on_ranks(2, full=(4,))
-def test_experts_on_their_ranks_equal_one_process(tmp_path: Path) -> None:
+def test_experts_on_their_ranks_equal_one_process() -> None:
     """The mixture of the example. In the last step all tokens go to one expert, so that other ranks have none."""
     example = load_example("expert_parallel")
 
@@ -448,15 +431,13 @@ def test_experts_on_their_ranks_equal_one_process(tmp_path: Path) -> None:
     for stage, size in itertools.product(range(4), {2, world}):
         module = make()
         module[1].split(device_mesh("cpu", size, "expert_parallel")["expert_parallel"])
-        engine = lightning_zero.shard(module, stage=stage, expert_parallel=size)
-        assert module[1].experts.up.shape[0] == 4 // size
-        optimizer = added(engine, sgd(module.parameters()))
-        ours = trained(module, optimizer, rows, loss=loss, data=data)
-        assert_alike(engine, ours, expected, found, rtol=1e-5, atol=1e-7)
-        state = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
-        torch.testing.assert_close(state, steps.state_dict()["state"], rtol=1e-5, atol=1e-6)
-        assert not fingerprints.differing_replicas(engine).any()
-        engine.release()
+        with sharded(module, stage=stage, expert_parallel=size) as (engine, optimizer):
+            assert module[1].experts.up.shape[0] == 4 // size
+            ours = trained(module, optimizer, rows, loss=loss, data=data)
+            assert_alike(engine, ours, expected, found, rtol=1e-5, atol=1e-7)
+            state = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
+            torch.testing.assert_close(state, steps.state_dict()["state"], rtol=1e-5, atol=1e-6)
+            assert not fingerprints.differing_replicas(engine).any()
 
 
 def load_example(name: str) -> Any:
@@ -473,7 +454,7 @@ def load_example(name: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "tensor", "expert"), [("llama", 2, 1), *itertools.product(["qwen3_moe"], [1, 2], [2, 4])]
 )
-def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
+def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert: int) -> None:
     """Also without gradients, where their layers take another way; the router's gradient among all."""
 
     def loss(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -483,15 +464,14 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
         torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
         return value
 
+    expected, found = alone(lambda: of_transformers(kind), loss=loss)
     for stage in (0, 3):
-        expected = of_transformers(kind)
-        found = trained(expected, sgd(expected.parameters()), slice(None), loss=loss)
         module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
-        engine = lightning_zero.shard(module, stage=stage, tensor_parallel=tensor, expert_parallel=expert)
-        assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
-        ours = trained(module, added(engine, sgd(module.parameters())), own_rows(tensor), loss=loss)
-        assert_alike(engine, ours, expected, found, rtol=1e-5)
-        engine.release()
+        settings = {"tensor_parallel": tensor, "expert_parallel": expert}
+        with sharded(module, stage=stage, **settings) as (engine, optimizer):
+            assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
+            ours = trained(module, optimizer, own_rows(tensor), loss=loss)
+            assert_alike(engine, ours, expected, found, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
         lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
 

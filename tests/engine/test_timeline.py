@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -25,19 +26,14 @@ from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Span
 from lightning_zero.timeline.lanes import lanes_of, outermost, without
-from tests.engine.support import Model, Sharded, assert_equal, language_work
+from tests.engine.support import Sharded, assert_equal, train
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
 Event = dict[str, Any]
-
-
-def steps(side: Sharded, count: int) -> None:
-    for number in range(count):
-        language_work(side, number)
-        side.step()
 
 
 def recorded(folder: Path) -> list[Event]:
@@ -72,7 +68,7 @@ def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -
     for timeline in (None, str(folder)):  # which changes no number
         torch.manual_seed(0)
         with at(2, 2), Sharded(Model(), stage=stage, timeline=timeline, **offload(tiers, tmp_path)) as side:
-            steps(side, 5)
+            train(side, range(5))
             found.append(side.engine.state_dict(only_rank_0=False))
             units = [unit.title for unit in side.engine.units]
             labels = {bucket.label for bucket in side.engine.buckets if bucket.plan.shards_master}
@@ -98,14 +94,9 @@ def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -
 
 def assert_rows(events: list[Event]) -> None:
     """Bars of one row do not overlap: Perfetto would nest them."""
-    rows: dict[Any, list[Event]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            rows.setdefault((event["pid"], event["tid"]), []).append(event)
-    for row in rows.values():
-        row.sort(key=lambda event: event["ts"])
-        for one, other in itertools.pairwise(row):
-            assert end_of(one) <= other["ts"] + 0.01, (one, other)
+    bars = sorted((e["pid"], e["tid"], e["ts"], end_of(e)) for e in events if e["ph"] == "X")
+    for one, other in itertools.pairwise(bars):
+        assert one[:2] != other[:2] or one[3] <= other[2] + 0.01, (one, other)
 
 
 @on_ranks(2)
@@ -114,26 +105,22 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     real, ahead = time.perf_counter, 7200.0 * dist.get_rank()
     clock = mock.patch("time.perf_counter", lambda: real() + ahead)
     with at(2, 2), clock, Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 5)
+        train(side, range(5))
     lanes = by_lane(recorded(tmp_path))
     for lane in ("gather", "reduce"):
-        ours, theirs = ([(e["name"], e) for e in sorted(lanes[r, lane], key=lambda e: e["ts"])] for r in (0, 1))
-        for name in {name for name, _ in ours}:
-            pairs = zip([e for n, e in ours if n == name], [e for n, e in theirs if n == name], strict=True)
-            for one, other in pairs:
-                # A broadcast ends for who sends before the other has it: only ends of receivers are bound.
-                assert abs(one["ts"] - other["ts"]) < 10e6
-                assert max(end_of(one), end_of(other)) >= max(one["ts"], other["ts"]) - 5e3, (one, other)
+        ours, theirs = (sorted(lanes[rank, lane], key=lambda e: (e["name"], e["ts"])) for rank in (0, 1))
+        for one, other in zip(ours, theirs, strict=True):
+            # A broadcast ends for who sends before the other has it: only ends of receivers are bound.
+            assert one["name"] == other["name"] and abs(one["ts"] - other["ts"]) < 10e6
+            assert max(end_of(one), end_of(other)) >= max(one["ts"], other["ts"]) - 5e3, (one, other)
 
 
 @on_ranks(2)
 def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
     with at(2, 2), Sharded(Model(), timeline=str(tmp_path)) as side:
         for number in range(5):
-            if dist.get_rank() == 1:
-                time.sleep(0.1)
-            language_work(side, number)
-            side.step()
+            time.sleep(0.1 * dist.get_rank())
+            train(side, [number])
     lanes = by_lane(recorded(tmp_path))
     exposed = [sum(e["dur"] for e in lanes[rank, "compute"] if e["cat"].startswith("exposed")) / 1e6 for rank in (0, 1)]
     assert exposed[0] > 0.15 > exposed[1], exposed
@@ -142,7 +129,7 @@ def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     with at(1, 1), Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 3)
+        train(side, range(3))
     dist.barrier()
     page = (tmp_path / "timeline.html").read_text()
     assert not re.search(r"(src|href)=|url\(|@import", page)
@@ -166,12 +153,12 @@ def warned() -> Iterator[list[str]]:
 def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
     is_first = dist.get_rank() == 0
     with Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 3)
+        train(side, range(3))
         with warned() as found:
             side.engine.passes.rest()
     assert ["ended after 3 steps" in text for text in found] == [True] * is_first
     with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 3)
+        train(side, range(3))
         side.engine.passes.rest()
     ends = [event for event in recorded(tmp_path) if event["ph"] == "i"]
     assert len(ends) == 3 * 2  # two steps
@@ -182,7 +169,7 @@ def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
     with at(1, 2), Sharded(Model(), timeline=str(tmp_path)) as side, warned() as found:
         with mock.patch("pathlib.Path.write_text", side_effect=OSError(28, "No space left on device")):
-            steps(side, 5)
+            train(side, range(5))
         assert side.engine.comm.rank or not (tmp_path / "timeline.html").exists()
     assert ["No space left" in text for text in found] == [True] * (dist.get_rank() == 0)
 
@@ -190,7 +177,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
     with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
-        steps(side, 2)
+        train(side, range(2))
         side.engine.passes.abort()
         # A device may wait for a message of a rank that is gone: nobody may wait for the device.
         accelerator = side.engine.comm.streams.accelerator
@@ -207,11 +194,11 @@ def test_bytes_to_the_device_are_those_that_are_sent(row: str, tmp_path: Path) -
     """Masters in host memory are sent as they are; what files hold is sent in bf16."""
     with Sharded(Model(), stage=3, precision="bf16", **offload(row, tmp_path)) as side:
         engine = side.engine
-        steps(side, 1)
+        train(side, range(1))
         engine.passes.wait_for_all()
         recorder = recording.listen(engine.comm.streams.accelerator)
         before, counted = recorder.moved_so_far(), Counter(engine.comm.counts)
-        steps(side, 1)
+        train(side, range(1))
         engine.passes.wait_for_all()
         moved = recorder.moved_so_far()["h2d"] - before["h2d"]
         recording.stop()
@@ -226,13 +213,13 @@ def test_bytes_to_the_device_are_those_that_are_sent(row: str, tmp_path: Path) -
         assert moved == expected > 0
 
 
-def test_refusals(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", ["", "inside"])
+def test_refusals(inside: str, tmp_path: Path) -> None:
+    path = tmp_path / "file" / inside
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+    for use in (ZeroStrategy, functools.partial(lightning_zero.shard, torch.nn.Linear(2, 2), device="cpu")):
         with pytest.raises(ConfigError, match=r"zero\.timeline: expected a folder"):
-            ZeroStrategy(timeline=str(path))
-        with pytest.raises(ConfigError, match=r"zero\.timeline: expected a folder"):
-            lightning_zero.shard(torch.nn.Linear(2, 2), timeline=str(path), device="cpu")
+            use(timeline=str(path))
 
 
 def bar(begin: float, end: float, what: str = "", why: str = "") -> Span:
@@ -256,9 +243,9 @@ def test_a_wait_inside_of_another_counts_once() -> None:
 @on_ranks(2)
 def test_gathers_reductions_steps_and_transfers_have_ranges_with_names(tmp_path: Path) -> None:
     with Sharded(Model(), prefetch_bytes=0, **offload("nvme", tmp_path)) as side:
-        steps(side, 1)  # what rests in files is read from the second step on
+        train(side, range(1))  # what rests in files is read from the second step on
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            steps(side, 1)
+            train(side, range(1))
             side.engine.passes.wait_for_all()
         found = {event.name for event in profile.events()}
         names = [f"{what} {unit.title}" for unit in side.engine.units for what in ("gather", "wait for")]

@@ -22,9 +22,9 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
-from tests.engine.support import Model, autocast, language_loss, tokens
+from tests.engine.support import autocast, language_loss, tokens
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, Does, Dropping, Layers, linear
+from tests.models import VOCABULARY, Does, Dropping, Layers, Model, linear
 from tests.selection import pairwise_places
 
 K = 4
@@ -52,38 +52,34 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def backward(module: nn.Module, batch: Tensor, parts: int, precision: str = "fp32", loss: Any = language_loss) -> float:
-    total = 0.0
-    for part in batch.chunk(parts):
-        with autocast(precision):
-            value = loss(module, part) / parts
-        value.backward()
-        total += value.item()
-    return total
-
-
-def both(
-    make: Callable[[], nn.Module], batch: Tensor, *, loss: Any = language_loss, k: int = K, **settings: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[str], Counter[str]]:
-    """Gradients of ordinary and of vertical accumulation, and what was sent for the second block."""
-    found: list[Any] = []
-    for count, parts in ((1, k), (k, 1)):
+def compare(
+    make: Callable[[], nn.Module], batch: Tensor, *, loss: Any = language_loss, of_all: bool = False, **settings: Any
+) -> tuple[Counter[str], Counter[str]]:
+    """Gradients of ordinary and of vertical accumulation are the same; what was sent for the second block."""
+    found: list[dict[str, Tensor]] = []
+    sent: list[Counter[str]] = []
+    precision = settings.get("precision", "fp32")
+    for shard, parts in ((ordinary, K), (vertical, 1)):
         torch.manual_seed(3)
         module = make()
-        engine = vertical(module, k=k, **settings) if count > 1 else ordinary(module, **settings)
-        backward(module, batch, parts, settings.get("precision", "fp32"), loss)
-        counts: Counter[str] = Counter()
+        engine = shard(module, **settings)
+        for part in batch.chunk(parts):
+            with autocast(precision):
+                value = loss(module, part) / parts
+            value.backward()
+        sent.append(Counter())
         for (kind, label), number in engine.comm.counts.items():
-            counts[kind] += number * ("blocks.1" in label)
-        found.append((gradients(module), +counts))
+            sent[-1][kind] += number * ("blocks.1" in label)
+        found.append(gradients(module))
         engine.release()
-    (one, of_one), (other, of_other) = found
-    return one, other, of_one, of_other
+    assert_close(*found, NEAR[precision], of_all=of_all)
+    return sent[0], sent[1]
 
 
-def assert_close(
-    one: dict[str, Tensor], other: dict[str, Tensor], precision: str = "fp32", *, of_all: bool = False
-) -> None:
+NEAR = {"fp32": 1e-6, "bf16": 2e-2, "bf16_true": 4e-2}
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], near: float = 1e-6, *, of_all: bool = False) -> None:
     """
     Args:
         of_all: beside the largest gradient of all, in place of the parameter's own.
@@ -91,11 +87,7 @@ def assert_close(
     assert one.keys() == other.keys() and one
     for name, grad in one.items():
         largest = max(g.abs().max().item() for g in (one.values() if of_all else [grad]))
-        near = {"fp32": 1e-6, "bf16": 2e-2, "bf16_true": 4e-2}[precision]
         assert (grad - other[name]).abs().max().item() <= near * max(largest, 1e-2), name
-
-
-Both = tuple[Any, Any, Engine]
 
 
 @contextlib.contextmanager
@@ -106,7 +98,7 @@ def released(module: nn.Module, **settings: Any) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def beside_plain(build: Callable[[], nn.Module], *, near: str = "fp32", **settings: Any) -> Iterator[Both]:
+def beside_plain(build: Callable[[], nn.Module], *, near: float = 1e-6, **settings: Any) -> Iterator[Any]:
     """A module, a plain copy and the engine; in the end their gradients are the same, averaged over the ranks."""
     torch.manual_seed(0)
     module, plain = build(), build()
@@ -132,19 +124,17 @@ def of_rank(*shape: int) -> Tensor:
 )
 def test_gradients_are_those_of_ordinary_accumulation(case: dict[str, Any], tmp_path: Path) -> None:
     folder = {"nvme_path": str(tmp_path)} if "nvme" in case["offload"] else {}
-    settings = {key: case[key] for key in ("stage", "precision", "how")}
-    one, other, *_ = both(Model, tokens(0, rows=ROWS), offload={"name": case["offload"], **folder}, **settings)
-    assert_close(one, other, case["precision"])
+    compare(Model, tokens(0, rows=ROWS), **{**case, "offload": {"name": case["offload"], **folder}})
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_unit_is_gathered_twice_and_reduced_once(stage: int) -> None:
-    _, _, ordinary_counts, counts = both(Model, tokens(0, rows=ROWS), stage=stage)
+    of_ordinary, of_vertical = compare(Model, tokens(0, rows=ROWS), stage=stage)
     reduction = "all_reduce" if stage == 0 else "reduce_scatter"
-    assert ordinary_counts[reduction] == K
-    assert counts[reduction] == 1
-    assert (ordinary_counts["all_gather"], counts["all_gather"]) == ((2 * K, 2) if stage == 3 else (0, 0))
+    assert (of_ordinary[reduction], of_vertical[reduction]) == (K, 1)
+    gathers = (of_ordinary["all_gather"], of_vertical["all_gather"])
+    assert gathers == ((2 * K, 2) if stage == 3 else (0, 0))
 
 
 @on_ranks(2)
@@ -178,7 +168,7 @@ def test_a_chunk_draws_the_same_numbers_again() -> None:
 
 def test_a_weight_that_was_cast_without_a_graph_has_a_gradient_under_autocast_around_all_of_a_step() -> None:
     """It would be found in the cache."""
-    with beside_plain(lambda: Layers(Dropping(), Dropping()).eval(), near="bf16") as (module, plain, _):
+    with beside_plain(lambda: Layers(Dropping(), Dropping()).eval(), near=NEAR["bf16"]) as (module, plain, _):
         x = torch.randn(ROWS, 8)
         for side in (plain, module):
             with torch.autocast("cpu", torch.bfloat16):
@@ -206,15 +196,6 @@ def test_gradients_of_chunks_are_added_in_fp32() -> None:
         for name, grad in gradients(module).items():
             of_blocks = 2 if name == "table" else 1
             assert torch.allclose(grad.float().flatten(), of_blocks * exact, rtol=2.0**-9), name
-
-
-def test_a_hook_that_would_be_shown_the_gradient_of_a_chunk_is_refused() -> None:
-    module = Layers(Dropping(), Dropping()).eval()
-    with released(module, offload="cpu"):
-        weight: Any = module.blocks[1].inner.weight
-        weight.register_post_accumulate_grad_hook(lambda p: None)
-        with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\.inner\.weight"):
-            module(torch.randn(ROWS, 8)).backward()
 
 
 def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
@@ -267,11 +248,8 @@ def test_inputs_and_outputs_may_be_nested(how: str) -> None:
         blocks = nn.ModuleList(Does(wide, inner=linear(8)) for _ in range(2))
         return Does(uses_wide, enter=linear(8), table=nn.Parameter(torch.randn(1, 8)), blocks=blocks)
 
-    def loss(module: nn.Module, rows: Tensor) -> Tensor:
-        return module(x[rows], weight[rows])
-
-    one, other, *_ = both(build, torch.arange(ROWS), loss=loss, stage=3, how=how)
-    assert_close(one, other)
+    loss = lambda module, rows: module(x[rows], weight[rows])  # noqa: E731
+    compare(build, torch.arange(ROWS), loss=loss, stage=3, how=how)
 
 
 def tied() -> nn.Module:
@@ -287,8 +265,7 @@ def tied() -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shared_repeated_and_frozen_parameters_train(stage: int) -> None:
-    one, other, *_ = both(tied, of_rank(ROWS, 8), loss=lambda module, part: module(part), stage=stage)
-    assert_close(one, other)
+    compare(tied, of_rank(ROWS, 8), loss=lambda module, part: module(part), stage=stage)
 
 
 @on_ranks(2)
@@ -300,8 +277,13 @@ def test_a_block_that_is_thawed_trains() -> None:
                 language_loss(side, tokens(step, rows=ROWS)).backward()
 
 
-def test_parameters_toggled_before_the_backward_are_refused() -> None:
+def test_what_a_graph_of_chunks_cannot_follow_is_refused() -> None:
+    """Parameters that are toggled before the backward, and gradients of inputs alone."""
     module = Model()
+    with released(module):
+        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
+        with pytest.raises(RuntimeError, match="loss.backward"):
+            torch.autograd.grad(loss, [module.embed.weight])
     with released(module):
         loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
         module.blocks[1].requires_grad_(False)
@@ -309,20 +291,11 @@ def test_parameters_toggled_before_the_backward_are_refused() -> None:
             loss.backward()
 
 
-def test_gradients_of_inputs_alone_are_refused() -> None:
-    module = Model()
-    with released(module):
-        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
-        with pytest.raises(RuntimeError, match="loss.backward"):
-            torch.autograd.grad(loss, [module.embed.weight])
-
-
 @pytest.mark.full
 @on_ranks(2)
 def test_compiled_blocks() -> None:
     compiled = {"name": "blocks", "arguments": {"backend": "aot_eager"}}
-    one, other, _, counts = both(Model, tokens(0, rows=ROWS), stage=3, compile=compiled)
-    assert_close(one, other)
+    _, counts = compare(Model, tokens(0, rows=ROWS), stage=3, compile=compiled)
     assert counts["all_gather"] == 2
 
 
@@ -439,6 +412,16 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
+def hooked() -> nn.Module:
+    """With a hook that would be shown the gradient of a chunk."""
+    module = Layers(Dropping(), Dropping()).eval()
+    module.blocks[1].inner.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
+TURNED = Does(lambda m, x: m.layers(x.transpose(0, 1)), layers=Layers(Dropping(), Dropping()))
+
+
 @pytest.mark.parametrize(
     ("module", "x", "words"),
     [
@@ -450,11 +433,13 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
         (passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
         (passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
         (passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+        (TURNED, torch.randn(4, 8, 8), r"dimension is the batch \(4\), got \[8, 4, 8\]"),
+        (hooked(), torch.randn(ROWS, 8), r"hook .* on blocks\.1\.inner\.weight"),
     ],
 )
-def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
+def test_refused_in_a_step(module: nn.Module, x: Tensor, words: str) -> None:
     with released(module, offload="cpu"), pytest.raises(RuntimeError, match=words):
-        module(x)
+        module(x).backward()
 
 
 def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
@@ -466,66 +451,15 @@ def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
 
 
 @pytest.mark.parametrize("compile", ["none", {"name": "blocks", "arguments": {"backend": "eager"}}], ids=type)
-def test_a_tensor_that_leaves_a_unit_is_refused_behind_an_evaluation_too(compile: Any) -> None:
-    module = passes("keeps").eval()
-    with released(module, offload="cpu", compile=compile):
-        with torch.no_grad():
-            module(torch.randn(ROWS, 8))
-        with pytest.raises(CannotDivide, match="leaves it by another way than its results"):
-            module(torch.randn(ROWS, 8))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_runs_a_unit_whole_that_keeps_a_tensor(mode: Callable[[], Any]) -> None:
+def test_an_evaluation_runs_a_unit_whole_that_keeps_a_tensor_and_training_refuses_it(compile: Any, mode: Any) -> None:
     module, x = passes("keeps").eval(), torch.randn(ROWS, 8)
-    with released(module, offload="cpu"), mode():
-        module(x)
+    with released(module, offload="cpu", compile=compile):
+        with mode():
+            module(x)
         assert module.blocks[0].kept.shape == (ROWS, 8)
-
-
-def of_heads(bias: Tensor, gives: bool = False) -> nn.Module:
-    """Attention with a bias of heads, of which there are as many as samples; and a number for each of two experts."""
-
-    def heads(m: Any, x: Tensor, bias: Tensor) -> Any:
-        q = x.unflatten(2, (8, 2)).transpose(1, 2)
-        scores = q @ q.transpose(2, 3) + bias
-        x = x + m.inner((scores.softmax(-1) @ q).transpose(1, 2).flatten(2))
-        return (x, x.flatten(0, 1)[:, :2].mean(0)) if gives else x
-
-    def act(m: Any, x: Tensor) -> Tensor:
-        x, loads = m.enter(x), torch.zeros(2)
-        for block in m.blocks:
-            x = block(x, bias)
-            x, loads = (x[0], loads + x[1]) if isinstance(x, tuple) else (x, loads)
-        return x.mean() + loads.sum()
-
-    return Does(act, enter=linear(16), blocks=nn.ModuleList(Does(heads, inner=linear(16)) for _ in range(2)))
-
-
-@pytest.mark.parametrize(
-    ("k", "bias", "gives", "words"),
-    [
-        (8, torch.randn(8, 5, 5), False, None),
-        (8, torch.randn(8, 1, 5, 5), False, None),
-        (4, torch.randn(1, 8, 5, 5), True, r"a result \[2\] with one that is not of samples"),
-        (2, torch.randn(1, 8, 5, 5), True, r"a result \[2\] with one that is not of samples"),
-    ],
-    ids=["a bias", "a bias of samples", "a result like chunks", "a result unlike chunks"],
-)
-def test_sizes_that_are_the_batchs_by_chance(k: int, bias: Tensor, gives: bool, words: str | None) -> None:
-    module, plain = of_heads(bias, gives), of_heads(bias, gives)
-    with released(module, k=k) as engine:
-        x = torch.randn(8, 5, 16)
-        plain.load_state_dict(engine.state_dict())
-        state = torch.get_rng_state()
-        for _ in range(2):  # in an evaluation it is run whole where it cannot be divided
-            with torch.no_grad():
-                assert torch.allclose(module(x), plain(x))
-        with pytest.raises(CannotDivide, match=words) if words else contextlib.nullcontext():
-            loss = module(x)
-            assert torch.allclose(loss, plain(x))
-            loss.backward()
-        assert torch.equal(state, torch.get_rng_state())
+        with pytest.raises(CannotDivide, match="leaves it by another way than its results"):
+            module(x)
 
 
 def test_an_error_in_a_chunk_says_what_was_divided() -> None:
@@ -535,12 +469,6 @@ def test_an_error_in_a_chunk_says_what_was_divided() -> None:
     assert raised.value.__notes__ == [
         "unit blocks.0 was being run in 4 chunks: Of its inputs, [8, 8] are divided along their first dimension."
     ]
-
-
-def test_another_first_dimension_than_the_batch_is_refused() -> None:
-    turned = Does(lambda m, x: m.layers(x.transpose(0, 1)), layers=Layers(Dropping(), Dropping()))
-    with released(turned, k=2), pytest.raises(CannotDivide, match=r"dimension is the batch \(4\), got \[8, 4, 8\]"):
-        turned(torch.randn(4, 8, 8))
 
 
 def test_units_on_the_whole_batch_are_not_divided() -> None:
@@ -637,8 +565,7 @@ def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
     torch.manual_seed(0)
     head, loss = nn.Linear(5, 7).requires_grad_(False), Does(act, scale=nn.Parameter(torch.tensor(0.7)))
     hidden, targets = torch.randn(6, 4, 5), torch.randint(0, 7, (6, 4))
-    targets[:3] = -100
-    targets[4, 1] = -100
+    targets[:3] = targets[4, 1] = -100
     found = lightning_zero.chunked_loss(head, loss, hidden, targets, chunks=6)
     kept = targets != -100
     wanted = loss(head(hidden[kept]), targets[kept]).mean()
@@ -689,18 +616,15 @@ def of_transformers(kind: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "t5":  # the first block makes a bias for all of them
-        sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-        )
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    if kind == "mistral":  # its cache holds a number before it holds keys
-        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
+        sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+        sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 1}
     if kind == "mixtral":
-        config = transformers.MixtralConfig(**sizes, num_local_experts=2, output_router_logits=True)
-        return transformers.MixtralForCausalLM(config)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        sizes |= {"num_local_experts": 2, "output_router_logits": True}
+    make = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    return make.from_config(transformers.AutoConfig.for_model(kind, vocab_size=32, **sizes))
 
 
 def causal_loss(module: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
@@ -709,17 +633,18 @@ def causal_loss(module: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
     return module(input_ids=ids, attention_mask=mask, labels=ids, **settings).loss
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])
+def token_ids() -> Tensor:
+    return torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])  # the cache of the second holds a number at first
 def test_models_of_transformers(kind: str) -> None:
-    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
-    one, other, *_ = both(lambda: of_transformers(kind), ids, loss=causal_loss, stage=3, offload="cpu")
-    assert_close(one, other, of_all=True)
+    compare(lambda: of_transformers(kind), token_ids(), loss=causal_loss, of_all=True, stage=3, offload="cpu")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])
 def test_models_of_transformers_that_are_computed_again(kind: str) -> None:
     """The second forward does not add to the cache of the first."""
-    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
     plain, module = of_transformers(kind), of_transformers(kind)
     engine = ordinary(module, stage=3)
     for side in (plain, module):
@@ -727,7 +652,7 @@ def test_models_of_transformers_that_are_computed_again(kind: str) -> None:
         if kind == "llama":  # a cache whose tensors are there and hold nothing
             given["past_key_values"] = cache = sys.modules["transformers"].DynamicCache(config=side.config)
             cache.early_initialization(ROWS, 1, 8, torch.float32, torch.device("cpu"))
-        causal_loss(side, ids, **given).backward()
+        causal_loss(side, token_ids(), **given).backward()
     found = gradients(module)
     assert_close({n: p.grad for n, p in plain.named_parameters() if n in found}, found, of_all=True)
     engine.release()
@@ -735,27 +660,23 @@ def test_models_of_transformers_that_are_computed_again(kind: str) -> None:
 
 def test_a_cache_that_holds_keys_is_refused_in_training_and_filled_in_an_evaluation() -> None:
     module, plain = of_transformers("llama"), of_transformers("llama")
-    engine = vertical(module, stage=3)
-    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found, expected = module(input_ids=ids), plain(input_ids=ids)
-    assert torch.allclose(found.logits, expected.logits, atol=1e-6)
-    one, other = (output.past_key_values.layers[1].keys for output in (found, expected))
-    assert torch.allclose(one, other, atol=1e-6)
-    with pytest.raises(CannotDivide, match="inside of an object of class DynamicCache"):
-        module(input_ids=ids, past_key_values=found.past_key_values)
-    engine.release()
+    ids = token_ids()
+    with released(module):
+        with torch.no_grad():
+            found, expected = module(input_ids=ids), plain(input_ids=ids)
+        assert torch.allclose(found.logits, expected.logits, atol=1e-6)
+        one, other = (output.past_key_values.layers[1].keys for output in (found, expected))
+        assert torch.allclose(one, other, atol=1e-6)
+        with pytest.raises(CannotDivide, match="inside of an object of class DynamicCache"):
+            module(input_ids=ids, past_key_values=found.past_key_values)
 
 
 def test_router_logits_that_a_hook_collects_are_refused() -> None:
     """Their loss would have no gradient. Without vertical accumulation, they train (gather() of such a model too)."""
-    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
     module = of_transformers("mixtral")
     engine = ordinary(module, stage=3)
-    causal_loss(module, ids).backward()
+    causal_loss(module, token_ids()).backward()
     assert gradients(module)
     engine.release()
-    engine = vertical(module, stage=3)
-    with pytest.raises(CannotDivide, match="leaves it by another way than its results"):
-        causal_loss(module, ids)
-    engine.release()
+    with released(module), pytest.raises(CannotDivide, match="leaves it by another way than its results"):
+        causal_loss(module, token_ids())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +23,11 @@ from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units.bucket import Bucket
-from tests.engine.support import Model, Sharded, language_loss, language_work, tokens, train
+from tests.engine.support import Sharded, language_work, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 ROOT = Path(lightning_zero.__file__).parent
-
-
-MOST = 9  # files
 
 
 WALK_OF_A_PARAMETER = {
@@ -56,10 +54,6 @@ WALK_OF_A_GRADIENT = {
 }
 
 
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def tensors_in(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided:
@@ -68,35 +62,29 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether ``tensor`` is over the same memory as one of others."""
+    return tensor.untyped_storage()._cdata in {other.untyped_storage()._cdata for other in others}
+
+
 @contextlib.contextmanager
-def files_with(storages: set[int]) -> Iterator[set[str]]:
-    """Inside, the files of the package whose functions have memory of ``storages`` in hand, at their ends."""
-    found: set[str] = set()
+def files_with(tensors: Sequence[Tensor]) -> Iterator[tuple[set[str], list[Tensor]]]:
+    """Inside, the files of the package whose functions have memory of ``tensors`` in hand, at their ends. To the list
+    that is given beside them others can be added."""
+    found, followed = set[str](), [tensor.detach() for tensor in tensors]
 
     def profile(frame: FrameType, event: str, result: Any) -> None:
         if event != "return" or not frame.f_code.co_filename.startswith(str(ROOT) + os.sep):
             return
         with torch._C.DisableTorchFunctionSubclass():
-            tensors = tensors_in([*frame.f_locals.values(), result])
-            if any(tensor.untyped_storage()._cdata in storages for tensor in tensors):
+            if any(is_among(tensor, followed) for tensor in tensors_in([*frame.f_locals.values(), result])):
                 found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
     sys.setprofile(profile)
     try:
-        yield found
+        yield found, followed
     finally:
         sys.setprofile(None)
-
-
-def trained(side: Sharded, steps: int) -> None:
-    for step in range(steps):
-        side.backward(language_loss(side.module, tokens(step)))
-        side.step()
-        side.zero_grad()
-
-
-def of_block(side: Sharded) -> Bucket:
-    return side.engine.units[2].buckets[0]
 
 
 @on_ranks(2)
@@ -105,8 +93,7 @@ def test_a_parameter_passes_few_files() -> None:
     with Sharded(Model(), stage=3) as side:
         train(side, range(2))
         bucket = side.engine.units[2].buckets[0]
-        storages = {tensor.untyped_storage()._cdata for tensor in (bucket.full.data, bucket.master)}
-        with files_with(storages) as found:
+        with files_with([bucket.full.data, bucket.master]) as (found, _):
             language_work(side, 2)
         assert found == WALK_OF_A_PARAMETER, "\n".join(sorted(found))
 
@@ -114,48 +101,40 @@ def test_a_parameter_passes_few_files() -> None:
 @on_ranks(2)
 def test_a_gradient_passes_few_files() -> None:
     """From autograd to the shard that the optimizer steps."""
+    take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
     with Sharded(Model(depth=3), stage=3) as side:
-        trained(side, 2)
-        bucket = of_block(side)
-        storages: set[int] = set()
-        kept: list[Any] = []  # so that none of them is freed, and its address given to another
-        take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
+        train(side, range(2))
+        bucket = side.engine.units[2].buckets[0]
+        with files_with([]) as (found, followed):
 
-        def follow(tensor: Tensor) -> None:
-            kept.append(tensor.untyped_storage())
-            storages.add(storage_of(tensor))
+            def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
+                if into is bucket:
+                    followed.append(grad)
+                take(self, into, slot, grad)
+                if into is bucket and (local := self.grads[bucket].local) is not None:
+                    followed.append(local)
 
-        def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
-            if into is bucket:
-                follow(grad)
-            take(self, into, slot, grad)
-            if into is bucket and (local := self.grads[bucket].local) is not None:
-                follow(local)
+            def completed(self: BucketGrads) -> Tensor:
+                full = complete(self)
+                if self.bucket is bucket:
+                    followed.append(full)
+                return full
 
-        def completed(self: BucketGrads) -> Tensor:
-            full = complete(self)
-            if self.bucket is bucket:
-                follow(full)
-            return full
+            def reduced(self: DirectTransport, full: Tensor, *args: Any, **kwargs: Any) -> Any:
+                works, total = reduce(self, full, *args, **kwargs)
+                is_ours = is_among(full, followed)
 
-        def reduced(self: DirectTransport, full: Tensor, *args: Any, **kwargs: Any) -> Any:
-            works, total = reduce(self, full, *args, **kwargs)
-            is_ours = storage_of(full) in storages
+                def noted() -> Tensor:
+                    value = total()
+                    followed.extend([value] * is_ours)
+                    return value
 
-            def noted() -> Tensor:
-                value = total()
-                if is_ours:
-                    follow(value)
-                return value
+                return works, noted
 
-            return works, noted
-
-        with (
-            mock.patch.object(Reducer, "take", taken),
-            mock.patch.object(BucketGrads, "complete", completed),
-            mock.patch.object(DirectTransport, "reduce", reduced),
-            files_with(storages) as found,
-        ):
-            side.backward(language_loss(side.module, tokens(2)))
+            with (
+                mock.patch.object(Reducer, "take", taken),
+                mock.patch.object(BucketGrads, "complete", completed),
+                mock.patch.object(DirectTransport, "reduce", reduced),
+            ):
+                language_work(side, 2)
         assert found == WALK_OF_A_GRADIENT, "\n".join(sorted(found))
-        assert len(found) <= MOST

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.engine.whole import whole_params
-from tests.engine.support import Model, Sharded, language_work
+from tests.engine.support import Sharded, language_work, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 HOSTS: dict[str, Sequence[int]] = {"one each": (0, 1, 2), "two and one": (0, 0, 1), "the last first": (1, 0, 1)}
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_hosts(hosts: Sequence[int], available: Sequence[int] | None = None) -> Iterator[None]:
     """Inside, this rank takes itself for one on a host of these, by rank."""
     rank = dist.get_rank()
@@ -37,38 +38,34 @@ def whole(side: Sharded) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("hosts", list(HOSTS))
 def test_each_host_has_all_values(stage: int, hosts: str) -> None:
-    torch.manual_seed(3)
     with on_hosts(HOSTS[hosts]), Sharded(Model(), stage=stage) as side:
+        bias = side.module.head.bias
         for step in range(2):
-            language_work(side, step)
-            side.step()
-            side.zero_grad()
+            train(side, [step])
             expected = whole(side)
             assert whole_params.show_whole(side.engine)
             assert all(map(torch.equal, side.module.parameters(), expected))
             with torch.no_grad():
-                side.module.head.bias.add_(float(dist.get_rank()))  # of this rank alone
-            dist.barrier()
-            assert torch.equal(side.module.head.bias, expected[-1] + dist.get_rank())
-            with torch.no_grad():
-                side.module.head.bias.fill_(7.0 + step)  # of all
+                bias.add_(float(dist.get_rank()))  # of this rank alone
+                dist.barrier()
+                assert torch.equal(bias, expected[-1] + dist.get_rank())
+                bias.fill_(7.0 + step)  # of all
             assert whole_params.shard_again(side.engine, keep=bool(step))
             assert whole(side)[-1].eq(7.0 + step).all()
             assert all(map(torch.equal, whole(side)[:-1], expected[:-1]))
         kept = side.engine.host_copy
         assert whole_params.show_whole(side.engine)  # the copy that was kept, with what was written
         assert side.engine.host_copy is kept is not None
-        assert side.module.head.bias.eq(8.0).all()
+        assert bias.eq(8.0).all()
         whole_params.shard_again(side.engine)
 
 
 @on_ranks(3)
 def test_one_host_without_room_is_named_by_all() -> None:
+    says = r"stays sharded.*on the host of ranks 2, got 1,000 bytes"
+    warns = pytest.warns(UserWarning, match=says) if dist.get_rank() == 0 else contextlib.nullcontext()
     with on_hosts((0, 0, 1), (1 << 40, 1 << 40, 1000)), Sharded(Model(), stage=3) as side:
-        if dist.get_rank() == 0:
-            with pytest.warns(UserWarning, match=r"stays sharded.*on the host of ranks 2, got 1,000 bytes"):
-                assert not whole_params.show_whole(side.engine)
-        else:
+        with warns:
             assert not whole_params.show_whole(side.engine)
         language_work(side, 0)
 

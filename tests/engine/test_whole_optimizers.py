@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of, recording
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from tests.engine.optimizers import (
     Counting,
@@ -42,27 +42,29 @@ from tests.engine.optimizers import (
 )
 from tests.engine.support import (
     Master,
-    Model,
     Sharded,
     Twin,
     accumulate,
     assert_equal,
     assert_same,
     autocast,
+    cases,
     language_loss,
+    language_work,
+    load_state,
     pairwise_selection,
+    state_of,
     tokens,
+    train,
+    with_twin,
 )
 from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
-from tests.models import VOCABULARY, Does, linear
+from tests.models import VOCABULARY, Does, Model, frozen, linear
 from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
-
-
-WholeTwin = functools.partial(Twin, shaped=True)
 
 
 def clip_by(twin: Twin, norm: Tensor, max_norm: float) -> None:
@@ -71,20 +73,6 @@ def clip_by(twin: Twin, norm: Tensor, max_norm: float) -> None:
     torch.testing.assert_close(norm, own)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     twin.grads = {param: grad * factor for param, grad in twin.grads.items()}
-
-
-class Case(NamedTuple):
-    world: int
-    stage: int
-    micro_batches: int
-    clip: bool
-    precision: str
-    offload: str
-    window: int
-    optimizer: str
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
 
 
 OPTIMIZERS = {
@@ -104,6 +92,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "window": (SMALL_WINDOWS, 1 << 28),
     "optimizer": tuple(OPTIMIZERS),
 }
+Case = namedtuple("Case", VALUES)
 MATRIX = [
     case
     for case in (Case(*values) for values in itertools.product(*VALUES.values()))
@@ -119,73 +108,50 @@ MORE = [  # every row and number of ranks with every optimizer, and all ways to 
 ]
 
 
-def train(case: Case, folder: Path, steps: int = 3) -> None:
-    torch.default_generator.manual_seed(3)
-    module = Model()
-    make = OPTIMIZERS[case.optimizer]
-    twin = WholeTwin(module, optimizer=make, precision=case.precision, each=case.stage >= 2)
-    settings: dict[str, Any] = {"reduce_bucket_bytes": case.window, **offload(case.offload, folder)}
-    with Sharded(module, stage=case.stage, precision=case.precision, optimizer=make, **settings) as sharded:
-        for step in range(steps):
-            for side in (sharded, twin):
-                with autocast(case.precision):
-                    accumulate(side, step, case.micro_batches)
-            if case.clip:
-                clip_by(twin, sharded.clip(0.05), 0.05)
-            for side in (sharded, twin):
-                side.step()
-                side.zero_grad()
-            assert_same(sharded, twin, what=f"step {step}: ")
+def train_case(case: Case, folder: Path) -> None:
+    norms: list[Tensor] = []
+
+    def work(side: Any, step: int) -> None:
+        with autocast(case.precision):
+            accumulate(side, step, case.micro_batches)
+        if case.clip and isinstance(side, Twin):
+            clip_by(side, norms[-1], 0.05)
+        elif case.clip:
+            norms.append(side.clip(0.05))
+
+    settings = {"stage": case.stage, "precision": case.precision, "reduce_bucket_bytes": case.window}
+    side_by_side(OPTIMIZERS[case.optimizer], work, **settings, **offload(case.offload, folder))
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", [*SELECTED, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)], ids=str)
+@cases(SELECTED, MORE)
 def test_a_step_is_that_of_one_process(case: Case, tmp_path: Path) -> None:
-    run(case.world, train, case, tmp_path)
+    run(case.world, train_case, case, tmp_path)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def steps_of(sharded: Sharded, first: int, count: int) -> None:
-    for step in range(first, first + count):
-        sharded.backward(language_loss(sharded.module, tokens(step)))
-        sharded.step()
-        sharded.zero_grad()
-
-
-def plain_state(make: Any, steps: int) -> tuple[dict[str, Any], list[Tensor]]:
-    torch.default_generator.manual_seed(3)
-    twin = WholeTwin(Model(), optimizer=make)
-    for step in range(steps):
-        twin.backward(language_loss(twin.module, tokens(step)))
-        twin.step()
-        twin.zero_grad()
-    return twin.optimizer.state_dict(), [master.value for master in twin.masters.values()]
-
-
 @pytest.mark.sample
 @on_ranks(3, full=(1,))
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
-@pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
-def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Path) -> None:
-    make, (stage, place) = OPTIMIZERS[name], row.split()
-    expected, _ = plain_state(make, 2)
-    _, later = plain_state(make, 4)
-    torch.default_generator.manual_seed(3)
-    more = {"reduce_bucket_bytes": SMALL_WINDOWS, **offload(place, tmp_path)}
-    with Sharded(Model(), stage=stage, optimizer=make, **more) as side:
-        steps_of(side, 0, 2)
-        state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        assert_equal(state, expected)
-        weights = side.engine.state_dict(only_rank_0=False)
-        steps_of(side, 2, 1)  # something else, which is to be forgotten
+@pytest.mark.parametrize(("stage", "row"), [(0, "none"), (2, "optimizer_cpu"), (3, "nvme")])
+def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
+    name: str, stage: int, row: str, tmp_path: Path
+) -> None:
+    more = {"reduce_bucket_bytes": SMALL_WINDOWS, **offload(row, tmp_path)}
+    with with_twin(stage=stage, optimizer=OPTIMIZERS[name], shaped=True, **more) as (side, twin):
+        for each in (side, twin):
+            train(each, range(2))
+        state, weights = state_of(side), side.engine.state_dict(only_rank_0=False)
+        assert_equal(state, twin.optimizer.state_dict())
+        train(side, [2])  # something else, which is to be forgotten
         vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
         side.engine.load_state_dict(weights)
-        state_dicts.load_optimizer_state(side.engine, side.optimizer, copy.deepcopy(state))
-        steps_of(side, 2, 2)
-        found = side.engine.state_dict(only_rank_0=False)
-        assert_equal(list(found.values()), later)
+        load_state(side, copy.deepcopy(state))
+        for each in (side, twin):
+            train(each, range(2, 4))
+        assert_same(side, twin)
 
 
 @pytest.mark.full
@@ -200,7 +166,7 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Path) ->
             side.engine.restage(f"zero{stage}", **offload(place, tmp_path))
             check_held(side.engine, rows[step])
 
-    side_by_side(OPTIMIZERS[name], language, steps=len(rows), between=between, stage=3)
+    side_by_side(OPTIMIZERS[name], steps=len(rows), between=between)
 
 
 # -- what people do to optimizers -------------------------------------------------------------------------------------
@@ -208,30 +174,24 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Path) ->
 
 def side_by_side(
     make: Any,
-    work: Any,
+    work: Any = language_work,
     *,
     build: Any = Model,
     steps: int = 3,
     between: Any = lambda side, step: None,
     **settings: Any,
 ) -> None:
-    """Train as :class:`WholeTwin` trains; ``between`` is called on both sides behind each step."""
-    torch.default_generator.manual_seed(3)
-    module = build()
-    twin = WholeTwin(module, optimizer=make)
-    with Sharded(module, optimizer=make, **{"reduce_bucket_bytes": SMALL_WINDOWS, **settings}) as sharded:
+    """Train as a plain optimizer of whole tensors; ``between`` is called on both sides behind each step."""
+    settings = {"reduce_bucket_bytes": SMALL_WINDOWS, **settings}
+    with with_twin(build, optimizer=make, shaped=True, **settings) as sides:
         for step in range(steps):
-            for side in (sharded, twin):
+            for side in sides:
                 work(side, step)
                 side.step()
                 side.zero_grad()
                 side.module.zero_grad()
                 between(side, step)
-            assert_same(sharded, twin, what=f"step {step}: ")
-
-
-def language(side: Any, step: int) -> None:
-    side.backward(language_loss(side.module, tokens(step)))
+            assert_same(*sides, what=f"step {step}: ")
 
 
 def is_matrix(param: Tensor) -> bool:
@@ -239,16 +199,15 @@ def is_matrix(param: Tensor) -> bool:
 
 
 @on_ranks(3, full=(1, 2))
-@pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
-def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> None:
-    stage, place = row.split()
+@pytest.mark.parametrize(("stage", "row"), [(0, "none"), (3, "none"), (2, "optimizer_cpu")])
+def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(stage: int, row: str) -> None:
     torch.default_generator.manual_seed(3)
     module = Model()
-    twin = WholeTwin(module, optimizer=lambda params: torch.optim.SGD(params, lr=0))
+    twin = Twin(module, optimizer=lambda params: torch.optim.SGD(params, lr=0), shaped=True)
     for param, master in twin.masters.items():
         if not is_matrix(param):  # AdamW of torch steps slices: see Master
             twin.masters[param] = Master(nn.Parameter(master.value))
-    engine = lightning_zero.shard(module, stage=int(stage), offload=place, device="cpu")
+    engine = lightning_zero.shard(module, stage=stage, offload=row, device="cpu")
     optimizers: list[Optimizer] = []
     for params in ({p: p for p in module.parameters()}, {p: master.flat for p, master in twin.masters.items()}):
         optimizers.append(torch.optim.Muon([own for p, own in params.items() if is_matrix(p)], lr=0.05))
@@ -257,7 +216,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
     made = [engine.add_optimizer(optimizer) for optimizer in optimizers[:2]]
     assert [isinstance(sharded, WholeOptimizer) for sharded in made] == [True, False]
     for step in range(3):
-        language(twin, step)
+        language_work(twin, step)
         twin.show_grads()
         engine.passes.backward(language_loss(module, tokens(step)))
         for optimizer in optimizers:
@@ -306,10 +265,11 @@ def flagged(params: Any) -> Optimizer:
 @pytest.mark.parametrize("make", [Counting, flagged, Slow], ids=lambda make: make.__name__)
 def test_classes_as_people_write_them(make: Any) -> None:
     """Collections and functions in attributes, state from the beginning, wrappers."""
-    side_by_side(make, in_part, build=optional, steps=5, stage=3, reduce_bucket_bytes=500)
-    with Sharded(Model(), stage=3, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
-        steps_of(side, 0, 2)
-        side.step()  # no gradient at all: counted, as in one process
+    side_by_side(make, in_part, build=optional, steps=5, reduce_bucket_bytes=500)
+    with Sharded(Model(), optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        train(side, range(2))
+        loss = side.optimizer.step(lambda: torch.ones(()))  # no gradient at all: counted, as in one process
+        assert float(loss) == 1
         if make is Counting:
             assert side.optimizer.counts == {"steps": 3}  # type: ignore[attr-defined]
 
@@ -317,14 +277,6 @@ def test_classes_as_people_write_them(make: Any) -> None:
 @pytest.mark.full
 @on_ranks(2)
 def test_schedules_new_groups_and_what_is_thawed() -> None:
-    def build() -> nn.Module:
-        module = Model()
-        module.blocks[1].requires_grad_(False)
-        return module
-
-    def make(params: Any) -> Optimizer:
-        return Lamb([p for p in params if p.requires_grad])
-
     def between(side: Any, step: int) -> None:
         if step == 0:
             side.optimizer.param_groups[0]["lr"] = 0.005
@@ -334,7 +286,8 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
                 thawed = [side.masters[param].flat.requires_grad_(True) for param in thawed]
             side.optimizer.add_param_group({"params": thawed, "lr": 0.03})
 
-    side_by_side(make, language, build=build, steps=4, between=between, stage=3)
+    make = lambda params: Lamb([p for p in params if p.requires_grad])  # noqa: E731
+    side_by_side(make, build=lambda: frozen("blocks.1"), steps=4, between=between)
 
 
 @pytest.mark.sample
@@ -347,11 +300,8 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 def test_optimizers_that_are_told_to_and_classes_with_a_step_of_their_own_step_whole_tensors(
     kind: Any, stage: int, settings: dict[str, Any]
 ) -> None:
-    def make(params: Any) -> Optimizer:
-        made: Optimizer = kind(params, lr=0.01, weight_decay=0.1, fused=True)
-        return made
-
-    side_by_side(make, language, stage=stage, optimizer_settings=settings)
+    make = functools.partial(kind, lr=0.01, weight_decay=0.1, fused=True)
+    side_by_side(make, stage=stage, optimizer_settings=settings)
 
 
 @on_ranks(2)
@@ -359,7 +309,7 @@ def test_state_that_finds_no_room_is_an_error_on_all() -> None:
     """A budget that the state is beyond, after all that could be known of it before."""
     settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL_WINDOWS}
     side = Sharded(Model(), stage=2, optimizer=Shampoo, **settings)
-    language(side, 0)
+    language_work(side, 0)
     tiers = side.engine.tiers
     if side.engine.comm.rank:
         tiers.set_budgets(tiers.host.nbytes + 3000, None)  # type: ignore[union-attr]
@@ -367,28 +317,6 @@ def test_state_that_finds_no_room_is_an_error_on_all() -> None:
         side.step()
     tiers.set_budgets(None, None)
     side.engine.release()
-
-
-@on_ranks(2)
-def test_hooks_run_once_a_step_and_see_parameters() -> None:
-    torch.default_generator.manual_seed(3)
-    seen: list[str] = []
-    with Sharded(Model(), stage=2, optimizer=Shampoo, reduce_bucket_bytes=SMALL_WINDOWS) as side:
-        params = list(side.module.parameters())
-
-        def note(optimizer: Any, *_: Any, name: str) -> None:
-            listed = [p for group in optimizer.param_groups for p in group["params"]]
-            assert all(p is q for p, q in zip(listed, params, strict=True))
-            seen.append(name)
-
-        side.optimizer.register_step_pre_hook(functools.partial(note, name="before"))
-        side.optimizer.register_step_post_hook(functools.partial(note, name="after"))
-        scheduler = torch.optim.lr_scheduler.ConstantLR(side.optimizer)
-        language(side, 0)
-        side.optimizer.step()
-        scheduler.step()  # which warns where no step has come
-        loss = side.optimizer.step(lambda: torch.ones(()))
-        assert float(loss) == 1 and seen == ["before", "after"] * 2
 
 
 @pytest.mark.sample
@@ -442,15 +370,14 @@ def peak_of(act: Any) -> int:
 @pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
 def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, beside: str) -> None:
     """Each replica steps all tensors, divided among its ranks; one saves their state."""
-    node = f"node {torch.distributed.get_rank() // 2}"
+    settings = {"node": f"node {torch.distributed.get_rank() // 2}", "reduce_bucket_bytes": SMALL_WINDOWS}
     found = []
     for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
-        settings: dict[str, Any] = {"comm": {"hybrid_shard": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
-        with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
-            steps_of(side, 0, 3)
-            state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-            found.append((side.engine.state_dict(only_rank_0=False), state))
+        comm = {"hybrid_shard": name}
+        with Sharded(Model(), stage=stage, optimizer=muon_and_adam, comm=comm, **settings) as side:
+            train(side, range(3))
+            found.append((side.engine.state_dict(only_rank_0=False), state_of(side)))
     assert_equal(found[1], found[0])
 
 
@@ -464,8 +391,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
                 raise ArithmeticError("no root")
             super().update()
 
-    side = Sharded(Model(), stage=3, optimizer=Failing, reduce_bucket_bytes=SMALL_WINDOWS)
-    language(side, 0)
+    side = Sharded(Model(), optimizer=Failing, reduce_bucket_bytes=SMALL_WINDOWS)
+    language_work(side, 0)
     side.optimizer.broken = True  # type: ignore[attr-defined]
     with pytest.raises((ArithmeticError, FailedElsewhereError), match="no root") as caught:
         side.optimizer.step()
@@ -494,15 +421,12 @@ class NeedsClosure(SignDescent):
 
 @on_ranks(2)
 def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
+    kinds = (torch.optim.LBFGS, NeedsClosure, CallsTwice)
     declared: list[dict[str, Any]] = [{}, {"sharding": "tensors"}, {"sharding": "slices"}]
-    for stage, settings in itertools.product((0, 2), declared):
-        module = Model()
-        engine = lightning_zero.shard(module, device="cpu", stage=stage, optimizer=settings)
-        for make in (torch.optim.LBFGS, NeedsClosure, CallsTwice):
-            match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
-            with pytest.raises(ConfigError, match=match):
-                engine.add_optimizer(make(module.parameters()))
-        engine.release()
+    for stage, settings, make in itertools.product((0, 2), declared, kinds):
+        match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
+        with pytest.raises(ConfigError, match=match):
+            Sharded(Model(), stage=stage, optimizer=make, optimizer_settings=settings)
 
 
 class Sending(SignDescent):
@@ -548,8 +472,8 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             engine.add_optimizer(make(module.parameters()))
         engine.release()
-    side_by_side(Picky, language, stage=1, optimizer_settings={"sharding": "tensors"})
-    side_by_side(NormOverAll, language, stage=0)  # in one call, as in one process
+    side_by_side(Picky, stage=1, optimizer_settings={"sharding": "tensors"})
+    side_by_side(NormOverAll, stage=0)  # in one call, as in one process
     side_by_side(Shared, in_part, build=optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
@@ -569,16 +493,17 @@ def large() -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("own", [{}, {"sharding": "slices"}])
 def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
-    for groups in (1, 2):
-        module = large()
-        engine = lightning_zero.shard(module, device="cpu", optimizer=own)
-        params = list(module.parameters())
-        listed = [{"params": params[n::groups]} for n in range(groups)]
-        with pytest.raises(ConfigError, match="came out otherwise"):
-            engine.add_optimizer(NormOverLarge(listed))
-        engine.release()
-    for build in (large, Model):  # what couples nothing here is not refused
+    def add(make: Any, build: Any, groups: int = 1) -> None:
         module = build()
         engine = lightning_zero.shard(module, device="cpu", optimizer=own)
-        engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
-        engine.release()
+        params = list(module.parameters())
+        try:
+            engine.add_optimizer(make([{"params": params[n::groups]} for n in range(groups)]))
+        finally:
+            engine.release()
+
+    for groups in (1, 2):
+        with pytest.raises(ConfigError, match="came out otherwise"):
+            add(NormOverLarge, large, groups)
+    add(SignDescent, large)  # what couples nothing here is not refused
+    add(NormOverLarge, Model)

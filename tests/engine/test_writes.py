@@ -17,7 +17,6 @@ from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     ALL_STAGES,
     IN_STAGES,
-    Model,
     Sharded,
     Side,
     Twin,
@@ -31,10 +30,12 @@ from tests.engine.support import (
     scope,
     sgd,
     tokens,
+    train,
+    with_twin,
 )
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, write
+from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, frozen, write
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -71,37 +72,18 @@ def kept(work: Callable[[Side, int], Tensor]) -> Callable[[Side, int], Tensor]:
 @pytest.mark.mainly(lambda stage, row, precision: (stage, row) == (3, "none") or precision == "fp32")
 def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precision: str, tmp_path: Path) -> None:
     """Under bf16 the twin would round its masters, so there they are compared with what was clamped."""
-    settings = {"unit": {"classes": ["Clamped"]}, "optimizer": sgd, **offload(row, tmp_path)}
+    settings = {"stage": stage, "unit": {"classes": ["Clamped"]}, "optimizer": sgd, **offload(row, tmp_path)}
     build = lambda: nn.Sequential(*(Clamped(how) for _ in range(3)))  # noqa: E731
     if precision == "fp32":
-        check(build, kept(mean_square), stage=stage, steps=3, **settings)
+        check(build, kept(mean_square), steps=3, **settings)
         return
     torch.manual_seed(3)
-    module = build()
-    with Sharded(module, stage=stage, precision=precision, **settings) as side, autocast(precision):
+    with Sharded(build(), precision=precision, **settings) as side, autocast(precision):
         mean_square(side, 0)
-        with lightning_zero.gather(module):
-            masters = [p.detach().clone() for p in module.parameters()]
-        bound = torch.tensor(0.15).bfloat16().float()
-        assert all(p.abs().max() <= bound for p in masters if p.ndim == 2)
-        assert any((p.bfloat16().float() != p).any() for p in masters if p.ndim == 2)  # others keep their digits
-
-
-@on_ranks(2)
-@ROWS
-def test_an_embedding_with_max_norm_trains(stage: int, row: str, tmp_path: Path) -> None:
-    """All ranks look up all rows, so all write the same."""
-
-    class Renormed(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
-
-        def forward(self, batch: Tensor) -> Tensor:
-            self.embed(torch.arange(VOCABULARY))
-            return super().forward(batch)
-
-    check(Renormed, kept(language_work), stage=stage, steps=3, **offload(row, tmp_path))
+        masters = [p for p in side.engine.state_dict(only_rank_0=False).values() if p.ndim == 2]
+    bound = torch.tensor(0.15).bfloat16().float()
+    assert all(p.abs().max() <= bound for p in masters)
+    assert any((p.bfloat16().float() != p).any() for p in masters)  # others keep their digits
 
 
 @on_ranks(2)
@@ -141,14 +123,13 @@ def test_a_write_on_the_rank_that_owns_all_of_it_is_refused_too(stage: int, writ
 @pytest.mark.parametrize("writers", [{0, 1}, {1}])
 def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, precision: str, writers: set[int]) -> None:
     """Unless they change nothing; also where the masters are the ranks' own slices of what is written to."""
-    module = Model()
-    with Sharded(module, stage=stage, precision=precision) as side:
+    with Sharded(Model(), stage=stage, precision=precision) as side:
         for step, factor in enumerate((0, 1)):
             with side.engine.step_scope("train"), autocast(precision):
                 if dist.get_rank() in writers:
                     change = factor * (dist.get_rank() + 1)
-                    write(module.head.weight, lambda weight, by=change: weight.add_(by), how)
-                loss = language_loss(module, tokens(step))
+                    write(side.module.head.weight, lambda weight, by=change: weight.add_(by), how)
+                loss = language_loss(side.module, tokens(step))
             refused = pytest.raises(RuntimeError, match=rf"head\.weight{WRITTEN_OTHERWISE}")
             with refused if factor else contextlib.nullcontext():
                 side.backward(loss)
@@ -169,11 +150,6 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
 ) -> None:
     """As in ``training_step`` with manual optimization: clamped critics, averaged targets, which are frozen."""
 
-    def build() -> nn.Module:
-        module = Model()
-        module.blocks[1].requires_grad_(False)
-        return module
-
     def work(side: Side, step: int) -> Tensor:
         with scope(side):
             loss = language_work(side, step)
@@ -184,6 +160,7 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
             keep_in_masters(side)
         return loss
 
+    build = lambda: frozen("blocks.1")  # noqa: E731
     check(build, work, stage=stage, steps=3, unit={"classes": [unit]}, **offload(row, tmp_path))
 
 
@@ -199,30 +176,23 @@ def test_data_that_is_assigned_is_kept(
     stage: int, row: str, precision: str, right_after_a_step: bool, tmp_path: Path
 ) -> None:
     """What a good deal of old code does; the values are taken over, unrounded."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, precision=precision, each=stage >= 2)
-    names = [name for name, _ in module.named_parameters()]
-    with Sharded(module, stage=stage, precision=precision, **offload(row, tmp_path)) as sharded:
+    with with_twin(stage=stage, precision=precision, **offload(row, tmp_path)) as (sharded, twin):
+        params = dict(sharded.module.named_parameters())
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
-            for i, (param, master) in enumerate(zip(module.parameters(), twin.masters.values(), strict=True)):
+            for i, (param, (other, master)) in enumerate(zip(params.values(), twin.masters.items(), strict=True)):
                 if step and (i + step) % 3:
                     value = torch.randn(master.value.shape, generator=generator).to(master.value.dtype)
                     param.data = value
                     master.value.copy_(value)
-            for param, master in twin.masters.items():
-                low = precision != "fp32" and param.ndim > 1
-                param.data.copy_(master.value.to(torch.bfloat16) if low else master.value)
+                low = precision != "fp32" and other.ndim > 1
+                other.data.copy_(master.value.to(torch.bfloat16) if low else master.value)
             if not right_after_a_step:
                 assert_same(sharded, twin, what=f"step {step}: ")
             for side in (sharded, twin):
-                with autocast(precision):
-                    language_work(side, step)
-                side.step()
-                side.zero_grad()
+                train(side, [step], precision)
         assert_same(sharded, twin)
-        assert [name for name, _ in module.named_parameters()] == names
+        assert [name for name, _ in sharded.module.named_parameters()] == list(params)
 
 
 @on_ranks(2)
@@ -233,17 +203,17 @@ def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str
     with Sharded(Model(), stage=stage) as side:
         weight = side.module.head.weight
         loss = side.module(tokens(0)).square().mean()
-        state = {name: value * 0.5 for name, value in side.engine.state_dict(only_rank_0=False).items()}
         if how == "assigned":
             weight.data = torch.full(weight.shape, 0.5)
-        elif how == "loaded":
-            side.engine.load_state_dict(state)
+        elif how == "assigned inside gather":
+            with lightning_zero.gather(side.module):
+                weight.data = torch.full(weight.shape, 0.5)
+        elif how == "of another rank":
+            with lightning_zero.gather(side.module, from_rank=1):
+                weight.data.fill_(float(dist.get_rank()))
         else:
-            with lightning_zero.gather(side.module, from_rank=1 if how == "of another rank" else None):
-                if how == "assigned inside gather":
-                    weight.data = torch.full(weight.shape, 0.5)
-                else:
-                    weight.data.fill_(float(dist.get_rank()))
+            state = side.engine.state_dict(only_rank_0=False)
+            side.engine.load_state_dict({name: value * 0.5 for name, value in state.items()})
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             side.backward(loss)
         side.engine.passes.abort()
@@ -261,14 +231,13 @@ def test_a_backward_of_values_that_were_assigned_again_is_done(stages: tuple[int
         return module
 
     def work(side: Side, step: int) -> Tensor:
+        loss = torch.zeros(())
         with scope(side):
-            losses = []
             for i in range(2):
                 write(side.module[0].weight, lambda weight: weight.clamp_(-0.2, 0.2), "assigned")
-                losses.append(side.module(floats(step, 2, 6) + i).square().mean())
-            loss = sum(losses)
-            side.backward(loss)  # type: ignore[arg-type]
-        return loss  # type: ignore[return-value]
+                loss = loss + side.module(floats(step, 2, 6) + i).square().mean()
+            side.backward(loss)
+        return loss
 
     check(build, work, stage=stages, steps=1)
 
@@ -299,6 +268,12 @@ def test_writes_that_differ_are_refused_before_values_are_saved(how: str, stage:
             side.engine.state_dict()
 
 
+def write_by_rank(side: Sharded) -> None:
+    """In a forward."""
+    write(side.module.head.weight, lambda weight: weight.fill_(float(dist.get_rank())), "in place")
+    side.module(tokens(0))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("open_pass", [False, True])
@@ -318,9 +293,7 @@ def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
-        with torch.no_grad():
-            side.module.head.weight.fill_(float(dist.get_rank()))
-        side.module(tokens(0))
+        write_by_rank(side)
         raise ZeroDivisionError
     assert type(side.module.head.weight) is nn.Parameter
 
