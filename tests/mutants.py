@@ -279,13 +279,13 @@ def main() -> None:
         make_map(options.jobs, options.map or [])
     tests: Reached = json.loads(REACHED.read_text())
     breaks, until = draw(options.seed, options.count), time.monotonic() + 60 * options.minutes
-    each_s = 60 * options.minutes * options.jobs / options.count
+    each_s = 2 * 60 * options.minutes * options.jobs / options.count  # most are seen in a part of their time
 
     def attempt(broken: Break) -> str | None:
         """Give who saw it; an empty text if nobody did; None if there was no time."""
         if time.monotonic() > until:
             return None
-        chosen = choose(tests, broken, 0.6 * each_s)
+        chosen = choose(tests, broken, each_s)
         if not chosen:
             return ""
         with copy_of_tree() as tree:

@@ -109,3 +109,10 @@ def test_transports_agree() -> None:
     for stage in (0, 3):
         direct = _history(stage, comm={"transport": "direct"})
         assert_equal(direct, _history(stage, comm={"transport": "plain"}), tolerance=tolerance)
+
+
+def test_a_bucket_holds_reduce_bucket_bytes_at_most() -> None:
+    with Sharded(Model(), stage=3, reduce_bucket_bytes=2048) as side:
+        sizes = [[4 * info.numel for info in bucket.params] for bucket in side.engine.buckets]
+    assert max(sum(each) for each in sizes if len(each) > 1) <= 2048
+    assert max(map(len, sizes)) > 2, "small parameters lie together"
