@@ -255,18 +255,24 @@ def test_writes_of_users_and_graphs_of_before() -> None:
 
 
 @on_ranks(2)
-def test_after_an_exception_it_works() -> None:
-    """Also where ranks have come to different places, so that messages of some are missing."""
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_after_an_exception_it_works(in_backward: bool) -> None:
+    """Also where ranks have come to different places, so that messages of some are missing; and in a backward that the
+    engine has to notice."""
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
     def act(side: Sharded, restages: bool) -> list[Tensor]:
         first = train(side, 0)
-        hook = side.module.blocks[1 + dist.get_rank()].register_forward_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            train(side, 1)
-        hook.remove()
+        block = side.module.blocks[1 + dist.get_rank()]
+        if in_backward:
+            with block.register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
+                language_loss(side.module, tokens(1)).backward()
+            side.zero_grad()
+        else:
+            with block.register_forward_pre_hook(fail), pytest.raises(ZeroDivisionError):
+                train(side, 1)
         if restages:
             side.engine.restage(1)
         return [first, train(side, 2)]
